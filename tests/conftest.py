@@ -14,10 +14,10 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
-from s3_server import S3Server, find_weed, s3_server
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
+from devnet.s3 import S3Server, find_weed, s3_server
 from prime_core.errors import UserError
 from prime_orchestrator.store import open_store
 

@@ -126,10 +126,10 @@ def test_the_bare_receiver_and_the_curls_get_the_very_bytes(tmp_path: Path) -> N
     file = tmp_path / "file"
     file.write_bytes(np.random.default_rng(4).bytes((9 << 20) + 17))
     with sendfile_server(file) as url:
-        told = receive(int(url.rstrip("/").rpartition(":")[2]), tmp_path / "floor")
+        reported = receive(int(url.rstrip("/").rpartition(":")[2]), tmp_path / "floor")
     require_same(file, tmp_path / "floor")
-    assert told["bytes"] == file.stat().st_size
-    assert told["processor"] > 0
+    assert reported["bytes"] == file.stat().st_size
+    assert reported["processor"] > 0
     targets = [tmp_path / f"curl-{number}" for number in range(3)]
     assert curls(file, targets, 2) > 0
     for target in targets:

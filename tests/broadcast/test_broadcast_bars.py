@@ -15,7 +15,7 @@ from prime_broadcast.manifest import build_manifest, total_size, verify_folder
 from prime_broadcast.progress import watched_by
 
 
-class Heard:
+class Progress:
     """Parts as (name, total, bytes that went)."""
 
     def __init__(self) -> None:
@@ -31,20 +31,20 @@ class Heard:
 
 def test_hashing_comparing_and_verifying_come_to_their_end_byte_for_byte(run: Run) -> None:
     run.publish()
-    heard = Heard()
-    with watched_by(heard):
+    received = Progress()
+    with watched_by(received):
         signed = run.publish()
         verify_folder(layout.version_folder(run.root, 1), signed.manifest)
     size, delta = total_size(signed.manifest), signed.manifest.deltas[0].size
-    assert [(name, total) for name, total, _ in heard.parts] == [
+    assert [(name, total) for name, total, _ in received.parts] == [
         ("hashing", size),
         ("comparing with policy 0", size),
         ("hashing the delta", delta),
         ("verifying", size + delta),
     ]
-    assert all(total == done for _, total, done in heard.parts), heard.parts
+    assert all(total == done for _, total, done in received.parts), received.parts
     build_manifest(run.folder / "checkpoint-0", pool=0, version=0, step=0)
-    assert len(heard.parts) == 4, "nobody watches any more"
+    assert len(received.parts) == 4, "nobody watches any more"
 
 
 @pytest.fixture

@@ -39,11 +39,11 @@ def test_a_relays_counts_are_those_of_what_it_fetched_and_sent(run: Run, tmp_pat
         assert stats.by_source == {relay.url: size}
         until(lambda: (tmp_path / "relay" / "policies" / "0").exists(), "the relay has it whole")
 
-        told = counts(relay.url)
-        assert told[f'prime_broadcast_received_bytes_total{{source="{origin.url}"}}'] == size
-        assert told['prime_broadcast_chunks_total{result="verified"}'] == chunks == stats.chunks
-        lies = told[f'prime_broadcast_faults_total{{kind="lie",source="{liar}"}}']
-        assert lies == told['prime_broadcast_chunks_total{result="refetched"}'] >= 1
-        assert told["prime_broadcast_fetch_seconds_total"] > 0
-        assert told["prime_broadcast_sent_bytes_total"] >= stats.bytes_received
+        reported = counts(relay.url)
+        assert reported[f'prime_broadcast_received_bytes_total{{source="{origin.url}"}}'] == size
+        assert reported['prime_broadcast_chunks_total{result="verified"}'] == chunks == stats.chunks
+        lies = reported[f'prime_broadcast_faults_total{{kind="lie",source="{liar}"}}']
+        assert lies == reported['prime_broadcast_chunks_total{result="refetched"}'] >= 1
+        assert reported["prime_broadcast_fetch_seconds_total"] > 0
+        assert reported["prime_broadcast_sent_bytes_total"] >= stats.bytes_received
         assert counts(origin.url)["prime_broadcast_sent_bytes_total"] >= size

@@ -280,7 +280,7 @@ def test_what_a_delta_makes_is_told_chunk_by_chunk_up_to_the_first_wrong_one(
     monkeypatch.setattr(delta, "BLOCK", 1000)
     pair = step_pair(tmp_path, 10_000, 1e-4)
     count = len(pair.target.files[0].chunks)
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
 
     def apply() -> None:
         delta.apply(
@@ -289,19 +289,19 @@ def test_what_a_delta_makes_is_told_chunk_by_chunk_up_to_the_first_wrong_one(
             pair.path,
             pair.target,
             pair.result,
-            on_chunk=lambda name, index: told.append((name, index)),
+            on_chunk=lambda name, index: reported.append((name, index)),
         )
 
     apply()
-    assert told == [("m.safetensors", index) for index in range(count)]
+    assert reported == [("m.safetensors", index) for index in range(count)]
     path = pair.old / "m.safetensors"
     data = bytearray(path.read_bytes())
     data[3 * 4096 + 7] ^= 1
     path.write_bytes(data)
-    told.clear()
+    reported.clear()
     with pytest.raises(UntrustedError, match="base is damaged"):
         apply()
-    assert told == [("m.safetensors", index) for index in range(3)]
+    assert reported == [("m.safetensors", index) for index in range(3)]
 
 
 @given(

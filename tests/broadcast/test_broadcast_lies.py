@@ -20,19 +20,19 @@ def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:
 
 
 @pytest.fixture
-def told() -> list[Fault]:
+def reported() -> list[Fault]:
     return []
 
 
 @pytest.fixture
-def folder(tmp_path: Path, told: list[Fault]) -> PolicyFolder:
+def folder(tmp_path: Path, reported: list[Fault]) -> PolicyFolder:
     made = PolicyFolder(tmp_path / "policies", TRUST)
-    made.on_lie = told.append
+    made.on_fault = reported.append
     return made
 
 
 def test_a_wrong_chunk_is_said_in_one_sentence_that_names_its_sender(
-    run: Run, folder: PolicyFolder, told: list[Fault], caplog: pytest.LogCaptureFixture
+    run: Run, folder: PolicyFolder, reported: list[Fault], caplog: pytest.LogCaptureFixture
 ) -> None:
     signed = run.publish()
     with (
@@ -44,15 +44,15 @@ def test_a_wrong_chunk_is_said_in_one_sentence_that_names_its_sender(
     assert same_files(folder.path(0), run, 0)
     lies = [fault for fault in stats.faults if fault.lie]
     assert {fault.url for fault in lies} == {liar}
-    assert told == lies
-    said = [r.getMessage() for r in caplog.records if " lied: " in r.getMessage()]
+    assert reported == lies
+    said = [r.getMessage() for r in caplog.records if " sent false data: " in r.getMessage()]
     assert len(said) == len(lies) >= 1
-    assert f"{liar} lied: it sent a wrong chunk" in said[0]
+    assert f"{liar} sent false data: it sent a wrong chunk" in said[0]
     assert "of /policies/0/" in said[0]
 
 
 def test_a_liar_is_named_though_nothing_arrived(
-    run: Run, folder: PolicyFolder, told: list[Fault], caplog: pytest.LogCaptureFixture
+    run: Run, folder: PolicyFolder, reported: list[Fault], caplog: pytest.LogCaptureFixture
 ) -> None:
     signed = run.publish()
     with (
@@ -61,12 +61,12 @@ def test_a_liar_is_named_though_nothing_arrived(
         pytest.raises(UnavailableError),
     ):
         folder.ensure(0, signed, [liar], patience=0.2)
-    assert {fault.url for fault in told} == {liar}
-    assert f"{liar} lied: it sent a wrong chunk" in caplog.text
+    assert {fault.url for fault in reported} == {liar}
+    assert f"{liar} sent false data: it sent a wrong chunk" in caplog.text
 
 
 def test_a_source_that_only_fails_is_no_liar(
-    run: Run, folder: PolicyFolder, told: list[Fault], caplog: pytest.LogCaptureFixture
+    run: Run, folder: PolicyFolder, reported: list[Fault], caplog: pytest.LogCaptureFixture
 ) -> None:
     def cut(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         answer(handler, body[:10], claim=len(body))
@@ -76,5 +76,5 @@ def test_a_source_that_only_fails_is_no_liar(
     with bad_server(run.root, cut) as broken, Origin(run.root) as origin:
         stats = folder.ensure(0, signed, [broken, origin.url]).stats
     assert {fault.kind for fault in stats.faults} == {"failed"}
-    assert told == []
+    assert reported == []
     assert " lied: " not in caplog.text

@@ -14,7 +14,7 @@ from broadcast_world import Run, until
 
 from prime_broadcast.content import DirectoryContent
 from prime_broadcast.http1 import Limits
-from prime_broadcast.peers import PLODDING, Peer, place_of, who_goes
+from prime_broadcast.peers import SLOW_READER_SECONDS, Peer, peer_to_drop, place_of
 from prime_broadcast.server import Server
 from prime_broadcast.transfer import Link
 
@@ -35,25 +35,26 @@ def peer(address: str, *, idle: float | None = None, waiting: float | None = Non
 def test_the_longest_idle_goes_before_any_that_is_served() -> None:
     idle = [peer("a", idle=1.0), peer("b", idle=5.0)]
     slow = peer("c", waiting=100.0)
-    assert who_goes([*idle, slow], "d", NOW) is idle[1]
+    assert peer_to_drop([*idle, slow], "d", NOW) is idle[1]
 
 
 def test_the_slowest_reader_goes_if_it_is_slow_enough() -> None:
-    quick, slow = peer("a", waiting=0.1), peer("b", waiting=PLODDING + 1)
-    assert who_goes([quick, slow, peer("c", waiting=PLODDING + 0.5)], "d", NOW) is slow
+    quick, slow = peer("a", waiting=0.1), peer("b", waiting=SLOW_READER_SECONDS + 1)
+    later = peer("c", waiting=SLOW_READER_SECONDS + 0.5)
+    assert peer_to_drop([quick, slow, later], "d", NOW) is slow
 
 
 def test_quick_readers_keep_their_places() -> None:
-    assert who_goes([peer("a", waiting=1.0), peer("b")], "c", NOW) is None
-    assert who_goes([peer("a", waiting=1.0), peer("a")], "a", NOW) is None
+    assert peer_to_drop([peer("a", waiting=1.0), peer("b")], "c", NOW) is None
+    assert peer_to_drop([peer("a", waiting=1.0), peer("a")], "a", NOW) is None
 
 
 def test_an_address_with_many_places_gives_one_to_an_address_with_fewer() -> None:
     many = [peer("a", waiting=float(age)) for age in range(4)]
-    assert who_goes([*many, peer("b")], "c", NOW) is many[3]
-    assert who_goes([*many, peer("b")], "b", NOW) is many[3]
-    assert who_goes([*many, peer("b"), peer("b"), peer("b")], "b", NOW) is None
-    assert who_goes([*many, peer("b")], "a", NOW) is None
+    assert peer_to_drop([*many, peer("b")], "c", NOW) is many[3]
+    assert peer_to_drop([*many, peer("b")], "b", NOW) is many[3]
+    assert peer_to_drop([*many, peer("b"), peer("b"), peer("b")], "b", NOW) is None
+    assert peer_to_drop([*many, peer("b")], "a", NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_readers_just_fast_enough_to_stay_cannot_keep_others_out(tmp_path: Path)
             stack.enter_context(sock).sendall(f"GET {FILE} HTTP/1.1\r\n\r\n".encode())
             until(lambda n=number: server.counters.requests == n + 1, "a slow reader's request")
         link = Link(server.url)
-        later = PLODDING + 1
+        later = SLOW_READER_SECONDS + 1
         assert link.role() == "origin", "the newcomer is served"
         link.close()
         assert (server.counters.evicted, server.counters.refused) == (1, 0)

@@ -263,7 +263,7 @@ def test_a_relay_that_knows_the_trainer_refuses_what_another_signed(
         (["--port", "TAKEN"], "cannot listen on", 64),
         (
             ["--orchestrator", "http://127.0.0.1:9", "--first-answer-seconds", "0"],
-            "nothing was heard for 0 s at this first start: check the address",
+            "no answer for 0 s at this first start: check the address",
             69,
         ),
     ],

@@ -81,7 +81,7 @@ def test_deployment_cut_off_midway_is_finished_without_sending_twice(
         deploy(deployed.client, signer, _options(), journal=tmp_path / "j", report=kill_after_vault)
     deployment = deploy(deployed.client, signer, _options(), journal=tmp_path / "j")
     verify(deployed.client, deployment)
-    assert deployed.client.nonce(signer.address) - before == 10  # 7 contracts, 3 wirings
+    assert deployed.client.nonce(signer.address) - before == 12  # 8 contracts, 4 wirings
 
 
 def test_dry_run_names_every_transaction_its_gas_and_future_address(

@@ -25,7 +25,7 @@ from prime_core.ids import ZERO_ADDRESS, Address
 from prime_core.signing import CONTRACT_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-TRANSACTIONS = 10  # seven contracts, three wirings
+TRANSACTIONS = 12  # eight contracts, four wirings
 
 
 class KilledError(BaseException):

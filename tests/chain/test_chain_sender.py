@@ -12,8 +12,8 @@ from devnet.deployed import Deployed
 from prime_chain.client import Call, ChainClient, Fees
 from prime_chain.errors import ChainRevertedError
 from prime_chain.fees import FeePolicy, bumped
-from prime_chain.journal import Attempt
 from prime_chain.sender import Sender
+from prime_chain.transaction_queue import Attempt
 from prime_core.errors import ConflictError, UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address
 from prime_core.signing import LocalSigner
@@ -191,7 +191,7 @@ def test_no_rpc_keeps_everything_and_goes_on_when_it_is_back(
     sender.submit("a", transfer(target(6)))
     assert sender.tick() == 1
     assert "no RPC endpoint answers" in sender.trouble
-    with pytest.raises(UnavailableError, match="stays in the journal"):
+    with pytest.raises(UnavailableError, match="stays in the queue"):
         sender.wait("a", 5)
     sender.close()
     back = make()

@@ -95,11 +95,7 @@ def test_a_reorg_that_drops_the_transaction_sends_it_again(
     deployed.anvil.mine(3)
     sender = make()
     sender.submit("a", transfer(target(14)))
-    sender.tick()
-    sender.tick()
-    first = sender.status("a")
-    assert first is not None
-    assert first.status == "confirmed"
+    assert sender.wait("a", 60).status == "confirmed"
     deployed.anvil.rpc("anvil_reorg", 2, [])  # the two newest blocks are now empty
     assert deployed.client.balance(target(14)) == 0
     clock.time += 4
@@ -201,8 +197,8 @@ def test_where_endpoints_must_agree_nothing_is_sent_until_they_do(
 def test_a_full_disk_is_one_sentence_and_loses_nothing_written(make: Make) -> None:
     sender = make()
     sender.submit("first", transfer(target(23)))
-    pages = sender._journal._db.execute("PRAGMA page_count").fetchone()[0]
-    sender._journal._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+    pages = sender._queue._db.execute("PRAGMA page_count").fetchone()[0]
+    sender._queue._db.execute(f"PRAGMA max_page_count = {pages + 1}")
 
     def fill() -> None:
         for number in range(100):
@@ -219,8 +215,8 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing_written(make: Make) -> No
 def test_a_damaged_journal_is_fatal_and_reads_are_guarded(make: Make) -> None:
     sender = make()
     sender.submit("first", transfer(target(24)))
-    sender._journal._db.execute("DROP TABLE sender_attempts")
-    with pytest.raises(FatalError, match=r"journal .* sender_attempts"):
+    sender._queue._db.execute("DROP TABLE sender_attempts")
+    with pytest.raises(FatalError, match=r"queue .* sender_attempts"):
         sender.status("first")
 
 

@@ -17,6 +17,7 @@ from prime_core.batch import BatchStatement
 from prime_core.calibration import CalibrationStatement
 from prime_core.checkpoint import PolicyStatement
 from prime_core.draws import DrawCommitment
+from prime_core.gateway import GatewayAnswered
 from prime_core.ids import Digest, address
 from prime_core.node import Invite, NodeConsent, SessionGrant, SessionRevocation
 from prime_core.rollout import Receipt, Submission
@@ -33,7 +34,7 @@ KINDS: dict[str, type[Statement]] = {
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
         SessionRevocation, Submission, Law, Opinion, DrawCommitment, CalibrationStatement,
-        RewardTable,
+        RewardTable, GatewayAnswered,
     )
 }  # fmt: skip
 

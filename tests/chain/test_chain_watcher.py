@@ -193,7 +193,7 @@ def test_events_of_several_contracts_come_in_chain_order(deployed: Deployed) -> 
 
 
 def _fake_deployment() -> Deployment:
-    names = ("token", "registry", "vault", "pools", "work", "rewards", "slasher")
+    names = ("token", "registry", "vault", "pools", "work", "rewards", "slasher", "court")
     contracts = {name: address(f"0x{index + 1:040x}") for index, name in enumerate(names)}
     return Deployment(
         chain_id=31337, contracts=ContractAddresses(**contracts), block=1, periods=TEST_PERIODS

@@ -3,6 +3,7 @@ pragma solidity 0.8.37;
 
 import { IERC20 } from "@openzeppelin/contracts/token/ERC20/IERC20.sol";
 
+import { Court } from "../../contracts/src/Court.sol";
 import { Pools } from "../../contracts/src/Pools.sol";
 import { Registry } from "../../contracts/src/Registry.sol";
 import { Rewards } from "../../contracts/src/Rewards.sol";
@@ -61,9 +62,11 @@ contract BlanksTest is Network {
         new Rewards(token, registry, pools, vault, Slasher(address(0)));
         Slasher.Roles memory roles = Slasher.Roles(arbiter, 1, 1, governor);
         noAddress();
-        new Slasher(vault, Pools(address(0)), work, roles);
+        new Slasher(vault, Pools(address(0)), work, court, roles);
         noAddress();
-        new Slasher(vault, pools, Work(address(0)), roles);
+        new Slasher(vault, pools, Work(address(0)), court, roles);
+        noAddress();
+        new Slasher(vault, pools, work, Court(address(0)), roles);
     }
 
     function test_Expel_BySlasherOnly() public {

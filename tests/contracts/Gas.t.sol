@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { Court } from "../../contracts/src/Court.sol";
 import { Pools } from "../../contracts/src/Pools.sol";
 import { Rewards } from "../../contracts/src/Rewards.sol";
 import {
@@ -201,11 +202,59 @@ contract GasTest is Network {
         uint256 state = vm.snapshotState();
         vm.prank(arbiter);
         slasher.confirm(id);
-        bar("confirm", 150_000);
+        bar("confirm", 155_000);
         vm.revertToState(state);
         vm.prank(arbiter);
         slasher.overturn(id);
         bar("overturn", 200_000);
+    }
+
+    /// @dev A juror's acts and the provider's, in a register of twenty seats.
+    function test_Court() public {
+        for (uint256 i; i < 20; ++i) {
+            registerJuror(address(uint160(0x1000 + i)));
+        }
+        give(stranger, JUROR_BOND);
+        vm.prank(stranger);
+        token.approve(address(court), JUROR_BOND);
+        vm.prank(stranger);
+        court.register(CLASS);
+        bar("court: register", 180_000);
+        bytes32 id = propose(100);
+        Submission memory s = submission(100);
+        Opinions memory o = rejections(s);
+        uint256[] memory seats = firstSeats(7);
+        vm.prank(provider);
+        court.open(s, o, law(), seats, 2);
+        bar("court: open", 250_000);
+        dispute(id);
+        court.draw(id);
+        bar("court: fix the block", 80_000);
+        vm.roll(vm.getBlockNumber() + 2);
+        court.draw(id);
+        bar("court: draw", 300_000);
+        vote(id);
+    }
+
+    function vote(bytes32 id) private {
+        (, address[] memory jurors) = court.caseOf(id);
+        for (uint256 i; i < 3; ++i) {
+            bytes32 commitment = court.commitmentOf(id, jurors[i], 1, RUN, RUN);
+            vm.prank(jurors[i]);
+            court.commit(id, commitment);
+        }
+        bar("court: commit", 70_000);
+        vm.warp(START + DISPUTE / 2);
+        vm.prank(jurors[0]);
+        court.reveal(id, 1, RUN, RUN);
+        bar("court: reveal", 90_000);
+        vm.prank(jurors[1]);
+        court.reveal(id, 1, RUN, RUN);
+        bar("court: reveal that confirms", 250_000);
+        vm.prank(jurors[2]);
+        court.reveal(id, 1, RUN, RUN);
+        court.settle(id);
+        bar("court: settle", 180_000);
     }
 
     /// @dev The same, where the provider's account in the vault never held a slash.

@@ -315,6 +315,14 @@ contract HostileTest is Network {
         expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, DEPOSIT, DEPOSIT - 1));
         vm.prank(provider);
         slasher.dispute(id);
+        bad.setFee(0);
+        give(stranger, JUROR_BOND);
+        bad.setFee(1);
+        vm.startPrank(stranger);
+        bad.approve(address(court), JUROR_BOND);
+        expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, JUROR_BOND, JUROR_BOND - 1));
+        court.register(CLASS);
+        vm.stopPrank();
         vm.assertEq(vault.active(address(bad)), 10 * STAKE);
     }
 

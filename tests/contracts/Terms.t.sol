@@ -168,7 +168,8 @@ contract TermsTest is Network {
     }
 
     function test_Constructor_WithoutAGovernorTheTermsAreFinal() public {
-        Slasher final_ = new Slasher(vault, pools, work, Slasher.Roles(arbiter, 1, 2, address(0)));
+        Slasher final_ =
+            new Slasher(vault, pools, work, court, Slasher.Roles(arbiter, 1, 2, address(0)));
         vm.assertEq(final_.governor(), address(0));
         vm.assertEq(final_.disputeDeposit(), 1);
         vm.assertEq(final_.validatorBond(), 2);
@@ -176,7 +177,7 @@ contract TermsTest is Network {
         vm.prank(governor);
         final_.announceTerms(3, 4);
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
-        new Slasher(vault, pools, work, Slasher.Roles(address(0), 1, 2, governor));
+        new Slasher(vault, pools, work, court, Slasher.Roles(address(0), 1, 2, governor));
     }
 
     function test_Apply_AtMostAsOftenAsTheTermsNumbersAllow() public {

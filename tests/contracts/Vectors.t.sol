@@ -11,6 +11,7 @@ import { Work } from "../../contracts/src/Work.sol";
 import {
     BatchStatement,
     Invite,
+    Law,
     Lease,
     NodeConsent,
     Opinion,
@@ -220,6 +221,20 @@ contract VectorsTest is Network {
             s.evidence = word(a, "evidence");
             s.judgedAt = uint64(num(a, "judgedAt"));
             assertDigest(a, workThere.opinionDigest(s));
+        }
+    }
+
+    function test_Law() public view {
+        for (uint256 i; i < 2; ++i) {
+            string memory a = entry("Law", i);
+            Law memory s = Law(
+                word(a, "lease"),
+                word(a, "run"),
+                word(a, "verificationClass"),
+                word(a, "verifier"),
+                word(a, "draws")
+            );
+            assertDigest(a, offChain("work", Statements.hash(s)));
         }
     }
 

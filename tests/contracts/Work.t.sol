@@ -241,4 +241,41 @@ contract WorkTest is Network {
             postLeaf(x);
         }
     }
+
+    function test_AnnounceMirror_IsForTheValidatorsOfThePool() public {
+        expectNotAllowed(manager);
+        vm.prank(manager);
+        work.announceMirror(pool, "http://mirror");
+        vm.expectEmit();
+        emit Work.MirrorAnnounced(pool, validator, "http://mirror");
+        vm.prank(validator);
+        work.announceMirror(pool, "http://mirror");
+        vm.prank(manager);
+        pools.setValidator(pool, validator, false);
+        vm.expectEmit();
+        emit Work.MirrorAnnounced(pool, validator, "");
+        vm.prank(validator);
+        work.announceMirror(pool, "");
+    }
+
+    function test_AnnounceMirror_TakesPrintableAsciiOfBoundedLength() public {
+        string[5] memory bad = ["a b", "a\n", "\x7f", unicode"é", "!~"];
+        bytes memory long = new bytes(201);
+        for (uint256 i; i < long.length; ++i) {
+            long[i] = "~";
+        }
+        vm.startPrank(validator);
+        for (uint256 i; i < 4; ++i) {
+            expect(abi.encodeWithSelector(Errors.BadUrl.selector, bytes(bad[i]).length));
+            work.announceMirror(pool, bad[i]);
+        }
+        work.announceMirror(pool, bad[4]);
+        expect(abi.encodeWithSelector(Errors.BadUrl.selector, 201));
+        work.announceMirror(pool, string(long));
+        assembly ("memory-safe") {
+            mstore(long, 200)
+        }
+        work.announceMirror(pool, string(long));
+        vm.stopPrank();
+    }
 }

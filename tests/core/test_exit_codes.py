@@ -19,17 +19,17 @@ def kinds(error: type[PrimeError]) -> set[type[PrimeError]]:
 
 
 def test_every_error_of_the_tree_is_in_the_page_with_its_code() -> None:
-    told = {name: int(code) for code, name, _ in ROWS if name}
+    reported = {name: int(code) for code, name, _ in ROWS if name}
     own = {kind for kind in kinds(PrimeError) if kind.__module__ == tree.__name__}
-    assert told == {kind.__name__: kind.exit_code for kind in own}
+    assert reported == {kind.__name__: kind.exit_code for kind in own}
     assert len(own) == 11
 
 
 def test_errors_of_the_rooms_end_with_a_code_of_the_page() -> None:
-    told = {int(code) for code, _, _ in ROWS}
+    reported = {int(code) for code, _, _ in ROWS}
     assert prime_chain.errors.ChainRevertedError in kinds(PrimeError)
     for kind in kinds(PrimeError):
-        assert kind.exit_code in told, kind
+        assert kind.exit_code in reported, kind
 
 
 def test_no_code_is_told_twice_for_other_things() -> None:

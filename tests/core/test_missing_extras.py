@@ -13,7 +13,10 @@ from packaging.utils import canonicalize_name
 from prime_core.command_line import _EXTRAS
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"verifiers": "the worker of crowd environments runs in an environment of its own"}
+ELSEWHERE = {
+    "verifiers": "the worker of crowd environments runs in an environment of its own",
+    "mcp": "verifiers brings it",
+}
 
 
 def base_distributions() -> set[str]:

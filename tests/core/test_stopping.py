@@ -13,7 +13,7 @@ with stop._cond:  # where a main thread is that was interrupted inside stop.wait
     os.kill(os.getpid(), SIGNAL)
     sum(range(100_000))  # instructions, between which a handler runs
 """
-HEARS_NOTHING = """
+IGNORES_SIGNALS = """
 signal.pthread_sigmask(signal.SIG_BLOCK, [SIGNAL])  # the other thread gets it; nothing wakes us
 os.kill(os.getpid(), SIGNAL)
 """
@@ -36,7 +36,7 @@ def ran(doing: str, name: str = "SIGTERM", how: str = "") -> subprocess.Complete
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("doing", [HOLDS_THE_LOCK, HEARS_NOTHING], ids=["locked", "deaf"])
+@pytest.mark.parametrize("doing", [HOLDS_THE_LOCK, IGNORES_SIGNALS], ids=["locked", "deaf"])
 def test_a_signal_ends_a_wait_wherever_the_main_thread_was(doing: str, name: str) -> None:
     ended = ran(doing, name)
     assert (ended.returncode, ended.stdout) == (0, "ended cleanly\n"), ended.stderr

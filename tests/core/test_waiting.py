@@ -20,7 +20,7 @@ class Away:
 
     def __init__(self, silent: int) -> None:
         self.time, self.silent = 0.0, silent
-        self.told: list[float] = []
+        self.reported: list[float] = []
 
     def clock(self) -> float:
         return self.time
@@ -32,7 +32,7 @@ class Away:
         return "here"
 
     def tell(self, error: UnavailableError, wait: float) -> None:
-        self.told.append(wait)
+        self.reported.append(wait)
 
 
 class Impatient(threading.Event):
@@ -45,8 +45,8 @@ class Impatient(threading.Event):
 def test_who_once_answered_is_asked_until_there_is_an_answer() -> None:
     peer = Away(silent=500)
     assert until_answered(peer.ask, Impatient(), peer.tell, clock=peer.clock) == "here"
-    assert peer.told[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert len(peer.told) == 500
+    assert peer.reported[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert len(peer.reported) == 500
 
 
 def test_who_never_answered_is_given_up_with_what_to_check() -> None:
@@ -54,9 +54,9 @@ def test_who_never_answered_is_given_up_with_what_to_check() -> None:
     with pytest.raises(UnavailableError) as caught:
         until_answered(peer.ask, Impatient(), peer.tell, give_up=10.0, clock=peer.clock)
     assert peer.time == 10
-    assert peer.told[-1] == 1.0, "the last pause is no longer than what is left"
+    assert peer.reported[-1] == 1.0, "the last pause is no longer than what is left"
     said = str(caught.value)
-    assert said.startswith("127.0.0.1:9 does not answer; nothing was heard for 10 s")
+    assert said.startswith("127.0.0.1:9 does not answer; no answer for 10 s")
     assert "--orchestrator, --rpc" in said
     assert "\n" not in said
 

@@ -26,8 +26,8 @@ def test_a_second_run_starts_from_an_empty_folder(tmp_path: Path) -> None:
     root = tmp_path / "run"
     _empty(root)
     (root / "report.json").write_text("{}")
-    (root / "node" / "outbox").mkdir(parents=True)
-    (root / "node" / "outbox" / "file").write_text("of the first run")
+    (root / "node" / "spool").mkdir(parents=True)
+    (root / "node" / "spool" / "file").write_text("of the first run")
     _empty(root)
     assert [path.name for path in root.iterdir()] == [MARK]
 
@@ -43,7 +43,7 @@ def test_a_folder_that_no_run_has_marked_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["up", "--nodes", "2", "--liars", "2"], "leave nobody honest — lower --liars"),
+        (["up", "--nodes", "2", "--liars", "2"], "leave no honest node — lower --liars"),
         (["up", "--runtime", "docker"], "--runtime docker needs the worker's image — --image"),
         (["up", "--runtime", "podman"], "no runtime 'podman' — process or docker"),
         (["up", "--liar", "charming"], "charming"),

@@ -66,9 +66,11 @@ def test_a_liar_that_ends_as_listed_and_is_audited_so_is_in_order(
 
 
 def test_a_record_says_which_file_was_the_first_found_and_how_often_which_reason() -> None:
-    found = lies.record("t11", files(Reason.NONE, FOUND, Reason.TWO_HUMPED), SLASHED, ["match"])
+    found = lies.record(
+        "t11", files(Reason.NONE, FOUND, Reason.IMPROBABLE_TOKENS), SLASHED, ["match"]
+    )
     assert (found["files"], found["judged"]) == (2, 3)
-    assert found["reasons"] == {"WRONG_SAMPLING": 1, "TWO_HUMPED": 1}
+    assert found["reasons"] == {"WRONG_SAMPLING": 1, "IMPROBABLE_TOKENS": 1}
     assert found["burned_wei"] == "50"
 
 
@@ -152,7 +154,7 @@ def played(kinds: Sequence[str]) -> lies.Record:
 def test_what_was_played_is_kept_and_a_network_that_fails_is_left_to_be_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, told = tmp_path / "kept" / "lies.json", list[str]()
+    out, reported = tmp_path / "kept" / "lies.json", list[str]()
 
     def some(kinds: Sequence[str], root: Path, note: play.Note) -> lies.Record:
         if "t11" in kinds:
@@ -160,16 +162,16 @@ def test_what_was_played_is_kept_and_a_network_that_fails_is_left_to_be_played(
         return played(kinds)
 
     monkeypatch.setattr(play, "play", some)
-    found = play.play_all(("t09", "t11"), out, tmp_path, 1, lambda: None, told.append)
+    found = play.play_all(("t09", "t11"), out, tmp_path, 1, lambda: None, reported.append)
     assert not found["ok"]
     assert {*lies.newest(play.load(out)["networks"])} == {"t09"}
-    assert "the orchestrator did not happen" in told[-1]
+    assert "the orchestrator did not happen" in reported[-1]
     monkeypatch.setattr(play, "play", lambda kinds, root, note: played(kinds))
     rest = [kind for kind in LIES if kind != "t09"]
-    assert play.play_all(rest, out, tmp_path, 50, lambda: None, told.append)["ok"]
+    assert play.play_all(rest, out, tmp_path, 50, lambda: None, reported.append)["ok"]
     assert play.load(out)["ok"]
     monkeypatch.setattr(play, "play", some)
-    again = play.play_all(("t11",), out, tmp_path, 1, lambda: None, told.append)
+    again = play.play_all(("t11",), out, tmp_path, 1, lambda: None, reported.append)
     assert not again["ok"], "asked for anew, and not played"
 
 
@@ -205,9 +207,9 @@ def test_the_sources_are_those_that_make_and_judge_files(tmp_path: Path) -> None
 def test_the_table_also_shows_the_liars_of_a_kind_that_ended_otherwise() -> None:
     let_pass = lies.record("t11", files(Reason.NONE, Reason.NONE), LIAR, ["accepted"])
     found = lies.record("t11", files(FOUND), SLASHED, ["match"])
-    told = play.table([{"liars": [let_pass, found], "honest": []}])
-    assert "another: unseen, file 2" in told
-    assert "WRONG_SAMPLING 1" in told
-    assert "NOT AS LISTED" not in told
+    reported = play.table([{"liars": [let_pass, found], "honest": []}])
+    assert "another: unseen, file 2" in reported
+    assert "WRONG_SAMPLING 1" in reported
+    assert "NOT AS LISTED" not in reported
     assert "NOT AS LISTED: unseen" in play.table([{"liars": [let_pass], "honest": []}])
-    assert told.count("not played") == len(LIES) - 1
+    assert reported.count("not played") == len(LIES) - 1

@@ -2,7 +2,8 @@
 
 A page's blocks run in order in one bash session with `set -e`, in a folder that links to the
 repository's own folders. README.md builds a pool by hand; pages listed in IN_THE_POOL run in its
-session, before its last block stops the programs. Only the port numbers are replaced by free ones.
+session, before its last block stops the programs. The runbooks share one session, too. Only the
+port numbers are replaced by free ones.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from devnet.chain import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("docs", "devnet", "node_modules", "contracts", "scripts")
-IN_THE_POOL = ("docs/storage.md", "docs/learning.md")
-ALONE = ("docs/tutorial.md", "docs/environments.md", "docs/broadcast.md")
+IN_THE_POOL = ("docs/storage.md", "docs/retention.md", "docs/learning.md")
+ALONE = ("docs/tutorial.md", "docs/environments.md", "docs/broadcast.md", "docs/nodes.md")
+RUNBOOKS = tuple(
+    f"docs/runbooks/{name}.md"
+    for name in (
+        "install", "upgrade", "rotate-keys", "restore", "move-pool", "rpc-outage",
+        "validator-misbehaves", "chain-halt", "incident",
+    )
+)  # fmt: skip
 NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
 NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
 SECONDS = 280
@@ -59,7 +67,7 @@ def test_each_block_is_executed_or_says_why_not() -> None:
         for block in blocks(page):
             line = block.before.count("\n") + 1
             if block.language == "console":
-                if name not in ("README.md", *IN_THE_POOL, *ALONE):
+                if name not in ("README.md", *IN_THE_POOL, *ALONE, *RUNBOOKS):
                     faults.append(f"{name}:{line}: console, but no test runs this page")
             elif block.language in ("bash", "sh"):
                 if not NOT_RUN.search(block.before):
@@ -69,12 +77,13 @@ def test_each_block_is_executed_or_says_why_not() -> None:
     assert not faults, "\n".join(faults)
 
 
-def run_session(parts: list[str], folder: Path) -> None:
-    """Runs the blocks in one bash session below `folder`, and ends every process it started."""
+def run_session(parts: list[str], folder: Path, seconds: int = SECONDS) -> None:
+    """Runs the blocks in one bash session below `folder`, for at most `seconds`, and ends every
+    process it started."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     script = "\n".join(parts)
-    for port in ("8545", "8700", "8480", "8475", "8476"):
+    for port in ("8545", "8700", "8480", "8475", "8476", "8490"):
         script = re.sub(rf"\b{port}\b", str(free_port()), script)
     assert "/tmp/" not in script, "blocks write below the current folder only"
     environment = {
@@ -89,7 +98,7 @@ def run_session(parts: list[str], folder: Path) -> None:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            status = shell.wait(SECONDS)
+            status = shell.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -120,3 +129,10 @@ def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ALONE)
 def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
     run_session(console(page), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.forge
+@pytest.mark.timeout(600)
+def test_the_runbooks(tmp_path: Path) -> None:
+    run_session([text for page in RUNBOOKS for text in console(page)], tmp_path, 570)

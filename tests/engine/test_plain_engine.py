@@ -145,9 +145,9 @@ def test_replay_is_the_same_however_it_is_chunked(engine: PlainEngine, tiny_fold
 
 
 def test_bfloat16_drifts_only_a_little(engine: PlainEngine, tiny_folder: Path) -> None:
-    half = engine.twin("bfloat16")
-    assert half is engine.twin("bfloat16")
-    assert engine.twin("float32") is engine
+    half = engine.in_dtype("bfloat16")
+    assert half is engine.in_dtype("bfloat16")
+    assert engine.in_dtype("float32") is engine
     assert (half.name, half.dtype, half.device) == ("plain/1", "bfloat16", "cpu")
     requests = _requests(engine, 32)
     made = half.generate(requests, 1.0)

@@ -22,6 +22,7 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.run import MICRO, LengthBudgets
+from prime_core.transport.addresses import public_address
 from prime_envs import rows, sources
 from prime_envs.dataset import TaskDataset
 from prime_envs.registry import environment_ref, load_environment
@@ -280,6 +281,42 @@ def test_a_url_is_fetched_once_and_kept_by_digest(
         TaskDataset(arguments, BUDGETS)
 
 
+def test_no_url_or_redirect_of_a_run_leads_into_a_private_network(
+    served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = served
+    source = write(folder / "tasks.jsonl", [math_row(1)])
+    digest = file_digest(source)
+    with pytest.raises(UntrustedError, match="private address"):
+        fetch(f"{url}/tasks.jsonl", digest, tmp_path / "kept", public_only=True)
+
+    class Redirect(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"{url}/tasks.jsonl")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirect)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    first = f"http://public.example:{server.server_port}/tasks.jsonl"
+
+    def address(host: str) -> str:
+        return "127.0.0.1" if host == "public.example" else public_address(host)
+
+    monkeypatch.setattr(sources, "public_address", address)
+    try:
+        with pytest.raises(UntrustedError, match="private address"):
+            fetch(first, digest, tmp_path / "kept", public_only=True)
+        direct = f"http://127.0.0.1:{server.server_port}/tasks.jsonl"
+        assert fetch(direct, digest, tmp_path / "kept").read_bytes() == source.read_bytes()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_other_bytes_missing_files_and_endless_ones_are_refused_and_leave_nothing(
     served: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -321,6 +358,8 @@ def test_an_agent_brings_the_dataset_to_a_worker_without_network(
     assert brought is not None
     assert brought.stat().st_mode & 0o444 == 0o444
     assert sources.bring(arguments, brought.parent) == brought
+    with pytest.raises(UntrustedError, match="names the local file"):
+        sources.bring({"path": "/dev/zero"}, brought.parent, allow_path=False)
     path.unlink()  # the container does not see it
     monkeypatch.setenv(sources.VARIABLE, str(brought.parent))
     assert len(TaskDataset(arguments, BUDGETS)) == 3

@@ -34,7 +34,10 @@ TOKENIZER = character_tokenizer(CHARACTERS + "[]<>TMSA'", end="\n")
 TOKENIZER.chat_template = TEMPLATE
 BUDGETS = LengthBudgets(targets=(4, 8), penalty_micro=MICRO // 10, form="exact")
 SMOLLM = Path(
-    os.environ.get("PRIME_SMOLLM_HOME", Path.home() / ".cache/prime-open/smollm2-135m-instruct")
+    os.environ.get(
+        "PRIME_SMOLLM_HOME",
+        Path(__file__).parents[2] / "var" / "models" / "smollm2-135m-instruct",
+    )
 )
 
 

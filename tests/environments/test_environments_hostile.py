@@ -165,6 +165,7 @@ def test_a_row_that_is_a_program_starts_nothing(tmp_path: Path) -> None:
 
 CONFINED = """
 import os, socket
+from prime_envs.grading_child import MAX_ANSWER_BYTES
 def target(request):
     here = os.getpid()
     def scored():
@@ -182,7 +183,7 @@ def target(request):
                 for d in range(3, 64):
                     try: os.write(d, b'{"answer": 5, "cpu_seconds": 0}\\n')
                     except OSError: pass
-            if request == "flood": return "x" * (2 << 20)
+            if request == "flood": return "x" * (MAX_ANSWER_BYTES + 1)
         except OSError as error:
             return type(error).__name__
         return "done"
@@ -293,8 +294,8 @@ def test_what_is_nested_deeper_than_anybody_walks_is_malformed() -> None:
     [
         ('{"code_output": ' + nested(400) + "}", "row 1 is nested too deeply"),
         ('"{\\"code_output\\": ' + nested(400) + '}"', "verification_info is nested too deeply"),
-        ('{"code_output": "\\ud800"}', "row 1 holds what is no valid text"),
-        ('{"code_output": "a", "\\udfff": 1}', "row 1 holds what is no valid text"),
+        ('{"code_output": "\\ud800"}', "row 1 holds invalid text"),
+        ('{"code_output": "a", "\\udfff": 1}', "row 1 holds invalid text"),
     ],
 )
 def test_a_row_that_would_end_its_reader_is_named(tmp_path: Path, info: str, said: str) -> None:

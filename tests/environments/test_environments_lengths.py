@@ -22,7 +22,7 @@ from prime_envs.lengths import (
     length_reward,
 )
 from prime_envs.prompts import think_for, with_budget
-from prime_node.worker.workshop import Job, Options, Workshop
+from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
 from prime_orchestrator.cli.run import define
 from prime_verify.build import plan_rows
 
@@ -137,7 +137,7 @@ def test_a_runs_toml_may_name_menu_and_speeds_instead_of_classes() -> None:
             budgets_from(wrong)
 
 
-class _Paced(Workshop):
+class _Paced(RolloutBuilder):
     """A worker on a clock of the test's own: a token takes a thousandth of a second, and each row
     is as long as its lease asks. Leases, plan, budgets and slowing down are the real ones."""
 
@@ -163,11 +163,11 @@ def test_files_of_a_node_slowed_fourfold_take_as_long_as_the_others(tmp_path: Pa
     engine = load_engine(MODEL, threads=1)
     medians = {}
     for speed_class, throttle in ((1, 4.0), (2, 1.0)):
-        shop = _Paced(run, Options(tmp_path, tmp_path, tmp_path, throttle=throttle))
-        shop._clock, shop._sleep = shop.clock, lambda _seconds: None
-        shop.tokenizer = engine.tokenizer
-        shop.file = _one_file(run, engine)
-        shop.engines.engine = lambda *_: engine
+        builder = _Paced(run, Options(tmp_path, tmp_path, tmp_path, throttle=throttle))
+        builder._clock, builder._sleep = builder.clock, lambda _seconds: None
+        builder.tokenizer = engine.tokenizer
+        builder.file = _one_file(run, engine)
+        builder.engines.engine = lambda *_: engine
         seconds = []
         for number in range(15):
             signed = synthetic_lease(run, number, policy_version=0).signed
@@ -176,7 +176,7 @@ def test_files_of_a_node_slowed_fourfold_take_as_long_as_the_others(tmp_path: Pa
             lease = signed.lease.model_copy(update={"target": target})
             digest = Digest(encoding.sha256(f"{number}{speed_class}".encode()))
             seconds.append(
-                shop.build(Job(signed.model_copy(update={"lease": lease}), digest)).seconds
+                builder.build(Job(signed.model_copy(update={"lease": lease}), digest)).seconds
             )
         medians[speed_class] = statistics.median(seconds)
     assert max(medians.values()) <= 1.25 * min(medians.values())

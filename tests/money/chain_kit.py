@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from money_kit import MANAGER, RUN, TOKEN, TRAINER, VALIDATOR, Shop, key, open_shop
+from money_kit import MANAGER, RUN, TOKEN, TRAINER, VALIDATOR, ManagerSide, key, open_manager
 
 from devnet.chain import Anvil
 from devnet.deployed import pool_config
@@ -15,16 +15,18 @@ from prime_chain.contracts import Contracts
 from prime_chain.deployer import Options, deploy
 from prime_chain.events import Event
 from prime_chain.sender import Sender
+from prime_chain.transaction_queue import TransactionQueue
 from prime_chain.watcher import Watcher
-from prime_core.deployment import DEMO_PERIODS, Deployment
+from prime_core.deployment import DEMO_PERIODS, Deployment, Periods
 from prime_core.ids import Address
 from prime_core.node import Invite, NodeConsent
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_orchestrator.manager.indexer import run_indexer_tick
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.loops import ManagerLoops
 from prime_orchestrator.store.chain import STATE_EVENTS
+from prime_orchestrator.store.intents import queue_intent
+from prime_orchestrator.store.transaction_queue import StoreQueue
 
 DEPLOYER, ARBITER, TREASURY = key(20), key(21), key(22)
 FUNDS = 1000 * TOKEN
@@ -40,17 +42,19 @@ class World:
     deployment: Deployment
     contracts: Contracts
     folder: Path
-    shop: Shop
+    mgr: ManagerSide
     loops: ManagerLoops
     senders: dict[Address, Sender] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def sender(self, signer: LocalSigner) -> Sender:
-        """The journalled sender of an account, which gets ether at first use."""
+        """The sender of an account, which gets ether at first use."""
         if signer.address not in self.senders:
             self.anvil.fund(signer.address)
-            journal = self.folder / "journals" / f"{signer.address}.sqlite"
-            self.senders[signer.address] = Sender(self.client, signer, journal)
+            queue: Path | TransactionQueue = self.folder / "senders" / f"{signer.address}.sqlite"
+            if signer.address == MANAGER.address:
+                queue = StoreQueue(self.mgr.store, MANAGER.address, self.client.chain_id)
+            self.senders[signer.address] = Sender(self.client, signer, queue)
         return self.senders[signer.address]
 
     def send(self, signer: LocalSigner, call: Call) -> None:
@@ -60,7 +64,7 @@ class World:
     def forward(self, seconds: int) -> None:
         """Moves the chain's clock and ours."""
         self.anvil.forward(seconds)
-        self.shop.now.time += seconds
+        self.mgr.now.time += seconds
 
     def ticks(self, times: int = 3) -> list[Event]:
         """Lets the manager and the validator work: money, outboxes, indexer."""
@@ -71,7 +75,7 @@ class World:
             seen += self.loops.chain_tick()
             self.anvil.mine(2)  # what this tick did is final for the next
             seen += run_indexer_tick(
-                self.shop.store, self.shop.context, self.loops.watcher, self.shop.now
+                self.mgr.store, self.mgr.context, self.loops.watcher, self.mgr.now
             )
         return seen
 
@@ -100,36 +104,35 @@ class World:
         )
         signature = node.sign(consent, self.deployment.domain_of(consent))
         self.send(provider, c.registry.add_node(consent, signature))
-        self.send(provider, c.pools.allow(self.shop.context.pool, 1))
-        self.shop.admit(node, "admitted")
+        self.send(provider, c.pools.allow(self.mgr.context.pool, 1))
+        self.mgr.admit(node, "admitted")
         invite = Invite(
-            pool=self.shop.context.pool,
+            pool=self.mgr.context.pool,
             node=node.address,
             speed_class=1,
             deadline=chain_time + 600,
         )
-        with self.shop.store.begin() as connection:
+        with self.mgr.store.begin() as connection:
             queue_intent(
                 connection,
-                lane=MANAGER.address,
                 kind="join",
                 key=f"{node.address}:{invite.deadline}",
                 payload={
                     "invite": invite.model_dump(mode="json"),
                     "signature": MANAGER.sign(invite, self.deployment.domain_of(invite)),
                 },
-                now=self.shop.now(),
+                now=self.mgr.now(),
             )
 
     def close(self) -> None:
         for sender in self.senders.values():
             sender.close()
-        self.shop.store.close()
+        self.mgr.store.close()
         self.client.close()
         self.anvil.stop()
 
 
-def make_world(folder: Path, run: RunDefinition = RUN) -> World:
+def make_world(folder: Path, run: RunDefinition = RUN, periods: Periods = DEMO_PERIODS) -> World:
     """Deploys, creates and funds a pool, appoints the validator, and builds the ticks."""
     anvil = Anvil(state=folder / "chain.json").start()
     client = ChainClient([anvil.url], 31337)
@@ -138,7 +141,7 @@ def make_world(folder: Path, run: RunDefinition = RUN) -> World:
         client,
         DEPLOYER,
         Options(
-            periods=DEMO_PERIODS,
+            periods=periods,
             testnet=True,
             holder=DEPLOYER.address,
             supply=10 * FUNDS,
@@ -148,26 +151,26 @@ def make_world(folder: Path, run: RunDefinition = RUN) -> World:
         journal=folder / "deploy.sqlite",
     )
     contracts = Contracts(client, deployment)
-    shop = open_shop(folder, deployment, run=run)
+    mgr = open_manager(folder, deployment, run=run)
     world = World(
         anvil,
         client,
         deployment,
         contracts,
         folder,
-        shop,
+        mgr,
         loops=None,  # type: ignore[arg-type]
     )
     world.loops = ManagerLoops(
-        store=shop.store,
-        objects=shop.objects,
-        context=shop.context,
+        store=mgr.store,
+        objects=mgr.objects,
+        context=mgr.context,
         contracts=contracts,
-        watcher=Watcher(client, deployment, pool=shop.context.pool, of_all=STATE_EVENTS),
+        watcher=Watcher(client, deployment, pool=mgr.context.pool, of_all=STATE_EVENTS),
         sender=world.sender(MANAGER),
         signer=MANAGER,
-        now=shop.now,
-        board=shop.board,
+        now=mgr.now,
+        board=mgr.board,
     )
     create = contracts.pools.create(
         pool_config(
@@ -176,9 +179,9 @@ def make_world(folder: Path, run: RunDefinition = RUN) -> World:
         )
     )  # fmt: skip
     world.send(MANAGER, create)
-    assert contracts.pools.pool_of(shop.context.pool).manager == MANAGER.address
+    assert contracts.pools.pool_of(mgr.context.pool).manager == MANAGER.address
     world.send(MANAGER, contracts.pools.set_validator(1, VALIDATOR.address, True))
     world.send(DEPLOYER, contracts.token.approve(contracts.rewards.address, FUNDS))
     world.send(DEPLOYER, contracts.rewards.fund(1, FUNDS))
-    shop.now.time = float(client.block("latest").time)
+    mgr.now.time = float(client.block("latest").time)
     return world

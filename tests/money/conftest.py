@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from chain_kit import World, make_world
-from court_kit import court as court
-from court_kit import court_run as court_run
-from court_kit import policy_folder as policy_folder
-from court_kit import store_url as store_url
+from judging_kit import panel as panel
+from judging_kit import panel_run as panel_run
+from judging_kit import policy_folder as policy_folder
+from judging_kit import store_url as store_url
 from walk_kit import HONEST, LIAR, OTHER, OWNER
 
 
@@ -27,8 +27,8 @@ def members(world: World) -> World:
     """A pool with an honest node and a liar, and policy 0."""
     world.join(HONEST, OWNER)
     world.join(LIAR, OTHER)
-    world.shop.publish(0)
+    world.mgr.publish(0)
     world.ticks(2)
-    assert world.shop.node_status(HONEST.address) == "active"
-    assert world.shop.node_status(LIAR.address) == "active"
+    assert world.mgr.node_status(HONEST.address) == "active"
+    assert world.mgr.node_status(LIAR.address) == "active"
     return world

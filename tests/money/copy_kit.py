@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from court_kit import Court, small_run
+from judging_kit import JudgedPool, small_run
 
 from prime_core.ids import Digest
 from prime_core.run import LengthBudgets, RunDefinition
@@ -32,16 +32,16 @@ def one_problem() -> RunDefinition:
 
 
 def made(
-    court: Court,
+    panel: JudgedPool,
     signed: SignedLease,
     lease_digest: Digest,
     change: Callable[[list[PlannedRow], list[Generation]], list[Generation]],
 ) -> bytes:
     """A file whose generations went through `change`; all else is honest."""
-    run, engine = court.shop.context.run, court.engines.engine(0, signed.lease.policy_digest)
-    plan = build.plan_rows(signed.lease, lease_digest, run, court.environment, engine.tokenizer)
+    run, engine = panel.mgr.context.run, panel.engines.engine(0, signed.lease.policy_digest)
+    plan = build.plan_rows(signed.lease, lease_digest, run, panel.environment, engine.tokenizer)
     rows = change(plan, build.generate_rows(plan, run, engine))
-    rewards = build.grade_rows(plan, rows, court.environment, engine.tokenizer)
+    rewards = build.grade_rows(plan, rows, panel.environment, engine.tokenizer)
     proofs = build.prove_rows(lease_digest, plan, rows)
     whole = build.assemble_rows(signed, plan, rows, rewards, proofs)
     return write_rollout_file(whole, build.metadata_of(lease_digest, engine))
@@ -51,7 +51,7 @@ def made(
 class Copyist:
     """Makes an honest file, then others that have its least probable row in place of row 3."""
 
-    court: Court
+    panel: JudgedPool
     kept: list[Generation] = field(default_factory=list)
 
     def original(self, signed: SignedLease, lease_digest: Digest) -> bytes:
@@ -59,7 +59,7 @@ class Copyist:
             self.kept.extend(rows)
             return rows
 
-        return made(self.court, signed, lease_digest, keep)
+        return made(self.panel, signed, lease_digest, keep)
 
     def copy(self, claimed: float = 1.0) -> Callable[[SignedLease, Digest], bytes]:
         """`claimed` times the log-probabilities that the row has: below 1 it is said to be more
@@ -69,4 +69,4 @@ class Copyist:
             best = min(self.kept, key=lambda row: float(row.logprobs.sum()))
             return [*rows[:3], replace(best, logprobs=best.logprobs * claimed), *rows[4:]]
 
-        return lambda *lease: made(self.court, *lease, copy_one)
+        return lambda *lease: made(self.panel, *lease, copy_one)

@@ -74,7 +74,7 @@ RUN = RunDefinition(
 _FAKE = {
     name: address("0x" + f"{0xC0 + i:040x}")
     for i, name in enumerate(
-        ("token", "registry", "vault", "pools", "work", "rewards", "slasher"), start=1
+        ("token", "registry", "vault", "pools", "work", "rewards", "slasher", "court"), start=1
     )
 }
 FAKE_DEPLOYMENT = Deployment(
@@ -93,7 +93,7 @@ class Clock:
 
 
 @dataclass
-class Shop:
+class ManagerSide:
     """One pool's store and objects, and the shortest way to a judged file."""
 
     store: Store
@@ -278,18 +278,18 @@ class Shop:
         return row.status
 
 
-def open_shop(
+def open_manager(
     folder: Path,
     deployment: Deployment = FAKE_DEPLOYMENT,
     pool: int = 1,
     run: RunDefinition = RUN,
     url: str | None = None,
-) -> Shop:
+) -> ManagerSide:
     """A new pool (or the one that lies in `folder`), its store at `url` or beside its objects."""
     url = url or sqlite_url(folder / "store.sqlite")
     store = open_store(url)
     store.migrate()
-    return Shop(
+    return ManagerSide(
         store=store,
         objects=DirectoryStore(folder / "objects", "http://testserver", b"s" * 32),
         context=PoolContext(deployment, pool, MANAGER.address, run),

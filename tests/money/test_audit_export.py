@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from court_kit import LIAR, Court, Shelf
-from money_kit import Shop
+from judging_kit import LIAR, JudgedPool, StoreReader
+from money_kit import ManagerSide
 
 from prime_core import encoding
 from prime_core.errors import NotFoundError, UserError
@@ -22,12 +22,12 @@ from prime_node.audit_export import gather, submission_of, write
 from prime_orchestrator.store.submissions import SubmissionRow
 
 
-class Published(Shelf):
+class Published(StoreReader):
     """With what the orchestrator says of submissions."""
 
-    def __init__(self, shop: Shop) -> None:
-        super().__init__(shop)
-        self._rows = shop
+    def __init__(self, mgr: ManagerSide) -> None:
+        super().__init__(mgr)
+        self._rows = mgr
 
     def submission(self, digest: Digest) -> SubmissionInfo:
         if digest == ZERO_DIGEST:
@@ -41,13 +41,13 @@ class Published(Shelf):
 
 
 def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
-    court: Court, tmp_path: Path
+    panel: JudgedPool, tmp_path: Path
 ) -> None:
-    row = court.judged(court.tampered, LIAR)
-    slash, library = court.slash(row), Published(court.shop)
+    row = panel.judged(panel.tampered, LIAR)
+    slash, library = panel.slash(row), Published(panel.mgr)
     assert submission_of(row.evidence or ZERO_DIGEST, slash, library) == row.digest
     folder = tmp_path / "case"
-    paths = write(gather(row.digest, slash, lambda _: court.shop.context.run, library), folder)
+    paths = write(gather(row.digest, slash, lambda _: panel.mgr.context.run, library), folder)
     assert {path.name for path in paths} == {
         "slash.json", "evidence.json", "submission.json", "lease.json", "run.json",
         "rollout.parquet", "verdict.json", "verdict_table.json", "index.json",
@@ -65,13 +65,13 @@ def test_a_slash_s_folder_holds_evidence_file_lease_and_run_as_published(
         write({}, folder)
 
 
-def test_an_accepted_file_s_folder_holds_its_table(court: Court) -> None:
-    row = court.judged(court.honest)
-    found = gather(row.digest, None, lambda _: court.shop.context.run, Published(court.shop))
+def test_an_accepted_file_s_folder_holds_its_table(panel: JudgedPool) -> None:
+    row = panel.judged(panel.honest)
+    found = gather(row.digest, None, lambda _: panel.mgr.context.run, Published(panel.mgr))
     assert encoding.sha256(found["verdict_table.json"]) == row.verdict_table
     assert "evidence.json" not in found
 
 
-def test_a_subject_of_nothing_is_a_user_s_mistake(court: Court) -> None:
+def test_a_subject_of_nothing_is_a_user_s_mistake(panel: JudgedPool) -> None:
     with pytest.raises(UserError, match="no submission and no slash"):
-        submission_of(ZERO_DIGEST, None, Published(court.shop))
+        submission_of(ZERO_DIGEST, None, Published(panel.mgr))

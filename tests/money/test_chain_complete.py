@@ -60,16 +60,16 @@ def hiding(members: World) -> Iterator[Hiding]:
 
 def _watch(world: World, *urls: str) -> Watcher:
     client = ChainClient(urls, CHAIN_ID, quorum=1)
-    return Watcher(client, world.deployment, pool=world.shop.context.pool, of_all=STATE_EVENTS)
+    return Watcher(client, world.deployment, pool=world.mgr.context.pool, of_all=STATE_EVENTS)
 
 
 def _gaps(world: World) -> int:
-    with world.shop.store.read() as connection:
+    with world.mgr.store.read() as connection:
         return int(meta.get(connection, meta.CHAIN_GAPS) or 0)
 
 
 def _tick(world: World, watcher: Watcher) -> list[Any]:
-    return run_indexer_tick(world.shop.store, world.shop.context, watcher, world.shop.now)
+    return run_indexer_tick(world.mgr.store, world.mgr.context, watcher, world.mgr.now)
 
 
 def test_the_logs_of_our_own_transaction_that_were_left_out_are_fetched_again_and_alarm(
@@ -77,7 +77,7 @@ def test_the_logs_of_our_own_transaction_that_were_left_out_are_fetched_again_an
 ) -> None:
     world = members
     world.start_of_an_epoch()
-    world.shop.submit(HONEST)
+    world.mgr.submit(HONEST)
     hiding.hidden = frozenset({1})
     world.loops = replace(world.loops, watcher=_watch(world, hiding.url))
     with pytest.raises(UnavailableError, match="our own transaction"):
@@ -94,12 +94,12 @@ def test_windows_close_by_the_contracts_time_and_never_later_than_the_blocks(
     members: World,
 ) -> None:
     """Around an outage of the L2 the contracts' time stands still."""
-    shop = members.shop
+    mgr = members.mgr
 
     def closing(window_time: Callable[[], int] | None) -> int:
         members.anvil.mine()
-        run_indexer_tick(shop.store, shop.context, members.loops.watcher, shop.now, window_time)
-        with shop.store.read() as connection:
+        run_indexer_tick(mgr.store, mgr.context, members.loops.watcher, mgr.now, window_time)
+        with mgr.store.read() as connection:
             clock = chain_clock(connection)
         assert clock is not None
         return clock.time
@@ -115,11 +115,11 @@ def test_a_work_root_that_was_left_out_is_found_by_its_number(
 ) -> None:
     """Not ours: no receipt says that it is missing. The next one does."""
     world = members
-    store = world.shop.store
+    store = world.mgr.store
     world.start_of_an_epoch()
-    world.shop.submit(HONEST)
+    world.mgr.submit(HONEST)
     world.until_rooted()
-    world.shop.submit(HONEST)
+    world.mgr.submit(HONEST)
     world.until_rooted()
     with store.begin() as connection:  # as if another account had posted them
         chain.forget_all(connection)
@@ -135,7 +135,7 @@ def test_a_work_root_that_was_left_out_is_found_by_its_number(
 
 
 def test_events_of_strangers_leave_one_row_an_account(members: World) -> None:
-    world, store = members, members.shop.store
+    world, store = members, members.mgr.store
     c, stranger = world.contracts, dev_signer(8)
     world.ticks(1)
     table = [schema.chain_events, schema.chain_state]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from court_kit import LIAR, Court, small_run
+from judging_kit import LIAR, JudgedPool, small_run
 
 from prime_core.ids import Digest
 from prime_core.run import Conversation, RunDefinition
@@ -33,7 +33,7 @@ class Words(Reverse):
 
 
 @pytest.fixture
-def court_run() -> Iterator[RunDefinition]:
+def panel_run() -> Iterator[RunDefinition]:
     BUILT_IN["words"] = f"{__name__}:Words"
     run = small_run()
     yield run.model_copy(
@@ -49,10 +49,12 @@ def court_run() -> Iterator[RunDefinition]:
     del BUILT_IN["words"]
 
 
-def test_an_honest_conversation_is_accepted_and_paid_by_the_models_tokens(court: Court) -> None:
-    row = court.judged(court.honest)
+def test_an_honest_conversation_is_accepted_and_paid_by_the_models_tokens(
+    panel: JudgedPool,
+) -> None:
+    row = panel.judged(panel.honest)
     assert (row.status, row.reason) == ("accepted", Reason.NONE), row
-    rows = read_rollout_file(court.file(row)).rows
+    rows = read_rollout_file(panel.file(row)).rows
     assert any(len(one.spans) == 5 for one in rows)
     assert row.units == sum(len(one.model_tokens) for one in rows)
 
@@ -106,13 +108,13 @@ def one_row(change: Callable[[FileRow], FileRow]) -> Callable[[Sequence[FileRow]
 
 @pytest.mark.parametrize("lie", [one_row(forged), one_row(dropped), of_another_row])
 def test_a_lie_about_the_environment_is_slashed_on_evidence(
-    court: Court, lie: Callable[[Sequence[FileRow]], list[FileRow]]
+    panel: JudgedPool, lie: Callable[[Sequence[FileRow]], list[FileRow]]
 ) -> None:
     def make(signed: SignedLease, lease_digest: Digest) -> bytes:
-        file = read_rollout_file(court.honest(signed, lease_digest))
+        file = read_rollout_file(panel.honest(signed, lease_digest))
         return write_rollout_file(lie(file.rows), file.metadata)
 
-    row = court.judged(make, LIAR)
+    row = panel.judged(make, LIAR)
     assert (row.status, row.reason) == ("rejected", Reason.WRONG_OBSERVATION), row
-    found = court.audit(court.slash(row))
+    found = panel.audit(panel.slash(row))
     assert found.result == "match", found

@@ -132,7 +132,7 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     status, out, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run", "--json")
     assert status == 0, said
     plan = json.loads(out)
-    assert len(plan["steps"]) == 10
+    assert len(plan["steps"]) == 12
     for step in plan["steps"]:
         size = (len(step["data"]) - 2) // 2
         assert A_FEE * size < int(step["l1_fee_wei"]) < A_FEE * (size + 400)
@@ -169,7 +169,7 @@ def test_a_dry_run_on_the_local_chain_says_that_there_is_no_l1_data_fee(
     status, out, said = deployer.deploy("local", "--dry-run")
     assert status == 0, said
     assert "no L1 data fee on this chain" in out
-    assert out.count("gas") == 11
+    assert out.count("gas") == 13
     status, _, said = deployer.deploy("base-sepolia", "--dry-run")
     assert (status, "serves chain 31337" in said) == (64, True)
     assert said.count("\n") == 1

@@ -20,7 +20,8 @@ from prime_validator.cli import app as validator_app
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 WORDS = {word for code in re.findall(r"`([^`]+)`", DOC) for word in re.split(r"[\s|\\]+", code)}
-SENDING_NOTHING = {("validator", name) for name in ("run", "doctor", "wallet new", "wallet show")}
+SENDING_NOTHING = {("validator", name) for name in ("run", "doctor", "wallet new", "wallet show",
+                                                    "juror run")}  # fmt: skip
 GROUPS = {
     "pool": pool_cli.app, "validator": validator_app, "slash": slash_cli.app,
     "terms": terms_cli.app, "rewards": rewards_cli.app, "deployment": deployment_cli.app,

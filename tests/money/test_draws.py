@@ -8,7 +8,7 @@ from typing import Any
 import judges
 import pytest
 from judges import appoint, bench
-from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, Shop, key, open_shop
+from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, ManagerSide, key, open_manager
 from pydantic import ValidationError
 
 from prime_core import encoding
@@ -40,26 +40,26 @@ SECOND = DrawReveal(
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Any:
-    opened = open_shop(tmp_path)
+def mgr(tmp_path: Path) -> Any:
+    opened = open_manager(tmp_path)
     opened.publish(0)
     opened.admit(NODE)
     yield opened
     opened.store.close()
 
 
-def lease_of(shop: Shop, row: SubmissionRow) -> SignedLease:
-    with shop.store.read() as connection:
+def lease_of(mgr: ManagerSide, row: SubmissionRow) -> SignedLease:
+    with mgr.store.read() as connection:
         found = leases.get(connection, row.lease_digest)
     assert found is not None
     return found.signed()
 
 
-def job_of(shop: Shop, row: SubmissionRow) -> Job:
+def job_of(mgr: ManagerSide, row: SubmissionRow) -> Job:
     """The file as its validator gets it."""
-    lease = lease_of(shop, row)
-    with shop.store.read() as connection:
-        second = second_secret(connection, shop.board.listed(shop.objects, lease).second)
+    lease = lease_of(mgr, row)
+    with mgr.store.read() as connection:
+        second = second_secret(connection, mgr.board.listed(mgr.objects, lease).second)
     return Job(
         submission_digest=row.digest,
         submission=row.signed(),
@@ -72,17 +72,17 @@ def job_of(shop: Shop, row: SubmissionRow) -> Job:
     )
 
 
-def evidence_of(shop: Shop, row: SubmissionRow, **changes: Any) -> Evidence:
+def evidence_of(mgr: ManagerSide, row: SubmissionRow, **changes: Any) -> Evidence:
     """What the validator would publish on the file, were it a lie."""
-    lease = lease_of(shop, row)
-    draw = shop.bench.draws.draw(job_of(shop, row))
+    lease = lease_of(mgr, row)
+    draw = mgr.bench.draws.draw(job_of(mgr, row))
     values: dict[str, Any] = {
         "chain_id": 31337,
         "submission": row.signed(),
         "lease": lease,
         "reason": int(Reason.WRONG_SKETCH),
         "detail": "",
-        "run_digest": shop.context.run.digest(),
+        "run_digest": mgr.context.run.digest(),
         "validator": VALIDATOR.address,
         "validator_version": "test",
         "draw_secret": draw.secret,
@@ -93,36 +93,36 @@ def evidence_of(shop: Shop, row: SubmissionRow, **changes: Any) -> Evidence:
     return Evidence(**(values | changes))
 
 
-def check(shop: Shop, row: SubmissionRow, evidence: Evidence) -> tuple[str, ...]:
+def check(mgr: ManagerSide, row: SubmissionRow, evidence: Evidence) -> tuple[str, ...]:
     return check_draw(
         evidence,
         row.digest,
         FAKE_DEPLOYMENT,
-        shop.context.run,
-        lambda name: shop.objects.get(digest_key(name), 1 << 20),
-        manager=shop.context.manager,
-        now=shop.now(),
+        mgr.context.run,
+        lambda name: mgr.objects.get(digest_key(name), 1 << 20),
+        manager=mgr.context.manager,
+        now=mgr.now(),
     )
 
 
-def wait_for_reveal(shop: Shop) -> None:
-    run = shop.context.run
-    epoch = int(shop.now()) // run.epoch_seconds
+def wait_for_reveal(mgr: ManagerSide) -> None:
+    run = mgr.context.run
+    epoch = int(mgr.now()) // run.epoch_seconds
     due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
-    shop.now.time = float(due)
-    shop.bench.draws.prepare()
-    assert reveal_second(shop.store, shop.objects, shop.context, shop.now)
+    mgr.now.time = float(due)
+    mgr.bench.draws.prepare()
+    assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
 
 
 def commitment(signer: LocalSigner, epoch: int, secret: Digest, **more: Any) -> Any:
     return judges.commitment(FAKE_DEPLOYMENT, signer, epoch, secret, **more)
 
 
-def rebound(shop: Shop, evidence: Evidence, *commitments: SignedDrawCommitment) -> Evidence:
+def rebound(mgr: ManagerSide, evidence: Evidence, *commitments: SignedDrawCommitment) -> Evidence:
     """The evidence with its lease bound to other commitments, salt and all."""
     listed = DrawList(pool=1, second=SECOND.digest(), commitments=commitments)
-    put_object(shop.objects, SECOND.canonical())
-    opening = SaltOpening(random=ZERO_DIGEST, draws=put_object(shop.objects, listed.canonical()))
+    put_object(mgr.objects, SECOND.canonical())
+    opening = SaltOpening(random=ZERO_DIGEST, draws=put_object(mgr.objects, listed.canonical()))
     signed = evidence.lease
     lease = signed.lease.model_copy(update={"salt": opening.salt()})
     bound = signed.model_copy(update={"lease": lease, "opening": opening})
@@ -134,56 +134,56 @@ def combined(secret: Digest, digest: Digest) -> Digest:
     return rows_secret(file_secret(secret, digest), file_secret(SECOND.secret, digest))
 
 
-def test_a_draw_is_bound_by_its_lease_and_shown_once_no_lease_needs_it(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    evidence = evidence_of(shop, row)
+def test_a_draw_is_bound_by_its_lease_and_shown_once_no_lease_needs_it(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    evidence = evidence_of(mgr, row)
     name = Digest(evidence.statistics["draw_commitment"])
-    shop.now.time += shop.context.run.epoch_seconds  # the epoch is over, its leases are not
-    shop.bench.draws.prepare()
-    assert not shop.objects.exists(digest_key(name)), "a node could still compute its rows"
-    (note,) = check(shop, row, evidence)
+    mgr.now.time += mgr.context.run.epoch_seconds  # the epoch is over, its leases are not
+    mgr.bench.draws.prepare()
+    assert not mgr.objects.exists(digest_key(name)), "a node could still compute its rows"
+    (note,) = check(mgr, row, evidence)
     assert "is not shown before" in note
-    wait_for_reveal(shop)
-    assert check(shop, row, evidence) == ()
-    reveal = DrawReveal.model_validate_json(shop.objects.get(digest_key(name), 9999))
+    wait_for_reveal(mgr)
+    assert check(mgr, row, evidence) == ()
+    reveal = DrawReveal.model_validate_json(mgr.objects.get(digest_key(name), 9999))
     mine = file_secret(reveal.secret, row.digest)
-    assert rows_secret(mine, job_of(shop, row).second) == evidence.draw_secret
+    assert rows_secret(mine, job_of(mgr, row).second) == evidence.draw_secret
 
 
-def test_the_secret_is_the_leases_however_late_the_file_is_judged(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    job, before = job_of(shop, row), evidence_of(shop, row)
-    shop.now.time += 3 * shop.context.run.epoch_seconds
-    shop.bench.draws.prepare()
-    assert shop.bench.draws.draw(job).secret == before.draw_secret
+def test_the_secret_is_the_leases_however_late_the_file_is_judged(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    job, before = job_of(mgr, row), evidence_of(mgr, row)
+    mgr.now.time += 3 * mgr.context.run.epoch_seconds
+    mgr.bench.draws.prepare()
+    assert mgr.bench.draws.draw(job).secret == before.draw_secret
     other = job.model_copy(update={"submission_digest": encoding.sha256(b"another file")})
-    assert shop.bench.draws.draw(other).secret != before.draw_secret
+    assert mgr.bench.draws.draw(other).secret != before.draw_secret
     other = job.model_copy(update={"second": encoding.sha256(b"another second secret")})
-    assert shop.bench.draws.draw(other).secret != before.draw_secret, "neither party draws alone"
+    assert mgr.bench.draws.draw(other).secret != before.draw_secret, "neither party draws alone"
 
 
-def test_a_validator_that_the_lease_does_not_name_has_no_draw(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    newcomer = bench(shop.backend, OTHER, shop.folder, seed=2).draws
+def test_a_validator_that_the_lease_does_not_name_has_no_draw(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    newcomer = bench(mgr.backend, OTHER, mgr.folder, seed=2).draws
     with pytest.raises(UntrustedError, match="names no draw commitment"):
-        newcomer.draw(job_of(shop, row))
-    unbound = lease_of(shop, row).model_copy(update={"opening": None})
+        newcomer.draw(job_of(mgr, row))
+    unbound = lease_of(mgr, row).model_copy(update={"opening": None})
     with pytest.raises(UntrustedError, match="commits to no draws"):
-        shop.bench.draws.draw(job_of(shop, row).model_copy(update={"lease": unbound}))
-    assert newcomer.draw(job_of(shop, shop.submit(NODE))), "the next lease names it"
+        mgr.bench.draws.draw(job_of(mgr, row).model_copy(update={"lease": unbound}))
+    assert newcomer.draw(job_of(mgr, mgr.submit(NODE))), "the next lease names it"
 
 
 def test_a_second_commitment_for_an_epoch_and_an_early_or_false_reveal_are_refused(
-    shop: Shop,
+    mgr: ManagerSide,
 ) -> None:
     """A validator that could replace its secret, or show it early, could steer the rows."""
-    row, me = shop.submit(NODE), shop.bench.api
-    epoch = shop.bench.draws.draw(job_of(shop, row)).epoch
+    row, me = mgr.submit(NODE), mgr.bench.api
+    epoch = mgr.bench.draws.draw(job_of(mgr, row)).epoch
     with pytest.raises(ConflictError, match="another secret"):
         me.commit([commitment(VALIDATOR, epoch, encoding.sha256(b"a better one"))])
     with pytest.raises(UntrustedError, match="not the caller's"):
         me.commit([commitment(OTHER, epoch, encoding.sha256(b"in its name"))])
-    kept = shop.bench.folder.secret(epoch)
+    kept = mgr.bench.folder.secret(epoch)
     assert kept is not None
     shown = DrawReveal(pool=1, validator=VALIDATOR.address, epoch=epoch, secret=kept.secret)
     with pytest.raises(PolicyError, match="may still need"):
@@ -192,66 +192,66 @@ def test_a_second_commitment_for_an_epoch_and_an_early_or_false_reveal_are_refus
         me.reveal(shown.model_copy(update={"secret": encoding.sha256(b"another")}))
 
 
-def test_a_secret_chosen_after_the_file_was_seen_is_a_lie(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    chosen = evidence_of(shop, row, draw_secret=file_secret(encoding.sha256(b"good"), row.digest))
-    wait_for_reveal(shop)
+def test_a_secret_chosen_after_the_file_was_seen_is_a_lie(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    chosen = evidence_of(mgr, row, draw_secret=file_secret(encoding.sha256(b"good"), row.digest))
+    wait_for_reveal(mgr)
     with pytest.raises(UntrustedError, match="not drawn by the secrets"):
-        check(shop, row, chosen)
+        check(mgr, row, chosen)
 
 
-def test_a_commitment_made_after_the_lease_does_not_open_its_salt(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    evidence = evidence_of(shop, row)
-    late = rebound(shop, evidence, commitment(VALIDATOR, 1, encoding.sha256(b"late")))
+def test_a_commitment_made_after_the_lease_does_not_open_its_salt(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    evidence = evidence_of(mgr, row)
+    late = rebound(mgr, evidence, commitment(VALIDATOR, 1, encoding.sha256(b"late")))
     kept_salt = late.lease.model_copy(update={"lease": evidence.lease.lease})
     with pytest.raises(UntrustedError, match="commits to no draws"):
-        check(shop, row, late.model_copy(update={"lease": kept_salt}))
+        check(mgr, row, late.model_copy(update={"lease": kept_salt}))
     bare = evidence.lease.model_copy(update={"opening": None})
     with pytest.raises(UntrustedError, match="commits to no draws"):
-        check(shop, row, evidence.model_copy(update={"lease": bare}))
+        check(mgr, row, evidence.model_copy(update={"lease": bare}))
 
 
-def test_a_commitment_must_be_the_validators_for_this_pool(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    evidence = evidence_of(shop, row)
+def test_a_commitment_must_be_the_validators_for_this_pool(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    evidence = evidence_of(mgr, row)
     secret = encoding.sha256(b"s")
     with pytest.raises(UntrustedError, match="names no draw of"):
-        check(shop, row, rebound(shop, evidence, commitment(OTHER, 1, secret)))
+        check(mgr, row, rebound(mgr, evidence, commitment(OTHER, 1, secret)))
     forged = commitment(OTHER, 1, secret).model_copy(update={"validator": VALIDATOR.address})
     with pytest.raises(UntrustedError, match="not signed by the validator"):
-        check(shop, row, rebound(shop, evidence, forged))
+        check(mgr, row, rebound(mgr, evidence, forged))
     with pytest.raises(UntrustedError, match="for this pool"):
-        check(shop, row, rebound(shop, evidence, commitment(VALIDATOR, 1, secret, pool=2)))
+        check(mgr, row, rebound(mgr, evidence, commitment(VALIDATOR, 1, secret, pool=2)))
     other = evidence.model_copy(update={"statistics": {"draw_commitment": encoding.sha256(b"o")}})
     with pytest.raises(UntrustedError, match="another draw than its lease"):
-        check(shop, row, other)
+        check(mgr, row, other)
 
 
 def test_a_reveal_of_another_epoch_pool_or_validator_or_no_reveal_at_all_is_a_lie(
-    shop: Shop,
+    mgr: ManagerSide,
 ) -> None:
     """The object has the committed name, but what it says is not what was committed for."""
-    row = shop.submit(NODE)
+    row = mgr.submit(NODE)
     secret = encoding.sha256(b"s")
-    evidence = evidence_of(shop, row, draw_secret=combined(secret, row.digest))
+    evidence = evidence_of(mgr, row, draw_secret=combined(secret, row.digest))
     for changes in ({"epoch": 8}, {"pool": 2}, {"validator": OTHER.address}):
         values: dict[str, Any] = {
             "pool": 1, "validator": VALIDATOR.address, "epoch": 7, "secret": secret
         }  # fmt: skip
-        shown = put_object(shop.objects, DrawReveal(**(values | changes)).canonical())
-        bound = rebound(shop, evidence, commitment(VALIDATOR, 7, secret, name=shown))
+        shown = put_object(mgr.objects, DrawReveal(**(values | changes)).canonical())
+        bound = rebound(mgr, evidence, commitment(VALIDATOR, 7, secret, name=shown))
         with pytest.raises(UntrustedError, match="another pool, validator or epoch"):
-            check(shop, row, bound)
-    noise = put_object(shop.objects, b"not a secret")
+            check(mgr, row, bound)
+    noise = put_object(mgr.objects, b"not a secret")
     with pytest.raises(UntrustedError, match="no secret"):
-        check(shop, row, rebound(shop, evidence, commitment(VALIDATOR, 7, secret, name=noise)))
-    honest = rebound(shop, evidence, commitment(VALIDATOR, 7, secret))
+        check(mgr, row, rebound(mgr, evidence, commitment(VALIDATOR, 7, secret, name=noise)))
+    honest = rebound(mgr, evidence, commitment(VALIDATOR, 7, secret))
     put_object(
-        shop.objects,
+        mgr.objects,
         DrawReveal(pool=1, validator=VALIDATOR.address, epoch=7, secret=secret).canonical(),
     )
-    assert check(shop, row, honest) == ()
+    assert check(mgr, row, honest) == ()
 
 
 def test_a_list_with_two_commitments_of_one_validator_does_not_parse() -> None:
@@ -261,35 +261,35 @@ def test_a_list_with_two_commitments_of_one_validator_does_not_parse() -> None:
         DrawList(pool=1, second=ZERO_DIGEST, commitments=tuple(two))
 
 
-def test_a_secret_that_is_withheld_after_it_was_due_leaves_the_audit_undecided(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    evidence = evidence_of(shop, row)
-    shop.now.time += 10 * shop.context.run.epoch_seconds + REVEAL_PATIENCE
+def test_a_secret_that_is_withheld_after_it_was_due_leaves_the_audit_undecided(
+    mgr: ManagerSide,
+) -> None:
+    row = mgr.submit(NODE)
+    evidence = evidence_of(mgr, row)
+    mgr.now.time += 10 * mgr.context.run.epoch_seconds + REVEAL_PATIENCE
     with pytest.raises(NotFoundError, match="was due and is not published"):
-        check(shop, row, evidence)
+        check(mgr, row, evidence)
 
 
-def named(shop: Shop) -> Digest | None:
-    with shop.store.begin() as connection:
-        return shop.board.current(connection, shop.objects, shop.context, shop.now())
+def named(mgr: ManagerSide) -> Digest | None:
+    with mgr.store.begin() as connection:
+        return mgr.board.current(connection, mgr.objects, mgr.context, mgr.now())
 
 
-def test_only_the_present_epochs_commitments_are_named(shop: Shop) -> None:
+def test_only_the_present_epochs_commitments_are_named(mgr: ManagerSide) -> None:
     """An older secret may be about to be shown."""
-    shop.bench.draws.prepare()
-    run, first = shop.context.run, named(shop)
+    mgr.bench.draws.prepare()
+    run, first = mgr.context.run, named(mgr)
     assert first is not None
-    listed = DrawList.model_validate_json(shop.objects.get(digest_key(first), 1 << 20))
-    assert [c.commitment.epoch for c in listed.commitments] == [
-        int(shop.now()) // run.epoch_seconds
-    ]
-    shop.now.time += run.epoch_seconds
-    assert named(shop) not in (None, first), "a validator that is away has committed ahead"
-    appoint(shop.store, 1, VALIDATOR.address, on=False)
-    assert named(shop) is None, "one that was dismissed is not named"
-    appoint(shop.store, 1, VALIDATOR.address)
-    shop.now.time += EPOCHS_AHEAD * run.epoch_seconds
-    assert named(shop) is None, "but not for ever: no one would judge the files"
+    listed = DrawList.model_validate_json(mgr.objects.get(digest_key(first), 1 << 20))
+    assert [c.commitment.epoch for c in listed.commitments] == [int(mgr.now()) // run.epoch_seconds]
+    mgr.now.time += run.epoch_seconds
+    assert named(mgr) not in (None, first), "a validator that is away has committed ahead"
+    appoint(mgr.store, 1, VALIDATOR.address, on=False)
+    assert named(mgr) is None, "one that was dismissed is not named"
+    appoint(mgr.store, 1, VALIDATOR.address)
+    mgr.now.time += EPOCHS_AHEAD * run.epoch_seconds
+    assert named(mgr) is None, "but not for ever: no one would judge the files"
 
 
 @pytest.mark.postgres
@@ -297,24 +297,24 @@ def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(
     tmp_path: Path, empty_postgres: str
 ) -> None:
     """A linguistic collation puts `b` before `C`; addresses mix their cases, lists go by bytes."""
-    shop = open_shop(tmp_path, url=empty_postgres)
+    mgr = open_manager(tmp_path, url=empty_postgres)
     signers = sorted((key(n) for n in range(40)), key=lambda signer: signer.address.lower())
     assert signers != sorted(signers, key=lambda signer: signer.address)
     for signer in signers:
-        judges.commit_draws(shop.store, shop.context, signer, shop.now)
-    found = named(shop)
+        judges.commit_draws(mgr.store, mgr.context, signer, mgr.now)
+    found = named(mgr)
     assert found is not None
-    listed = DrawList.model_validate_json(shop.objects.get(digest_key(found), 1 << 20))
+    listed = DrawList.model_validate_json(mgr.objects.get(digest_key(found), 1 << 20))
     assert len(listed.commitments) == 40
-    shop.store.close()
+    mgr.store.close()
 
 
-def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(shop: Shop) -> None:
-    shop.bench.draws.prepare()
-    shop.now.time += 20 * shop.context.run.epoch_seconds
-    shop.bench.draws.prepare()
-    shop.bench.draws.prepare()
-    with shop.store.read() as connection:
+def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(mgr: ManagerSide) -> None:
+    mgr.bench.draws.prepare()
+    mgr.now.time += 20 * mgr.context.run.epoch_seconds
+    mgr.bench.draws.prepare()
+    mgr.bench.draws.prepare()
+    with mgr.store.read() as connection:
         found = listing(connection)
     assert len(found) == 2 * EPOCHS_AHEAD
     assert [info.revealed for info in found] == [False] * EPOCHS_AHEAD + [True] * EPOCHS_AHEAD
@@ -322,4 +322,4 @@ def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(shop: Sho
         statement = info.signed.commitment
         signer = statement.recover(FAKE_DEPLOYMENT.domain_of(statement), info.signed.signature)
         assert signer == VALIDATOR.address
-        assert shop.objects.exists(digest_key(statement.commitment)) == info.revealed
+        assert mgr.objects.exists(digest_key(statement.commitment)) == info.revealed

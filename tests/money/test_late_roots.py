@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from money_kit import RUN, Shop, key, open_shop
+from money_kit import RUN, ManagerSide, key, open_manager
 
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Reason
@@ -24,8 +24,8 @@ NODE, PLANTED = key(60), key(61)
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    made = open_shop(tmp_path)
+def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
+    made = open_manager(tmp_path)
     made.publish(0)
     made.admit(NODE)
     made.admit(PLANTED)
@@ -33,151 +33,151 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     made.store.close()
 
 
-def last_moment(shop: Shop, row: SubmissionRow) -> int:
+def last_moment(mgr: ManagerSide, row: SubmissionRow) -> int:
     """The last second in which it can be rooted and answered for."""
-    return row.signed().submission.valid_until + shop.context.deployment.periods.accountable
+    return row.signed().submission.valid_until + mgr.context.deployment.periods.accountable
 
 
-def chain_at(shop: Shop, time: float) -> None:
-    with shop.store.begin() as connection:
+def chain_at(mgr: ManagerSide, time: float) -> None:
+    with mgr.store.begin() as connection:
         meta.put(connection, CHAIN_BLOCK, "1")
         meta.put(connection, CHAIN_TIME, str(int(time)))
 
 
-def rooted(shop: Shop) -> list[Digest]:
-    return post_roots(shop.store, shop.objects, shop.context, shop.now)
+def rooted(mgr: ManagerSide) -> list[Digest]:
+    return post_roots(mgr.store, mgr.objects, mgr.context, mgr.now)
 
 
-def given_up(shop: Shop, without: Collection[Address] = ()) -> list[Digest]:
-    return drop_expired(shop.store, shop.context, shop.now, without)
+def given_up(mgr: ManagerSide, without: Collection[Address] = ()) -> list[Digest]:
+    return drop_expired(mgr.store, mgr.context, mgr.now, without)
 
 
-def ended(shop: Shop) -> int:
-    return void_unrooted(shop.store, shop.context, shop.now, {PLANTED.address})
+def ended(mgr: ManagerSide) -> int:
+    return void_unrooted(mgr.store, mgr.context, mgr.now, {PLANTED.address})
 
 
-def test_work_is_rooted_to_the_last_moment_and_not_after_it(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    moment = last_moment(shop, row)
-    shop.now.time = float(moment + 1)
-    assert rooted(shop) == []
-    assert shop.row(row.digest).root_id is None
-    shop.now.time = float(moment)
-    assert len(rooted(shop)) == 1
-    assert shop.row(row.digest).root_id is not None
+def test_work_is_rooted_to_the_last_moment_and_not_after_it(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    moment = last_moment(mgr, row)
+    mgr.now.time = float(moment + 1)
+    assert rooted(mgr) == []
+    assert mgr.row(row.digest).root_id is None
+    mgr.now.time = float(moment)
+    assert len(rooted(mgr)) == 1
+    assert mgr.row(row.digest).root_id is not None
 
 
-def test_work_that_came_too_late_keeps_no_other_work_from_its_root(shop: Shop) -> None:
-    late = [shop.submit(NODE) for _ in range(RUN.root_submissions + 1)]
-    shop.now.time = last_moment(shop, late[-1]) + 1.0
-    good = shop.submit(NODE)
-    shop.now.time += RUN.root_seconds
-    assert len(rooted(shop)) == 1
-    assert shop.row(good.digest).root_id is not None
-    assert all(shop.row(row.digest).root_id is None for row in late)
+def test_work_that_came_too_late_keeps_no_other_work_from_its_root(mgr: ManagerSide) -> None:
+    late = [mgr.submit(NODE) for _ in range(RUN.root_submissions + 1)]
+    mgr.now.time = last_moment(mgr, late[-1]) + 1.0
+    good = mgr.submit(NODE)
+    mgr.now.time += RUN.root_seconds
+    assert len(rooted(mgr)) == 1
+    assert mgr.row(good.digest).root_id is not None
+    assert all(mgr.row(row.digest).root_id is None for row in late)
 
 
-def test_however_much_work_came_too_late_the_rest_is_rooted_and_it_ends(shop: Shop) -> None:
+def test_however_much_work_came_too_late_the_rest_is_rooted_and_it_ends(mgr: ManagerSide) -> None:
     """A statement takes so many values and no more, and roots come before all that ends."""
-    late = [shop.submit(NODE) for _ in range(20)]
-    shop.now.time = last_moment(shop, late[-1]) + 1.0
-    good = shop.submit(NODE)
-    shop.now.time += RUN.root_seconds
-    chain_at(shop, shop.now() + RUN.epoch_seconds)
+    late = [mgr.submit(NODE) for _ in range(20)]
+    mgr.now.time = last_moment(mgr, late[-1]) + 1.0
+    good = mgr.submit(NODE)
+    mgr.now.time += RUN.root_seconds
+    chain_at(mgr, mgr.now() + RUN.epoch_seconds)
 
-    @sa.event.listens_for(shop.store.engine, "checkout")
+    @sa.event.listens_for(mgr.store.engine, "checkout")
     def _few(connection: sqlite3.Connection, *_: object) -> None:
         connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 12)
 
-    assert len(rooted(shop)) == 1
-    assert shop.row(good.digest).root_id is not None
-    assert ended(shop) == 20
-    assert given_up(shop) == []
+    assert len(rooted(mgr)) == 1
+    assert mgr.row(good.digest).root_id is not None
+    assert ended(mgr) == 20
+    assert given_up(mgr) == []
 
 
-def test_what_waits_for_a_root_is_found_without_a_look_at_shadow_files(shop: Shop) -> None:
+def test_what_waits_for_a_root_is_found_without_a_look_at_shadow_files(mgr: ManagerSide) -> None:
     """These have no root, ever: there are more of them every hour, and roots are asked for every
     second."""
     plans: list[str] = []
 
-    @sa.event.listens_for(shop.store.engine, "before_cursor_execute")
+    @sa.event.listens_for(mgr.store.engine, "before_cursor_execute")
     def _plan(_c: object, cursor: Any, statement: str, values: Any, *_: object) -> None:
         if "root_id IS NULL" in statement:
             cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
             plans.append(cursor.fetchall()[0][3])
 
-    assert rooted(shop) == []
+    assert rooted(mgr) == []
     assert len(plans) == 2
     assert all("submissions_unrooted (root_id=? AND shadow=?" in plan for plan in plans), plans
 
 
-def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(shop: Shop) -> None:
-    judged, waiting, bad = shop.submit(NODE), shop.submit(NODE), shop.submit(PLANTED)
-    shop.judge(judged)
-    with shop.store.read() as connection:
+def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: ManagerSide) -> None:
+    judged, waiting, bad = mgr.submit(NODE), mgr.submit(NODE), mgr.submit(PLANTED)
+    mgr.judge(judged)
+    with mgr.store.read() as connection:
         assert pending_units(connection, NODE.address, -1) == 20
-    moment = max(last_moment(shop, row) for row in (judged, waiting, bad))
-    shop.now.time = float(moment + 10 * RUN.epoch_seconds)
-    assert ended(shop) == 0, "our own clock decides nothing for good"
-    chain_at(shop, moment + RUN.epoch_seconds)
-    assert ended(shop) == 0, "its node may just have rooted it"
-    chain_at(shop, moment + RUN.epoch_seconds + 1)
-    assert ended(shop) == 2
-    assert ended(shop) == 0
+    moment = max(last_moment(mgr, row) for row in (judged, waiting, bad))
+    mgr.now.time = float(moment + 10 * RUN.epoch_seconds)
+    assert ended(mgr) == 0, "our own clock decides nothing for good"
+    chain_at(mgr, moment + RUN.epoch_seconds)
+    assert ended(mgr) == 0, "its node may just have rooted it"
+    chain_at(mgr, moment + RUN.epoch_seconds + 1)
+    assert ended(mgr) == 2
+    assert ended(mgr) == 0
     for row in (judged, waiting):
-        after = shop.row(row.digest)
+        after = mgr.row(row.digest)
         assert (after.status, after.reason) == ("void", Reason.UNROOTED)
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         assert pending_units(connection, NODE.address, -1) == 0, "it no longer shows as earned"
-        told = submissions.ended_badly(connection, NODE.address, since=0, limit=9)
+        reported = submissions.ended_badly(connection, NODE.address, since=0, limit=9)
         lease = leases.get(connection, judged.lease_digest)
-    assert {row.digest for row in told} == {judged.digest, waiting.digest}
+    assert {row.digest for row in reported} == {judged.digest, waiting.digest}
     assert lease is not None
     assert lease.status == "void"
-    assert shop.row(bad.digest).status == "submitted", "a planted file is rooted by nobody"
+    assert mgr.row(bad.digest).status == "submitted", "a planted file is rooted by nobody"
 
 
-def test_groups_of_work_that_nobody_rooted_count_for_no_batch(shop: Shop) -> None:
+def test_groups_of_work_that_nobody_rooted_count_for_no_batch(mgr: ManagerSide) -> None:
     """No batch takes them: counted as waiting, they would keep every node from its next lease."""
-    row = shop.submit(NODE)
-    shop.judge(row)
-    with shop.store.begin() as connection:
+    row = mgr.submit(NODE)
+    mgr.judge(row)
+    with mgr.store.begin() as connection:
         assert groups.take(connection, [(row.digest, 0)], 0) == 1
         assert groups.free_counts(connection, oldest_version=0) == [(0, 1)]
-    chain_at(shop, last_moment(shop, row) + RUN.epoch_seconds + 1)
-    assert ended(shop) == 1
-    with shop.store.read() as connection:
+    chain_at(mgr, last_moment(mgr, row) + RUN.epoch_seconds + 1)
+    assert ended(mgr) == 1
+    with mgr.store.read() as connection:
         assert groups.free_counts(connection, oldest_version=0) == []
         assert groups.informative_share(connection, 9) == (1, 1), "what was trained on is kept"
 
 
-def test_a_lie_that_nobody_rooted_stays_a_lie(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    shop.judge(row, Reason.WRONG_SAMPLING)
-    chain_at(shop, last_moment(shop, row) + 2 * RUN.epoch_seconds)
-    assert ended(shop) == 0
-    assert shop.row(row.digest).status == "rejected"
+def test_a_lie_that_nobody_rooted_stays_a_lie(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    mgr.judge(row, Reason.WRONG_SAMPLING)
+    chain_at(mgr, last_moment(mgr, row) + 2 * RUN.epoch_seconds)
+    assert ended(mgr) == 0
+    assert mgr.row(row.digest).status == "rejected"
 
 
 def test_the_slash_of_a_lie_that_nobody_rooted_is_given_up_and_its_node_ejected(
-    shop: Shop,
+    mgr: ManagerSide,
 ) -> None:
     """It can never be proposed: left open, it would hold what the node earned, and keep its
     provider's other nodes out, for ever."""
-    good, bad = shop.submit(NODE), shop.submit(NODE)
-    shop.judge(good)
-    assert rooted(shop) == []
-    shop.judge(bad, Reason.WRONG_SAMPLING)
-    moment = last_moment(shop, bad) + RUN.epoch_seconds
-    chain_at(shop, moment)
-    assert given_up(shop) == []
-    chain_at(shop, moment + 1)
-    with shop.store.read() as connection:
+    good, bad = mgr.submit(NODE), mgr.submit(NODE)
+    mgr.judge(good)
+    assert rooted(mgr) == []
+    mgr.judge(bad, Reason.WRONG_SAMPLING)
+    moment = last_moment(mgr, bad) + RUN.epoch_seconds
+    chain_at(mgr, moment)
+    assert given_up(mgr) == []
+    chain_at(mgr, moment + 1)
+    with mgr.store.read() as connection:
         assert has_open_slash(connection, NODE.address)
-    assert given_up(shop, {NODE.address}) == [], "a planted one's ends otherwise"
-    assert given_up(shop) == [bad.digest]
-    assert given_up(shop) == []
-    with shop.store.read() as connection:
+    assert given_up(mgr, {NODE.address}) == [], "a planted one's ends otherwise"
+    assert given_up(mgr) == [bad.digest]
+    assert given_up(mgr) == []
+    with mgr.store.read() as connection:
         assert not has_open_slash(connection, NODE.address)
         ejected = connection.execute(
             sa.select(schema.intents.c.id).where(schema.intents.c.kind == "eject")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from money_kit import Shop, key, open_shop
+from money_kit import ManagerSide, key, open_manager
 
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.voids import void
@@ -17,9 +17,9 @@ NODE = key(10)
 
 
 @pytest.fixture
-def shop(tmp_path: Path, empty_postgres: str) -> Iterator[Shop]:
+def mgr(tmp_path: Path, empty_postgres: str) -> Iterator[ManagerSide]:
     """In PostgreSQL: SQLite lets one write at a time."""
-    made = open_shop(tmp_path, url=empty_postgres)
+    made = open_manager(tmp_path, url=empty_postgres)
     made.publish(0)
     made.admit(NODE)
     yield made
@@ -27,23 +27,25 @@ def shop(tmp_path: Path, empty_postgres: str) -> Iterator[Shop]:
 
 
 @pytest.mark.postgres
-def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(shop: Shop) -> None:
-    row = shop.submit(NODE)
+def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(
+    mgr: ManagerSide,
+) -> None:
+    row = mgr.submit(NODE)
     failures: list[Exception] = []
 
     def end() -> None:
         try:
-            with shop.store.begin() as other:
-                void(other, row.digest, Reason.UNAVAILABLE, shop.now())
+            with mgr.store.begin() as other:
+                void(other, row.digest, Reason.UNAVAILABLE, mgr.now())
         except Exception as error:
             failures.append(error)
 
     ending = threading.Thread(target=end)
-    with shop.store.begin() as connection:
+    with mgr.store.begin() as connection:
         assert jobs.lock_row(connection, row.digest) is not None
         ending.start()
         ending.join(0.3)  # it waits for the job, and must hold nothing that a verdict writes
         assert submissions.judge(connection, row.digest, "accepted", reason=0, judged_at=1.0)
     ending.join(30)
     assert not failures
-    assert shop.row(row.digest).status == "accepted"
+    assert mgr.row(row.digest).status == "accepted"

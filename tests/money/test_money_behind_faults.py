@@ -35,7 +35,7 @@ def _behind(world: World, client: ChainClient) -> None:
     """Has the manager of `world` ask `client`."""
     world.senders.clear()
     world.client, world.contracts = client, Contracts(client, world.deployment)
-    watcher = Watcher(client, world.deployment, pool=world.shop.context.pool, of_all=STATE_EVENTS)
+    watcher = Watcher(client, world.deployment, pool=world.mgr.context.pool, of_all=STATE_EVENTS)
     world.loops = replace(
         world.loops, contracts=world.contracts, watcher=watcher, sender=world.sender(MANAGER)
     )
@@ -50,7 +50,7 @@ def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once
     members: World, request: pytest.FixtureRequest
 ) -> None:
     """For --faults-seconds; `make soak ARGS=faults` takes ten minutes."""
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     seconds_of_faults = request.config.getoption("--faults-seconds")
     honest_client, honest_contracts = world.client, world.contracts
     dice = random.Random(7)
@@ -59,8 +59,8 @@ def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once
     _behind(world, client)
     world.start_of_an_epoch()
     accepted: Counter[str] = Counter()
-    bad = shop.submit(LIAR)
-    shop.judge(bad, Reason.WRONG_ACTIVATIONS)
+    bad = mgr.submit(LIAR)
+    mgr.judge(bad, Reason.WRONG_ACTIVATIONS)
     end = time.monotonic() + seconds_of_faults
     while time.monotonic() < end:
         kind, victim = dice.choice(KINDS), dice.choice(proxies)
@@ -69,8 +69,8 @@ def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once
         seconds = 0.2 if kind == "delay" else 20
         victim.faults = (Fault(kind, dice.choice([0.3, 1.0]), seconds=seconds),)
         for _ in range(dice.randint(0, 2)):
-            row = shop.submit(HONEST)
-            shop.judge(row)
+            row = mgr.submit(HONEST)
+            mgr.judge(row)
             accepted[row.digest] += 1
         for _ in range(2):
             _tick(world)
@@ -90,7 +90,7 @@ def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once
     roots = [event for event in events if isinstance(event, RootPosted)]
     assert [root.seq for root in roots] == list(range(1, len(roots) + 1))
     assert len({root.root for root in roots}) == len(roots), "a root was posted twice"
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         stored = connection.execute(
             sa.select(schema.roots.c.root).where(schema.roots.c.chain_seq.is_not(None))
         ).scalars()

@@ -10,8 +10,7 @@ from walk_kit import HONEST, LIAR, OWNER, one, rebuild_root, settled
 
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.depth import Depths, Staked
-from prime_orchestrator.manager.outbox import run_outbox_tick
-from prime_orchestrator.manager.requeue import forget_unsent
+from prime_orchestrator.manager.transactions import forget_unsent, run_transactions_tick
 from prime_orchestrator.store import schema
 
 pytestmark = needs_anvil
@@ -19,18 +18,18 @@ pytestmark = needs_anvil
 
 def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
     """A slash waits for its root to be safe, a reward root for its facts to be final."""
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
 
     def status(kind: str) -> str | None:
-        with shop.store.read() as connection:
+        with mgr.store.read() as connection:
             return connection.execute(
                 sa.select(schema.intents.c.status).where(schema.intents.c.kind == kind)
             ).scalar()
 
     world.start_of_an_epoch()
-    good, bad = shop.submit(HONEST), shop.submit(LIAR)
-    shop.judge(good)
-    shop.judge(bad, Reason.WRONG_SKETCH)
+    good, bad = mgr.submit(HONEST), mgr.submit(LIAR)
+    mgr.judge(good)
+    mgr.judge(bad, Reason.WRONG_SKETCH)
     world.forward(RUN.root_seconds)
     world.loops.money_tick()
     world.loops.chain_tick()  # sends the root, which anvil mines at once
@@ -38,20 +37,22 @@ def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
     root = one(world, schema.roots)
     assert root["block"] == world.client.block_number()
 
-    def outbox() -> None:
-        run_outbox_tick(shop.store, shop.context, world.contracts, world.sender(MANAGER), shop.now)
+    def send() -> None:
+        run_transactions_tick(
+            mgr.store, mgr.context, world.contracts, world.sender(MANAGER), mgr.now
+        )
 
-    outbox()
-    assert status("propose") == "queued", "the root's block is not safe yet"
+    send()
+    assert status("propose") == "waiting", "the root's block is not safe yet"
     world.anvil.mine(1)
-    outbox()
+    send()
     assert status("propose") == "sent"
 
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     world.loops.chain_tick()
     world.loops.money_tick()
     world.loops.chain_tick()
-    assert status("reward_root") == "queued", "the settlement's block is not final yet"
+    assert status("reward_root") == "waiting", "the settlement's block is not final yet"
     world.anvil.mine(2)
     world.loops.chain_tick()
     assert status("reward_root") in ("sent", "confirmed")
@@ -60,15 +61,15 @@ def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
 def test_a_reward_root_whose_facts_left_the_chain_before_it_was_sent_is_settled_anew(
     members: World,
 ) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     world.start_of_an_epoch()
-    shop.judge(shop.submit(HONEST))
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     world.loops.chain_tick()
     block = world.client.block_number()
     world.loops.money_tick()
-    with shop.store.begin() as connection:
+    with mgr.store.begin() as connection:
         assert forget_unsent(connection, block) == [], "its facts are all there still"
         (dropped,) = forget_unsent(connection, block - 1)
     assert dropped.startswith("reward_root:")

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import ARBITER, World, make_world
-from money_kit import MANAGER, RUN, TOKEN, VALIDATOR
+from money_kit import RUN, TOKEN, VALIDATOR
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
@@ -22,25 +22,28 @@ from prime_core.revisions import RunHistory
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import loops, revisions
 from prime_orchestrator.manager.indexer import derive_root, run_indexer_tick
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.manager.settlement import pending_units, settle_epochs
 from prime_orchestrator.store import chain, leases, runs, schema
+from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
 pytestmark = needs_anvil
 
 
+@pytest.mark.parametrize(("page_files", "later"), [(10_000, 10_000), (1, 1), (10_000, 1)])
 def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
-    members: World, monkeypatch: pytest.MonkeyPatch
+    members: World, monkeypatch: pytest.MonkeyPatch, page_files: int, later: int
 ) -> None:
-    world, shop = members, members.shop
+    """`later`: of programs that page what was posted as one object."""
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", page_files)
+    world, mgr = members, members.mgr
     world.start_of_an_epoch()
-    shop.judge(shop.submit(HONEST))
-    kept, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(kept)
-    shop.judge(bad, Reason.WRONG_SKETCH)
-    shop.submit(HONEST)  # never judged
+    mgr.judge(mgr.submit(HONEST))
+    kept, bad = mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(kept)
+    mgr.judge(bad, Reason.WRONG_SKETCH)
+    mgr.submit(HONEST)  # never judged
     world.until_rooted()
     leaf = one(world, schema.slashes)["submission_digest"]
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
@@ -55,6 +58,8 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     states = sorted(f.state for f in first.files)
     assert states == ["held", "paid", "rejected", "unjudged"]
     assert [s.state for s in first.slashes] == ["open"]
+    posted = first.digest()
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", later)
     assert rebuild_root(world, first.epoch).match
 
     world.send(ARBITER, world.contracts.slasher.cancel(leaf))
@@ -62,7 +67,7 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     world.forward(RUN.epoch_seconds)
     world.ticks()
     second = settled(world)
-    assert second.previous == first.digest()
+    assert second.previous == posted
     assert [(f.submission_digest, f.state) for f in second.files] == [(kept.digest, "paid")]
     assert second.amounts() == {
         HONEST.address: 20 * TOKEN // 1000,
@@ -75,29 +80,28 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
 def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
     members: World,
 ) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     world.start_of_an_epoch()
     later = RUN.model_copy(update={"price_per_unit": 3 * RUN.price_per_unit})
-    with shop.store.begin() as connection:
+    with mgr.store.begin() as connection:
         runs.add(connection, RunRow(3, later.digest(), later.raw(), final=False, announced_at=0.0))
         queue_intent(
             connection,
-            lane=MANAGER.address,
             kind="revise",
             key=f"3:{later.digest()}",
             payload={"run_digest": later.digest(), "from_step": 3},
-            now=shop.now(),
+            now=mgr.now(),
         )
         assert "not final" in revisions.waits_for(connection, 3)
     for _ in range(4):
         world.loops.chain_tick()
         world.anvil.mine(2)
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         assert revisions.waits_for(connection, 3) == ""
     (made,) = world.contracts.pools.revisions_of(1)
     assert (made.run_digest, made.from_step) == (later.digest(), 3)
     for step in (2, 3, 4):
-        shop.judge(shop.submit(HONEST, step=step))
+        mgr.judge(mgr.submit(HONEST, step=step))
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     world.ticks(4)
@@ -112,9 +116,9 @@ def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
 def test_rebuild_finds_a_manager_that_pays_by_a_cheaper_revision(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     cheap = RunHistory(RUN.model_copy(update={"price_per_unit": RUN.price_per_unit // 2}))
-    shop.judge(shop.submit(HONEST))
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     monkeypatch.setattr("prime_orchestrator.manager.revisions.history", lambda *_: cheap)
@@ -129,13 +133,13 @@ def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow,
     """Two accepted files, settled; the first was rooted when a slash of it would be refused, as by
     a root that waited long for its block."""
     patch.setattr("prime_orchestrator.manager.roots.answered_for", lambda **_: True)
-    shop = world.shop
-    late = shop.submit(HONEST)
-    shop.judge(late)
+    mgr = world.mgr
+    late = mgr.submit(HONEST)
+    mgr.judge(late)
     until = late.signed().submission.valid_until + DEMO_PERIODS.accountable
-    world.forward(until + 1 - int(shop.now()))  # the manager slept
-    good = shop.submit(LIAR)
-    shop.judge(good)
+    world.forward(until + 1 - int(mgr.now()))  # the manager slept
+    good = mgr.submit(LIAR)
+    mgr.judge(good)
     world.until_rooted()
     assert one(world, schema.roots)["posted_at"] > until
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
@@ -147,13 +151,13 @@ def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path:
     world = make_world(tmp_path, RUN.model_copy(update={"price_per_judged_file": TOKEN}))
     try:
         world.join(HONEST, OWNER)
-        shop = world.shop
-        shop.publish(0)
+        mgr = world.mgr
+        mgr.publish(0)
         world.ticks(2)
         world.start_of_an_epoch()
-        files = [shop.submit(HONEST) for _ in range(3)]
-        shop.judge(files[0])
-        shop.judge(files[1], Reason.MALFORMED)
+        files = [mgr.submit(HONEST) for _ in range(3)]
+        mgr.judge(files[0])
+        mgr.judge(files[1], Reason.MALFORMED)
         world.until_rooted()
         world.forward(RUN.validity_seconds + RUN.epoch_seconds)
         world.ticks()
@@ -166,7 +170,7 @@ def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path:
         rebuilt = rebuild_root(world, settlement.epoch)
         assert rebuilt.match, rebuilt.problems
         events = read_events(world.client, world.deployment)
-        runs = RunHistory(shop.context.run)
+        runs = RunHistory(mgr.context.run)
         rebuilder = Rebuilder(events, world.deployment, 1, runs, Published(world))
         said = explain(rebuilder, VALIDATOR.address)
         assert ([file.state for file in said.files], said.problems) == (["judged"] * 2, ())
@@ -184,12 +188,12 @@ def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: 
     world = make_world(tmp_path, RUN.model_copy(update={"price_per_prompt_token": price}))
     try:
         world.join(HONEST, OWNER)
-        shop = world.shop
-        shop.publish(0)
+        mgr = world.mgr
+        mgr.publish(0)
         world.ticks(2)
         world.start_of_an_epoch()
-        row = shop.submit(HONEST)
-        shop.judge(row)
+        row = mgr.submit(HONEST)
+        mgr.judge(row)
         world.until_rooted()
         world.forward(RUN.validity_seconds + RUN.epoch_seconds)
         world.ticks()
@@ -200,7 +204,7 @@ def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: 
         rebuilt = rebuild_root(world, settlement.epoch)
         assert rebuilt.match, rebuilt.problems
         events = read_events(world.client, world.deployment)
-        runs = RunHistory(shop.context.run)
+        runs = RunHistory(mgr.context.run)
         said = explain(
             Rebuilder(events, world.deployment, 1, runs, Published(world)), HONEST.address
         )
@@ -214,7 +218,7 @@ def test_a_run_without_a_price_for_prompts_settles_in_the_same_bytes_as_before(
 ) -> None:
     assert b"prompt_token" not in RUN.raw()
     members.start_of_an_epoch()
-    members.shop.judge(members.shop.submit(HONEST))
+    members.mgr.judge(members.mgr.submit(HONEST))
     members.until_rooted()
     members.forward(RUN.validity_seconds + RUN.epoch_seconds)
     members.ticks()
@@ -234,11 +238,11 @@ def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebui
     assert rebuilt.match, rebuilt.problems
     events = read_events(members.client, members.deployment)
     books = Rebuilder(
-        events, members.deployment, 1, RunHistory(members.shop.context.run), Published(members)
+        events, members.deployment, 1, RunHistory(members.mgr.context.run), Published(members)
     )
-    (told,) = explain(books, HONEST.address).files
-    assert (told.state, told.amount, told.why) == ("void", 0, ROOTED_LATE)
-    with members.shop.store.read() as connection:
+    (reported,) = explain(books, HONEST.address).files
+    assert (reported.state, reported.amount, reported.why) == ("void", 0, ROOTED_LATE)
+    with members.mgr.store.read() as connection:
         assert pending_units(connection, HONEST.address, -1) == 0, "it no longer shows as earned"
         assert pending_units(connection, LIAR.address, -1) == 20
 
@@ -257,12 +261,12 @@ def test_rebuild_finds_a_manager_that_pays_work_rooted_too_late(
 
 
 def test_rebuild_finds_a_root_that_promises_more_than_was_earned(members: World) -> None:
-    world, shop = members, members.shop
-    shop.judge(shop.submit(HONEST))
+    world, mgr = members, members.mgr
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
-    with shop.store.begin() as connection:
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    with mgr.store.begin() as connection:
         connection.execute(sa.update(schema.submissions).values(units=1_000_000))
     world.ticks()
     greedy = settled(world)
@@ -273,21 +277,21 @@ def test_rebuild_finds_a_root_that_promises_more_than_was_earned(members: World)
 
 
 def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> None:
-    world, shop = members, members.shop
-    shop.judge(shop.submit(HONEST))
-    left_out = shop.submit(HONEST)
-    shop.judge(left_out)
+    world, mgr = members, members.mgr
+    mgr.judge(mgr.submit(HONEST))
+    left_out = mgr.submit(HONEST)
+    mgr.judge(left_out)
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now)
-    with shop.store.begin() as connection:
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    with mgr.store.begin() as connection:
         connection.execute(
             sa.update(schema.submissions)
             .where(schema.submissions.c.digest == left_out.digest)
             .values(root_id=None)
         )
     world.loops.chain_tick()
-    settle_epochs(shop.store, shop.objects, shop.context, shop.now)
+    settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now)
     for _ in range(2):  # its facts become final, then it is posted
         world.anvil.mine(2)
         world.loops.chain_tick()
@@ -297,7 +301,7 @@ def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> 
 
 def post_own_leaf(world: World, row: SubmissionRow) -> None:
     """The node roots its own submission, as the contract lets it an epoch after the receipt."""
-    with world.shop.store.read() as connection:
+    with world.mgr.store.read() as connection:
         lease = leases.get(connection, row.lease_digest)
     assert lease is not None
     promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
@@ -313,10 +317,10 @@ def post_own_leaf(world: World, row: SubmissionRow) -> None:
 
 
 def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     world.start_of_an_epoch()
-    row = shop.submit(HONEST)
-    shop.judge(row)
+    row = mgr.submit(HONEST)
+    mgr.judge(row)
     world.forward(RUN.epoch_seconds + 1)
     post_own_leaf(world, row)  # the manager slept all the while
     world.anvil.mine(1)
@@ -335,11 +339,11 @@ def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) ->
 def test_a_leaf_posted_by_node_and_manager_is_paid_by_the_managers_root_alone(
     members: World,
 ) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     world.start_of_an_epoch()
-    twice, other = shop.submit(HONEST), shop.submit(HONEST)
-    shop.judge(twice)
-    shop.judge(other)
+    twice, other = mgr.submit(HONEST), mgr.submit(HONEST)
+    mgr.judge(twice)
+    mgr.judge(other)
     world.forward(RUN.epoch_seconds + 1)
     world.loops.money_tick()  # taken into a root that is not sent yet
     post_own_leaf(world, twice)
@@ -353,9 +357,9 @@ def test_a_leaf_posted_by_node_and_manager_is_paid_by_the_managers_root_alone(
 
 
 def test_a_retracted_leaf_of_a_node_is_rooted_by_the_manager(members: World) -> None:
-    world, shop = members, members.shop
-    row = shop.submit(HONEST)
-    with shop.store.begin() as connection:
+    world, mgr = members, members.mgr
+    row = mgr.submit(HONEST)
+    with mgr.store.begin() as connection:
         chain.add_event(
             connection,
             block_hash=row.digest,
@@ -370,10 +374,10 @@ def test_a_retracted_leaf_of_a_node_is_rooted_by_the_manager(members: World) -> 
             },
         )  # fmt: skip
         derive_root(connection, row.digest)
-    assert shop.row(row.digest).root_id is not None
-    with shop.store.begin() as connection:
+    assert mgr.row(row.digest).root_id is not None
+    with mgr.store.begin() as connection:
         chain.retract(connection, 10**6)
         derive_root(connection, row.digest)
-    assert shop.row(row.digest).root_id is None
+    assert mgr.row(row.digest).root_id is None
     world.until_rooted()
     assert one(world, schema.roots)["leaves_object"] != ZERO_DIGEST

@@ -22,12 +22,12 @@ pytestmark = needs_anvil
 
 
 def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(members: World) -> None:
-    world, shop = members, members.shop
-    good, earned, bad = shop.submit(HONEST), shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(good)
-    shop.judge(earned)
-    shop.judge(bad, Reason.WRONG_ACTIVATIONS)
-    assert shop.node_status(LIAR.address) == "quarantined"
+    world, mgr = members, members.mgr
+    good, earned, bad = mgr.submit(HONEST), mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(good)
+    mgr.judge(earned)
+    mgr.judge(bad, Reason.WRONG_ACTIVATIONS)
+    assert mgr.node_status(LIAR.address) == "quarantined"
 
     world.ticks()
     root = one(world, schema.roots)
@@ -48,8 +48,8 @@ def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(member
     slash = one(world, schema.slashes)
     assert slash["status"] == "executed"
     assert slash["execute_tx"] is not None
-    assert shop.node_status(LIAR.address) == "ejected"
-    assert shop.node_status(HONEST.address) == "active"
+    assert mgr.node_status(LIAR.address) == "ejected"
+    assert mgr.node_status(HONEST.address) == "active"
     assert world.contracts.pools.class_of(1, LIAR.address) == 0
     assert world.contracts.vault.active(OTHER.address) == STAKE - RUN.slash_amount
     assert world.contracts.vault.active(OWNER.address) == STAKE
@@ -58,10 +58,10 @@ def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(member
 
 
 def test_a_cancelled_slash_restores_credits_and_node(members: World) -> None:
-    world, shop = members, members.shop
-    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(earned)
-    shop.judge(bad, Reason.WRONG_SKETCH)
+    world, mgr = members, members.mgr
+    earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(earned)
+    mgr.judge(bad, Reason.WRONG_SKETCH)
     world.until_rooted()
     assert amounts(world) == {earned.digest: "held"}
     leaf = one(world, schema.slashes)["submission_digest"]
@@ -69,19 +69,19 @@ def test_a_cancelled_slash_restores_credits_and_node(members: World) -> None:
     world.ticks()
     assert one(world, schema.slashes)["status"] == "cancelled"
     assert amounts(world) == {earned.digest: "earned"}
-    assert shop.node_status(LIAR.address) == "active"
+    assert mgr.node_status(LIAR.address) == "active"
 
 
 def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     rewards = world.contracts.rewards
     for _ in range(2):
-        shop.judge(shop.submit(HONEST))
-    shop.judge(shop.submit(LIAR), Reason.MALFORMED)
+        mgr.judge(mgr.submit(HONEST))
+    mgr.judge(mgr.submit(LIAR), Reason.MALFORMED)
     world.ticks()
     epoch = one(world, schema.roots)["epoch"]
-    with shop.store.read() as connection:
-        assert newest_settlement(connection, shop.objects) is None
+    with mgr.store.read() as connection:
+        assert newest_settlement(connection, mgr.objects) is None
 
     world.forward(RUN.validity_seconds)
     world.ticks(1)
@@ -115,24 +115,24 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
 
 
 def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) -> None:
-    world, shop = members, members.shop
-    files = [shop.submit(HONEST), shop.submit(HONEST), shop.submit(LIAR)]
+    world, mgr = members, members.mgr
+    files = [mgr.submit(HONEST), mgr.submit(HONEST), mgr.submit(LIAR)]
     world.anvil.stop()
     for file in files[:2]:
-        shop.judge(file)
-    shop.judge(files[2], Reason.WRONG_SKETCH)
+        mgr.judge(file)
+    mgr.judge(files[2], Reason.WRONG_SKETCH)
     world.loops.money_tick()
     assert world.loops.batch_tick() == [0], "batches are sealed without the chain"
     with pytest.raises(UnavailableError):
         world.loops.chain_tick()
-    with shop.store.read() as connection:
-        waiting = intents.pending(connection, MANAGER.address, ("sent", "queued"))
+    with mgr.store.read() as connection:
+        waiting = intents.pending(connection, intents.UNFINISHED)
     assert {row.kind: row.status for row in waiting} == {
-        "root": "sent",  # handed to the sender's journal, no more
-        "propose": "queued",  # until its root is confirmed
+        "root": "queued",  # its call is built, no more
+        "propose": "waiting",  # until its root is confirmed
     }
     assert one(world, schema.roots)["chain_seq"] is None
-    assert shop.node_status(LIAR.address) == "quarantined"
+    assert mgr.node_status(LIAR.address) == "quarantined"
 
     world.anvil.start()
     until(world, lambda: one(world, schema.slashes)["status"] == "proposed")
@@ -140,15 +140,15 @@ def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) ->
 
 
 def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World) -> None:
-    world, shop = members, members.shop
-    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(earned)
-    shop.judge(bad, Reason.WRONG_PROMPTS)
+    world, mgr = members, members.mgr
+    earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(earned)
+    mgr.judge(bad, Reason.WRONG_PROMPTS)
     revert = world.anvil.snapshot()
     world.until_rooted()
     world.forward(world.deployment.periods.slash_window + 1)
     world.ticks()
-    assert shop.node_status(LIAR.address) == "ejected"
+    assert mgr.node_status(LIAR.address) == "ejected"
     assert one(world, schema.slashes)["status"] == "executed"
     assert amounts(world) == {earned.digest: "forfeited"}
     height = world.client.block_number()
@@ -156,11 +156,11 @@ def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World)
     revert()
     world.anvil.mine(height - world.client.block_number() + 5)
     # the indexer alone, before any sender had its turn
-    assert run_indexer_tick(shop.store, shop.context, world.loops.watcher, shop.now) == []
+    assert run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now) == []
     assert one(world, schema.roots)["chain_seq"] is None
     slash = one(world, schema.slashes)
     assert (slash["status"], slash["propose_tx"]) == ("queued", None)
-    assert shop.node_status(LIAR.address) == "quarantined"
+    assert mgr.node_status(LIAR.address) == "quarantined"
     assert amounts(world) == {earned.digest: "held"}
 
     # the senders find their transactions gone and send them again
@@ -168,43 +168,43 @@ def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World)
     assert one(world, schema.roots)["chain_seq"] is not None
     world.forward(world.deployment.periods.slash_window + 1)
     until(world, lambda: one(world, schema.slashes)["status"] == "executed")
-    assert shop.node_status(LIAR.address) == "ejected"
+    assert mgr.node_status(LIAR.address) == "ejected"
     assert amounts(world) == {earned.digest: "forfeited"}
 
 
 def test_a_slash_that_came_too_late_gives_credits_back_and_ejects_without_burning(
     members: World,
 ) -> None:
-    world, shop = members, members.shop
-    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    world, mgr = members, members.mgr
+    earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
     world.until_rooted()
-    shop.judge(earned)
+    mgr.judge(earned)
     world.forward(RUN.validity_seconds + 1)
-    shop.now.time -= RUN.validity_seconds + 1  # judged in time by its validator's clock
-    shop.judge(bad, Reason.WRONG_PROMPTS)
+    mgr.now.time -= RUN.validity_seconds + 1  # judged in time by its validator's clock
+    mgr.judge(bad, Reason.WRONG_PROMPTS)
     assert amounts(world) == {earned.digest: "held"}
     world.ticks()
     assert one(world, schema.slashes)["status"] == "cancelled"
     assert amounts(world) == {earned.digest: "earned"}
     assert world.contracts.vault.active(OTHER.address) == STAKE
-    assert shop.node_status(LIAR.address) == "ejected"
+    assert mgr.node_status(LIAR.address) == "ejected"
 
 
 def test_a_file_nobody_judged_in_time_is_void_by_our_fault(members: World) -> None:
-    world, shop = members, members.shop
-    file = shop.submit(HONEST)
+    world, mgr = members, members.mgr
+    file = mgr.submit(HONEST)
     world.until_rooted()
     world.forward(RUN.validity_seconds + 1)
     world.ticks()
-    after = shop.row(file.digest)
+    after = mgr.row(file.digest)
     assert (after.status, after.reason) == ("void", Reason.UNAVAILABLE)
-    assert shop.node_status(HONEST.address) == "active"
+    assert mgr.node_status(HONEST.address) == "active"
     assert amounts(world) == {}
 
 
 def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
-    world, shop = members, members.shop
-    shop.judge(shop.submit(HONEST))
+    world, mgr = members, members.mgr
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     # so far that later epochs, which hold no work, are looked at before the root is disabled
     world.forward(RUN.validity_seconds + 3 * RUN.epoch_seconds)
@@ -225,17 +225,17 @@ def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
 def test_a_credit_held_at_settlement_is_paid_after_its_slash_fell_though_no_work_came_since(
     members: World,
 ) -> None:
-    world, shop = members, members.shop
-    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
+    world, mgr = members, members.mgr
+    earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
     world.until_rooted()
-    shop.judge(earned)
+    mgr.judge(earned)
     world.forward(RUN.validity_seconds + 2 * RUN.epoch_seconds)
-    shop.now.time -= RUN.validity_seconds + 2 * RUN.epoch_seconds  # the judge is in time
-    shop.judge(bad, Reason.WRONG_PROMPTS)
+    mgr.now.time -= RUN.validity_seconds + 2 * RUN.epoch_seconds  # the judge is in time
+    mgr.judge(bad, Reason.WRONG_PROMPTS)
     world.loops.chain_tick()
-    assert settle_epochs(shop.store, shop.objects, shop.context, shop.now) is None
+    assert settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now) is None
     assert amounts(world) == {earned.digest: "held"}
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         assert connection.execute(sa.select(schema.reward_roots)).all() == [], "nobody is owed yet"
 
     world.ticks()
@@ -247,19 +247,19 @@ def test_a_credit_held_at_settlement_is_paid_after_its_slash_fell_though_no_work
 
 
 def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members: World) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     rich = dataclasses.replace(
-        shop.context,
+        mgr.context,
         run=RUN.model_copy(update={"price_per_unit": 100 * TOKEN}),  # 2,000 for one file
     )
-    shop.context = rich
+    mgr.context = rich
     world.loops = dataclasses.replace(world.loops, context=rich)
-    shop.judge(shop.submit(HONEST))
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     world.ticks()
-    with shop.store.read() as connection:
-        [failed] = intents.pending(connection, MANAGER.address, ("failed",))
+    with mgr.store.read() as connection:
+        [failed] = intents.pending(connection, ("failed",))
     assert "InsufficientFunds" in (failed.error or "")
     c = world.contracts
     world.send(DEPLOYER, c.token.approve(c.rewards.address, 2 * FUNDS))
@@ -271,14 +271,14 @@ def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members
 
 
 def test_a_proposal_waits_until_the_pools_quorum_stands_behind_it(members: World) -> None:
-    world, shop = members, members.shop
+    world, mgr = members, members.mgr
     pools = world.contracts.pools
     world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, False))
-    bad = shop.submit(LIAR)
-    shop.judge(bad, Reason.WRONG_PROMPTS)
+    bad = mgr.submit(LIAR)
+    mgr.judge(bad, Reason.WRONG_PROMPTS)
     world.until_rooted()
-    with shop.store.read() as connection:
-        [waiting] = intents.pending(connection, MANAGER.address, ("queued",))
+    with mgr.store.read() as connection:
+        [waiting] = intents.pending(connection)
     assert waiting.kind == "propose"
     assert one(world, schema.slashes)["status"] == "queued"
     world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, True))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from money_kit import MANAGER, RUN, VALIDATOR, Shop, key, open_shop
+from money_kit import MANAGER, RUN, VALIDATOR, ManagerSide, key, open_manager
 
 from prime_core.encoding import sha256
 from prime_core.errors import UserError
@@ -27,8 +27,8 @@ PLANTED = Planted(frozenset({NODE.address}), SECRET, one_in=4)
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    made = open_shop(tmp_path)
+def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
+    made = open_manager(tmp_path)
     made.publish(0)
     made.admit(NODE)
     made.admit(OTHER)
@@ -36,96 +36,100 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     made.store.close()
 
 
-def count(shop: Shop, table: sa.Table) -> int:
-    with shop.store.read() as connection:
+def count(mgr: ManagerSide, table: sa.Table) -> int:
+    with mgr.store.read() as connection:
         return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
 
 
-def of_kind(shop: Shop, honest: bool) -> SubmissionRow:
+def of_kind(mgr: ManagerSide, honest: bool) -> SubmissionRow:
     """A submission of the planted node whose lease asks for an honest file, or a lie."""
     for _ in itertools.count():
-        row = shop.submit(NODE)
+        row = mgr.submit(NODE)
         if (planting.kind(SECRET, row.lease_digest) == planting.HONEST) == honest:
             return row
-        shop.judge(row)
-        reveal(shop.store, shop.context, PLANTED, shop.now)
+        mgr.judge(row)
+        reveal(mgr.store, mgr.context, PLANTED, mgr.now)
     raise AssertionError
 
 
-def record(shop: Shop) -> opinions.Record:
-    with shop.store.read() as connection:
+def record(mgr: ManagerSide) -> opinions.Record:
+    with mgr.store.read() as connection:
         (found,) = opinions.track_records(connection)
     assert found.validator == VALIDATOR.address
     return found
 
 
-def settled(shop: Shop) -> None:
+def settled(mgr: ManagerSide) -> None:
     """Nothing is left that pays, trains, slashes or ejects."""
     for table in (schema.credits, schema.groups, schema.slashes, schema.intents, schema.drift):
-        assert count(shop, table) == 0, table.name
-    assert shop.node_status(NODE.address) == "active"
+        assert count(mgr, table) == 0, table.name
+    assert mgr.node_status(NODE.address) == "active"
 
 
-def test_an_honest_planted_file_brings_nothing_but_a_mark_for_its_validator(shop: Shop) -> None:
-    row = of_kind(shop, honest=True)
-    before = record(shop) if count(shop, schema.opinions) else None
-    shop.judge(row)
-    assert count(shop, schema.credits) == 1, "the validator's books look as for any file"
-    assert reveal(shop.store, shop.context, PLANTED, shop.now) == [row.digest]
-    settled(shop)
-    after = record(shop)
+def test_an_honest_planted_file_brings_nothing_but_a_mark_for_its_validator(
+    mgr: ManagerSide,
+) -> None:
+    row = of_kind(mgr, honest=True)
+    before = record(mgr) if count(mgr, schema.opinions) else None
+    mgr.judge(row)
+    assert count(mgr, schema.credits) == 1, "the validator's books look as for any file"
+    assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [row.digest]
+    settled(mgr)
+    after = record(mgr)
     assert after.honest == (before.honest if before else 0) + 1
     assert after.accused == 0
-    assert reveal(shop.store, shop.context, PLANTED, shop.now) == [], "once"
+    assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [], "once"
 
 
-def test_an_honest_planted_file_that_is_rejected_is_a_false_accusation(shop: Shop) -> None:
-    row = of_kind(shop, honest=True)
-    shop.judge(row, Reason.WRONG_SAMPLING)
-    assert shop.node_status(NODE.address) == "quarantined"
-    reveal(shop.store, shop.context, PLANTED, shop.now)
-    settled(shop)
-    assert record(shop).accused == 1
+def test_an_honest_planted_file_that_is_rejected_is_a_false_accusation(mgr: ManagerSide) -> None:
+    row = of_kind(mgr, honest=True)
+    mgr.judge(row, Reason.WRONG_SAMPLING)
+    assert mgr.node_status(NODE.address) == "quarantined"
+    reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    settled(mgr)
+    assert record(mgr).accused == 1
 
 
-def test_a_planted_lie_is_caught_or_missed_and_costs_its_node_nothing(shop: Shop) -> None:
-    caught = of_kind(shop, honest=False)
-    missed_before = record(shop).missed if count(shop, schema.opinions) else 0
-    shop.judge(caught, Reason.WRONG_ACTIVATIONS)
-    reveal(shop.store, shop.context, PLANTED, shop.now)
-    settled(shop)
-    assert record(shop).missed == missed_before
-    missed = of_kind(shop, honest=False)
-    shop.judge(missed)
-    reveal(shop.store, shop.context, PLANTED, shop.now)
-    settled(shop)
-    found = record(shop)
+def test_a_planted_lie_is_caught_or_missed_and_costs_its_node_nothing(mgr: ManagerSide) -> None:
+    caught = of_kind(mgr, honest=False)
+    missed_before = record(mgr).missed if count(mgr, schema.opinions) else 0
+    mgr.judge(caught, Reason.WRONG_ACTIVATIONS)
+    reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    settled(mgr)
+    assert record(mgr).missed == missed_before
+    missed = of_kind(mgr, honest=False)
+    mgr.judge(missed)
+    reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    settled(mgr)
+    found = record(mgr)
     assert found.missed > missed_before
     assert found.lying >= 2
 
 
-def test_no_planted_file_is_ever_rooted_or_sealed_before_or_after_its_verdict(shop: Shop) -> None:
+def test_no_planted_file_is_ever_rooted_or_sealed_before_or_after_its_verdict(
+    mgr: ManagerSide,
+) -> None:
     without = PLANTED.accounts
-    rows = [shop.submit(NODE) for _ in range(RUN.root_submissions)]
+    rows = [mgr.submit(NODE) for _ in range(RUN.root_submissions)]
     for row in rows:
-        shop.judge(row)
-    with shop.store.read() as connection:
+        mgr.judge(row)
+    with mgr.store.read() as connection:
         assert free_groups(connection, step=0, max_staleness=2), "its groups lie ready"
-    seal = (shop.store, shop.objects, MANAGER, shop.context, shop.now)
+    seal = (mgr.store, mgr.objects, MANAGER, mgr.context, mgr.now)
     assert seal_ready_batches(*seal, without) == []
-    shop.now.time += RUN.root_seconds
-    assert post_roots(shop.store, shop.objects, shop.context, shop.now, without) == []
-    paid = shop.submit(OTHER)
-    shop.now.time += RUN.root_seconds
-    assert len(post_roots(shop.store, shop.objects, shop.context, shop.now, without)) == 1
-    assert shop.row(paid.digest).root_id is not None
-    reveal(shop.store, shop.context, PLANTED, shop.now)
-    assert post_roots(shop.store, shop.objects, shop.context, shop.now) == [], "for good"
-    assert all(shop.row(row.digest).root_id is None for row in rows)
+    mgr.now.time += RUN.root_seconds
+    assert post_roots(mgr.store, mgr.objects, mgr.context, mgr.now, without) == []
+    paid = mgr.submit(OTHER)
+    mgr.now.time += RUN.root_seconds
+    assert len(post_roots(mgr.store, mgr.objects, mgr.context, mgr.now, without)) == 1
+    assert mgr.row(paid.digest).root_id is not None
+    reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    assert post_roots(mgr.store, mgr.objects, mgr.context, mgr.now) == [], "for good"
+    assert all(mgr.row(row.digest).root_id is None for row in rows)
 
 
-def test_nothing_in_the_store_marks_a_planted_file_before_its_verdict(shop: Shop) -> None:
-    planted, other = shop.submit(NODE), shop.submit(OTHER)
+def test_nothing_in_the_store_marks_a_planted_file_before_its_verdict(mgr: ManagerSide) -> None:
+    planted, other = mgr.submit(NODE), mgr.submit(OTHER)
     apart = {
         name
         for name, value in vars(planted).items()
@@ -133,40 +137,40 @@ def test_nothing_in_the_store_marks_a_planted_file_before_its_verdict(shop: Shop
         and name not in ("digest", "lease_digest", "node", "sha256", "size", "body", "receipt")
     }
     assert apart == {"received_at"}
-    assert count(shop, schema.planted) == 0
+    assert count(mgr, schema.planted) == 0
 
 
-def test_planted_files_count_in_a_nodes_history_like_any(shop: Shop) -> None:
+def test_planted_files_count_in_a_nodes_history_like_any(mgr: ManagerSide) -> None:
     """Else a validator could tell the node by how many rows it has to draw."""
-    shop.judge(shop.submit(NODE))
-    reveal(shop.store, shop.context, PLANTED, shop.now)
-    with shop.store.read() as connection:
+    mgr.judge(mgr.submit(NODE))
+    reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    with mgr.store.read() as connection:
         assert submissions.accepted_of(connection, NODE.address) == 1
 
 
-def test_planted_nodes_get_their_share_of_leases_and_no_more(shop: Shop) -> None:
+def test_planted_nodes_get_their_share_of_leases_and_no_more(mgr: ManagerSide) -> None:
     def may(account: str) -> bool:
-        with shop.store.read() as connection:
-            return PLANTED.may_lease(connection, account, shop.now())  # type: ignore[arg-type]
+        with mgr.store.read() as connection:
+            return PLANTED.may_lease(connection, account, mgr.now())  # type: ignore[arg-type]
 
     assert may(NODE.address)
-    shop.submit(NODE)
+    mgr.submit(NODE)
     assert not may(NODE.address), "one in four"
     assert may(OTHER.address)
     for _ in range(3):
-        shop.submit(OTHER)
-    with shop.store.read() as connection:
+        mgr.submit(OTHER)
+    with mgr.store.read() as connection:
         assert leases.given_to(connection, PLANTED.accounts, 0.0) == 1
-    shop.now.time += 1
-    shop.submit(OTHER)
+    mgr.now.time += 1
+    mgr.submit(OTHER)
     assert may(NODE.address)
 
 
-def test_a_planted_file_that_nobody_judges_ends_without_a_mark(shop: Shop) -> None:
-    row = shop.submit(NODE)
-    shop.now.time += RUN.validity_seconds + 1
-    assert reveal(shop.store, shop.context, PLANTED, shop.now) == [row.digest]
-    assert count(shop, schema.planted) == 0
+def test_a_planted_file_that_nobody_judges_ends_without_a_mark(mgr: ManagerSide) -> None:
+    row = mgr.submit(NODE)
+    mgr.now.time += RUN.validity_seconds + 1
+    assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [row.digest]
+    assert count(mgr, schema.planted) == 0
 
 
 def test_half_of_the_planted_files_are_honest_and_the_rest_lie_in_every_way() -> None:

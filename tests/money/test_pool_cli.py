@@ -23,6 +23,7 @@ from prime_core.deployment import DEMO_PERIODS
 from prime_core.errors import UserError
 from prime_orchestrator.cli.deployment import app as deployment_app
 from prime_orchestrator.cli.pool import app
+from prime_orchestrator.economics import warnings
 
 MANAGER = key(40)
 
@@ -30,7 +31,7 @@ MANAGER = key(40)
 pytestmark = needs_anvil
 
 
-class Desk:
+class ChainSession:
     """A chain with contracts, a keystore, and the command."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,89 +73,91 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
+def session(tmp_path: Path) -> Iterator[ChainSession]:
+    made = ChainSession(tmp_path)
     yield made
     made.client.close()
     made.anvil.stop()
 
 
-def test_a_dry_run_of_create_shows_the_appointments_too(desk: Desk) -> None:
-    faucet, create, appoint = desk.create("--dry-run")["calls"]
+def test_a_dry_run_of_create_shows_the_appointments_too(session: ChainSession) -> None:
+    faucet, create, appoint = session.create("--dry-run")["calls"]
     assert all(call["error"] is None for call in (faucet, create, appoint))
-    call = desk.contracts.pools.set_validator(1, VALIDATOR.address, True)
+    call = session.contracts.pools.set_validator(1, VALIDATOR.address, True)
     assert appoint["data"] == call.calldata()
-    assert desk.contracts.pools.count() == 0
+    assert session.contracts.pools.count() == 0
 
 
-def test_a_pool_is_created_funded_shown_and_ended(desk: Desk) -> None:
-    created = desk.create()
+def test_a_pool_is_created_funded_shown_and_ended(session: ChainSession) -> None:
+    created = session.create()
     pool = created["pool"]
-    on_chain = desk.contracts.pools.pool_of(pool)
+    on_chain = session.contracts.pools.pool_of(pool)
     assert on_chain.manager == created["manager"] == MANAGER.address
     assert (on_chain.trainer, on_chain.run_digest) == (TRAINER.address, RUN.digest())
-    assert desk.contracts.pools.is_validator(pool, VALIDATOR.address)
+    assert session.contracts.pools.is_validator(pool, VALIDATOR.address)
 
     assert "one key alone" in created["warning"]
+    assert created["warnings"] == warnings(RUN)
+    assert created["warnings"]
 
-    again = desk.create()
+    again = session.create()
     assert again["pool"] == pool, "typed again it repeats its answer"
 
-    desk("fund", "--pool", str(pool), "--amount", "12.5")
-    desk("fund", "--pool", str(pool), "--amount", "12.5")
-    assert desk.contracts.rewards.funds(pool).free == 25 * TOKEN
+    session("fund", "--pool", str(pool), "--amount", "12.5")
+    session("fund", "--pool", str(pool), "--amount", "12.5")
+    assert session.contracts.rewards.funds(pool).free == 25 * TOKEN
 
-    shown = desk("show", "--pool", str(pool), key=False)
+    shown = session("show", "--pool", str(pool), key=False)
     assert (shown["free"], shown["members"], shown["ended"]) == (str(25 * TOKEN), 0, False)
     assert "one key alone" in shown["warning"]
     assert (shown["quorum"], shown["lease_seconds"]) == (1, RUN.lease_seconds)
-    when = desk("end", "--pool", str(pool))["refundable_at"]
-    shown = desk("show", "--pool", str(pool), key=False)
+    when = session("end", "--pool", str(pool))["refundable_at"]
+    shown = session("show", "--pool", str(pool), key=False)
     assert (shown["ended"], shown["refundable_at"]) == (True, when)
-    desk.anvil.forward(when - desk.client.block("latest").time)
-    assert desk("refund", "--pool", str(pool))["refunded"] == str(25 * TOKEN)
-    assert desk.contracts.rewards.funds(pool).free == 0
+    session.anvil.forward(when - session.client.block("latest").time)
+    assert session("refund", "--pool", str(pool))["refunded"] == str(25 * TOKEN)
+    assert session.contracts.rewards.funds(pool).free == 0
 
 
-def test_a_dry_run_prints_calldata_and_sends_nothing(desk: Desk) -> None:
-    before = desk.client.nonce(MANAGER.address)
-    said = desk.create("--dry-run")
+def test_a_dry_run_prints_calldata_and_sends_nothing(session: ChainSession) -> None:
+    before = session.client.nonce(MANAGER.address)
+    said = session.create("--dry-run")
     words = [call["description"].split()[0] for call in said["calls"]]
     assert words == ["take", "create", "appoint"]
     assert all(call["data"].startswith("0x") for call in said["calls"])
-    assert desk.client.nonce(MANAGER.address) == before
+    assert session.client.nonce(MANAGER.address) == before
 
 
-def test_mistakes_are_one_sentence(desk: Desk) -> None:
+def test_mistakes_are_one_sentence(session: ChainSession) -> None:
     with pytest.raises(UserError, match="holds 0 PRIME"):
-        desk("fund", "--pool", "1", "--amount", "5")
+        session("fund", "--pool", "1", "--amount", "5")
     with pytest.raises(UserError, match="no pool 7"):
-        desk("show", "--pool", "7", key=False)
+        session("show", "--pool", "7", key=False)
     other = RUN.model_copy(update={"epoch_seconds": 60})
-    desk.run_file.write_bytes(other.raw())
+    session.run_file.write_bytes(other.raw())
     with pytest.raises(UserError, match="epoch_seconds is 60"):
-        desk.create()
-    desk.run_file.write_text("{}")
+        session.create()
+    session.run_file.write_text("{}")
     with pytest.raises(UserError, match="it is no run definition"):
-        desk.create()
+        session.create()
 
 
-def test_an_account_without_ether_is_told_at_once_but_may_rehearse(desk: Desk) -> None:
-    desk.anvil.fund(MANAGER.address, 0)
+def test_an_account_without_ether_is_told_at_once_but_may_rehearse(session: ChainSession) -> None:
+    session.anvil.fund(MANAGER.address, 0)
     for command in (
-        ("create", "--run", str(desk.run_file), "--trainer", TRAINER.address),
+        ("create", "--run", str(session.run_file), "--trainer", TRAINER.address),
         ("fund", "--pool", "1", "--amount", "5"),
         ("end", "--pool", "1"),
     ):
         with pytest.raises(UserError, match=f"{MANAGER.address} holds no ETH") as caught:
-            desk(*command)
+            session(*command)
         assert "send it some" in caught.value.hint
-    assert desk.create("--dry-run")["calls"]
+    assert session.create("--dry-run")["calls"]
 
     def deploy_again(*words: str) -> Any:
-        out = desk.deployment.with_name("second.json")
-        flags = ["--rpc", desk.anvil.url, "--out", str(out), "--json"]
-        flags += ["--wallet", str(desk.keystore), "--password-file", str(desk.password)]
+        out = session.deployment.with_name("second.json")
+        flags = ["--rpc", session.anvil.url, "--out", str(out), "--json"]
+        flags += ["--wallet", str(session.keystore), "--password-file", str(session.password)]
         return CliRunner().invoke(
             deployment_app, ["deploy", *flags, *words], catch_exceptions=False
         )

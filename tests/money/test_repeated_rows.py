@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-import court_kit
+import judging_kit
 from copy_kit import made, one_problem
-from court_kit import HONEST, LIAR, Court
+from judging_kit import HONEST, LIAR, JudgedPool
 
 from prime_core import seeds
 from prime_core.encoding import sha256
@@ -29,10 +29,12 @@ OTHER = sha256(b"another file")
 
 @pytest.fixture(autouse=True)
 def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(court_kit, "small_run", one_problem)
+    monkeypatch.setattr(judging_kit, "small_run", one_problem)
 
 
-def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(court: Court) -> None:
+def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(
+    panel: JudgedPool,
+) -> None:
     kept: list[Generation] = []
 
     def keep(_: list[PlannedRow], rows: list[Generation]) -> list[Generation]:
@@ -43,22 +45,22 @@ def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(cou
         best = min(kept, key=lambda row: float(row.logprobs.sum()))
         return [*rows[:3], best, *rows[4:]]
 
-    first = court.judged(lambda *lease: made(court, *lease, keep))
+    first = panel.judged(lambda *lease: made(panel, *lease, keep))
     assert first.status == "accepted"
     assert first.repeated_rows == 0
-    copied = court.judged(lambda *lease: made(court, *lease, copy_one), LIAR)
+    copied = panel.judged(lambda *lease: made(panel, *lease, copy_one), LIAR)
     assert (copied.status, copied.reason) == ("rejected", Reason.WRONG_SAMPLING)
     assert copied.repeated_rows == 1
-    evidence = court.evidence(copied)
+    evidence = panel.evidence(copied)
     assert sorted(evidence.rows_drawn) == list(range(ROWS)), "it was replayed whole"
-    audit = court.audit(court.slash(copied))
+    audit = panel.audit(panel.slash(copied))
     assert audit.result == "match", audit.detail
-    with court.shop.store.read() as connection:
+    with panel.mgr.store.read() as connection:
         assert submissions.repeating(connection) == {"rejected": 1}
 
 
 def test_a_copy_judged_beside_its_original_is_found_all_the_same(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither was accepted when the other was looked at; the copied row is not drawn, and said to
     be probable."""
@@ -80,38 +82,38 @@ def test_a_copy_judged_beside_its_original_is_found_all_the_same(
         best = min(kept, key=lambda row: float(row.logprobs.sum()))
         return [*rows[:3], replace(best, logprobs=best.logprobs / 2), *rows[4:]]
 
-    assert court.judged(lambda *lease: made(court, *lease, keep)).status == "accepted"
-    copied = court.shop.submit(LIAR, make=lambda *lease: made(court, *lease, copy_one))
+    assert panel.judged(lambda *lease: made(panel, *lease, keep)).status == "accepted"
+    copied = panel.mgr.submit(LIAR, make=lambda *lease: made(panel, *lease, copy_one))
     with monkeypatch.context() as before:  # it was looked at before the original was accepted
         before.setattr(Validator, "_seen", lambda *_: frozenset())
-        assert court.validator.judge_next() == copied.digest
-    assert court.shop.row(copied.digest).status == "submitted", "one more look, now whole"
-    assert court.validator.judge_next() == copied.digest
-    judged = court.shop.row(copied.digest)
+        assert panel.validator.judge_next() == copied.digest
+    assert panel.mgr.row(copied.digest).status == "submitted", "one more look, now whole"
+    assert panel.validator.judge_next() == copied.digest
+    judged = panel.mgr.row(copied.digest)
     assert (judged.status, judged.reason) == ("rejected", Reason.WRONG_SAMPLING)
     assert judged.repeated_rows == 1
-    assert court.validator.judge_next() is None
+    assert panel.validator.judge_next() is None
 
 
-def test_an_honest_coincidence_is_replayed_whole_and_accused_of_nothing(court: Court) -> None:
-    shop = court.shop
-    row = shop.submit(HONEST, make=court.honest)
-    file = read_rollout_file(court.file(row))
-    with shop.store.begin() as connection:
-        row_marks.remember(connection, OTHER, {mark(file.rows[5]): True}, now=shop.now())
-    assert court.validator.judge_next() == row.digest
-    judged = shop.row(row.digest)
+def test_an_honest_coincidence_is_replayed_whole_and_accused_of_nothing(panel: JudgedPool) -> None:
+    mgr = panel.mgr
+    row = mgr.submit(HONEST, make=panel.honest)
+    file = read_rollout_file(panel.file(row))
+    with mgr.store.begin() as connection:
+        row_marks.remember(connection, OTHER, {mark(file.rows[5]): True}, now=mgr.now())
+    assert panel.validator.judge_next() == row.digest
+    judged = mgr.row(row.digest)
     assert (judged.status, judged.repeated_rows) == ("accepted", 1)
     assert judged.compute_share == 1.0
 
 
-def test_a_file_is_not_its_own_repetition(court: Court) -> None:
+def test_a_file_is_not_its_own_repetition(panel: JudgedPool) -> None:
     """A second validator, or a claim that ran out, judges the same file again."""
-    row = court.judged(court.honest)
-    its = marks(read_rollout_file(court.file(row)).rows)
+    row = panel.judged(panel.honest)
+    its = marks(read_rollout_file(panel.file(row)).rows)
     rare = {name for name, improbable in its.items() if improbable}
     assert rare
-    with court.shop.store.read() as connection:
+    with panel.mgr.store.read() as connection:
         assert row_marks.seen(connection, its, but=row.digest) == frozenset()
         assert row_marks.seen(connection, its, but=OTHER) == rare
 

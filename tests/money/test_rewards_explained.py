@@ -35,7 +35,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = make_world(tmp_path)
     made.join(HONEST, OWNER)
     made.join(LIAR, OTHER)
-    made.shop.publish(0)
+    made.mgr.publish(0)
     made.ticks(2)
     yield made
     made.close()
@@ -45,7 +45,7 @@ class Published:
     """The object store as anyone reads it."""
 
     def __init__(self, world: World) -> None:
-        self._objects = world.shop.objects
+        self._objects = world.mgr.objects
 
     def get_object(self, digest: Digest, limit: int) -> bytes:
         return self._objects.get(digest_key(digest), limit)
@@ -54,7 +54,7 @@ class Published:
 def rebuilder(world: World) -> Rebuilder:
     events = read_events(world.client, world.deployment)
     return Rebuilder(
-        events, world.deployment, 1, RunHistory(world.shop.context.run), Published(world)
+        events, world.deployment, 1, RunHistory(world.mgr.context.run), Published(world)
     )
 
 
@@ -74,16 +74,16 @@ def test_before_the_first_reward_root_nothing_is_explained(world: World) -> None
 
 
 def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World) -> None:
-    shop = world.shop
+    mgr = world.mgr
     world.start_of_an_epoch()
-    first, second, broken = shop.submit(HONEST), shop.submit(HONEST), shop.submit(HONEST)
-    shop.judge(first)
-    shop.judge(second)
-    shop.judge(broken, Reason.MALFORMED)
-    earned, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(earned)
-    shop.judge(bad, Reason.WRONG_SAMPLING)
-    late = shop.submit(HONEST)  # never judged
+    first, second, broken = mgr.submit(HONEST), mgr.submit(HONEST), mgr.submit(HONEST)
+    mgr.judge(first)
+    mgr.judge(second)
+    mgr.judge(broken, Reason.MALFORMED)
+    earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(earned)
+    mgr.judge(bad, Reason.WRONG_SAMPLING)
+    late = mgr.submit(HONEST)  # never judged
     world.until_rooted()
     world.forward(world.deployment.periods.slash_window + 1)
     world.ticks()
@@ -113,8 +113,8 @@ def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World)
 
 
 def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
-    shop = world.shop
-    shop.judge(shop.submit(HONEST))
+    mgr = world.mgr
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     settle(world)
     settlement = rebuilder(world).published()[-1][1]
@@ -134,8 +134,8 @@ def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
 def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
     """The manager credits more units than the verdict's table holds: the sum still fits here (the
     rebuild finds it), but an entry that its files do not earn is found at once."""
-    shop = world.shop
-    shop.judge(shop.submit(HONEST))
+    mgr = world.mgr
+    mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
     settle(world)
     honest = rebuilder(world)
@@ -154,7 +154,7 @@ def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
     posted = dataclasses.replace(event, root=greedy.root(), object=greedy.digest())
     events = [e for e in read_events(world.client, world.deployment) if e != event]
     liar = Rebuilder(
-        [*events, posted], world.deployment, 1, RunHistory(shop.context.run), Greedy(world)
+        [*events, posted], world.deployment, 1, RunHistory(mgr.context.run), Greedy(world)
     )
     found = explain(liar, HONEST.address)
     assert len(found.problems) == 1

@@ -23,9 +23,10 @@ from prime_chain.amounts import ETHER
 from prime_chain.contracts import Claim, ProposalState
 from prime_chain.deployer import Options, deploy
 from prime_chain.keystore import save_keystore
+from prime_chain.mirror import announced
 from prime_core.deployment import Deployment
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from prime_core.ids import ZERO_ADDRESS, Digest
+from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Digest
 from prime_core.messages import RewardInfo
 from prime_core.node import NodeConsent
 from prime_core.rollout import Submission
@@ -261,7 +262,7 @@ def test_anyone_posts_what_validators_signed_where_the_manager_is_silent(
     epoch = deployed.now() // RUN.epoch_seconds
     settlement = settle(
         chain_id=31337, pool=office.pool, epoch=epoch, as_of_block=1, previous=None,
-        leaves=[], slashes=[],
+        previous_name=ZERO_DIGEST, leaves=[], slashes=[],
     ).model_copy(
         update={
             "entries": entries_of({VALIDATOR.address: 4 * ETHER, SECOND.address: 5 * ETHER}),
@@ -292,6 +293,20 @@ def test_anyone_posts_what_validators_signed_where_the_manager_is_silent(
     assert "paid already" in office.refused(*claim, who=STRANGER)
     path.write_bytes(settlement.model_copy(update={"cumulative_total": "1"}).canonical())
     assert "do not sum" in office.refused(*sign, who=VALIDATOR)
+
+
+def test_a_validator_names_its_mirror_on_chain(office: Office) -> None:
+    deployed, announce = office.deployed, ("validator", "announce-mirror")
+    client = deployed.client
+    assert announced(client, deployed.deployment, office.pool) == {}
+    office(*announce, "http://one.example", *office.number, who=VALIDATOR)
+    office(*announce, "http://two.example:8490", *office.number, who=VALIDATOR)
+    found = announced(client, deployed.deployment, office.pool)
+    assert found == {VALIDATOR.address: "http://two.example:8490"}
+    assert "NotAllowed" in office.refused(*announce, "http://x", *office.number, who=STRANGER)
+    assert "printable ASCII" in office.refused(*announce, "a b", *office.number, who=VALIDATOR)
+    office(*announce, "", *office.number, who=VALIDATOR)
+    assert announced(client, deployed.deployment, office.pool) == {}
 
 
 def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office) -> None:

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 import sqlalchemy as sa
-from court_kit import HONEST, LIAR, Court
 from judges import Bench, appoint, judge_of
+from judging_kit import HONEST, LIAR, JudgedPool
 from money_kit import VALIDATOR, key
 
 from prime_core.encoding import sha256
@@ -32,67 +32,67 @@ SECOND, THIRD = key(70), key(71)
 A, R, V = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID
 
 
-def count(court: Court, table: sa.Table) -> int:
-    with court.shop.store.read() as connection:
+def count(panel: JudgedPool, table: sa.Table) -> int:
+    with panel.mgr.store.read() as connection:
         return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
 
 
-def said(court: Court, digest: Digest) -> dict[str, int]:
-    with court.shop.store.read() as connection:
+def said(panel: JudgedPool, digest: Digest) -> dict[str, int]:
+    with panel.mgr.store.read() as connection:
         return {row.validator: row.reason for row in opinions.of(connection, digest)}
 
 
-def published(court: Court, digest: Digest) -> OpinionList:
-    return validators.opinions_on(court.shop.backend, digest)
+def published(panel: JudgedPool, digest: Digest) -> OpinionList:
+    return validators.opinions_on(panel.mgr.backend, digest)
 
 
 def test_a_slash_takes_two_validators_and_the_second_sees_nothing_of_the_first(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
-    second = court.another(SECOND)
-    row = court.shop.submit(LIAR, make=court.forged)
-    assert court.validator.judge_next() == row.digest
-    assert court.shop.row(row.digest).status == "submitted", "one opinion is no verdict"
-    assert count(court, schema.slashes) == 0
-    assert court.shop.node_status(LIAR.address) == "active"
-    assert court.validator.judge_next() is None, "the same key is not asked twice"
-    assert published(court, row.digest).opinions == (), "not while another judges"
+    second = panel.another(SECOND)
+    row = panel.mgr.submit(LIAR, make=panel.forged)
+    assert panel.validator.judge_next() == row.digest
+    assert panel.mgr.row(row.digest).status == "submitted", "one opinion is no verdict"
+    assert count(panel, schema.slashes) == 0
+    assert panel.mgr.node_status(LIAR.address) == "active"
+    assert panel.validator.judge_next() is None, "the same key is not asked twice"
+    assert published(panel, row.digest).opinions == (), "not while another judges"
 
     assert second.judge_next() == row.digest
-    judged = court.shop.row(row.digest)
+    judged = panel.mgr.row(row.digest)
     assert (judged.status, judged.reason) == ("rejected", Reason.TAMPERED_LOGPROBS)
-    assert count(court, schema.slashes) == 1
-    assert said(court, row.digest) == {
+    assert count(panel, schema.slashes) == 1
+    assert said(panel, row.digest) == {
         VALIDATOR.address: Reason.TAMPERED_LOGPROBS,
         SECOND.address: Reason.TAMPERED_LOGPROBS,
     }
-    one, other = published(court, row.digest).opinions
+    one, other = published(panel, row.digest).opinions
     assert one.opinion.law == other.opinion.law
     assert judged.verdict is not None
-    raw = court.shop.objects.get(digest_key(judged.verdict), 1 << 20)
+    raw = panel.mgr.objects.get(digest_key(judged.verdict), 1 << 20)
     assert Verdict.model_validate_json(raw).opinions == (one, other)
-    assert court.evidence(judged).validator == VALIDATOR.address, "the first's evidence"
-    assert court.audit(court.slash(judged)).result == "match"
-    with court.shop.store.read() as connection:
+    assert panel.evidence(judged).validator == VALIDATOR.address, "the first's evidence"
+    assert panel.audit(panel.slash(judged)).result == "match"
+    with panel.mgr.store.read() as connection:
         job = jobs.get(connection, row.digest)
     assert job is not None
     assert job.whole, "the second replays every row, so that a lie in one is not lost"
 
 
-def test_an_accusation_that_does_not_hold_elsewhere_slashes_no_one(court: Court) -> None:
+def test_an_accusation_that_does_not_hold_elsewhere_slashes_no_one(panel: JudgedPool) -> None:
     """The first makes it up; the second finds the file honest, a third agrees."""
-    second, third = court.another(SECOND), court.another(THIRD)
-    row = court.shop.submit(HONEST, make=court.honest)
-    job = court.validator.claim()
+    second, third = panel.another(SECOND), panel.another(THIRD)
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
     assert job is not None
-    court.validator.say(job, Reason.WRONG_SAMPLING)
-    judge_of(court.shop.backend).tick()
+    panel.validator.say(job, Reason.WRONG_SAMPLING)
+    judge_of(panel.mgr.backend).tick()
     judged = [second.judge_next(), third.judge_next(), second.judge_next(), third.judge_next()]
     assert judged.count(row.digest) == 2
-    assert court.shop.row(row.digest).status == "accepted"
-    assert court.shop.node_status(HONEST.address) == "active"
-    assert count(court, schema.slashes) == 0
-    with court.shop.store.read() as connection:
+    assert panel.mgr.row(row.digest).status == "accepted"
+    assert panel.mgr.node_status(HONEST.address) == "active"
+    assert count(panel, schema.slashes) == 0
+    with panel.mgr.store.read() as connection:
         records = {record.validator: record for record in opinions.track_records(connection)}
     assert records[VALIDATOR.address].overruled == 1
     assert records[SECOND.address].overruled == 0
@@ -120,12 +120,14 @@ def test_how_many_must_agree(
     assert enough(outcome, said, named, needed) is expected
 
 
-def test_one_file_in_sixteen_is_judged_twice_by_the_managers_secret_alone(court: Court) -> None:
-    one = court.shop.board
-    court.another(SECOND)
-    row = court.shop.submit(HONEST)
-    with court.shop.store.read() as connection:
-        listed = one.listed(court.shop.objects, validators._lease(connection, row))
+def test_one_file_in_sixteen_is_judged_twice_by_the_managers_secret_alone(
+    panel: JudgedPool,
+) -> None:
+    one = panel.mgr.board
+    panel.another(SECOND)
+    row = panel.mgr.submit(HONEST)
+    with panel.mgr.store.read() as connection:
+        listed = one.listed(panel.mgr.objects, validators._lease(connection, row))
     files = [sha256(str(number).encode()) for number in range(3200)]
     secret = sha256(b"second")
     twice = sum(validators.first_needed(listed, secret, file) == 2 for file in files)
@@ -139,13 +141,13 @@ def twice_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
 
 
-def two_claims(court: Court, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Job, Job]:
+def two_claims(panel: JudgedPool, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Job, Job]:
     """(second validator, the first's job, the second's) for one honest file."""
     twice_judged(monkeypatch)
-    second = court.another(SECOND)
+    second = panel.another(SECOND)
     second.claim()  # it is live
-    court.shop.submit(HONEST, make=court.honest)
-    mine, its = court.validator.claim(), second.claim()
+    panel.mgr.submit(HONEST, make=panel.honest)
+    mine, its = panel.validator.claim(), second.claim()
     assert mine is not None
     assert its is not None
     assert mine.submission_digest == its.submission_digest
@@ -153,15 +155,15 @@ def two_claims(court: Court, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Jo
 
 
 def test_no_opinion_is_taken_before_all_that_are_needed_are_sealed(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second, mine, its = two_claims(court, monkeypatch)
-    rows = court_rows(court, mine)
-    first = court.validator.opinion(mine, Reason.NONE, rows)
-    assert not court.validator.seal(first)
+    second, mine, its = two_claims(panel, monkeypatch)
+    rows = court_rows(panel, mine)
+    first = panel.validator.opinion(mine, Reason.NONE, rows)
+    assert not panel.validator.seal(first)
     with pytest.raises(ConflictError, match="not sealed yet"):
-        court.validator.give(first)
-    assert published(court, Digest(mine.submission_digest)).opinions == ()
+        panel.validator.give(first)
+    assert published(panel, Digest(mine.submission_digest)).opinions == ()
     other = second.opinion(its, Reason.WRONG_SAMPLING)
     assert second.seal(other)
     copied = second.opinion(its, Reason.NONE, rows)  # it thinks better of it
@@ -169,71 +171,71 @@ def test_no_opinion_is_taken_before_all_that_are_needed_are_sealed(
         second.give(copied)
     with pytest.raises(ConflictError, match="no claim"):
         second.seal(copied)
-    court.validator.give(first)
+    panel.validator.give(first)
     second.give(other)
-    judge_of(court.shop.backend).tick()
-    assert court.shop.row(Digest(mine.submission_digest)).status == "submitted", "they differ"
+    judge_of(panel.mgr.backend).tick()
+    assert panel.mgr.row(Digest(mine.submission_digest)).status == "submitted", "they differ"
 
 
-def court_rows(court: Court, job: Job) -> Any:
+def court_rows(panel: JudgedPool, job: Job) -> Any:
     """Rows of an accepted file, as the real code finds them."""
-    validator = court.validator.validator
+    validator = panel.validator.validator
     assert validator is not None
-    draw = court.validator.draws.draw(job)
-    return validator._verify(job, draw, court.engines).table
+    draw = panel.validator.draws.draw(job)
+    return validator._verify(job, draw, panel.engines).table
 
 
 def test_two_validators_accept_together_by_the_programs_own_way(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice_judged(monkeypatch)
-    second = court.another(SECOND)
+    second = panel.another(SECOND)
     assert second.judge_next() is None
-    row = court.shop.submit(HONEST, make=court.honest)
-    assert court.validator.judge_next() == row.digest
-    assert said(court, row.digest) == {}, "sealed"
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    assert panel.validator.judge_next() == row.digest
+    assert said(panel, row.digest) == {}, "sealed"
     assert second.judge_next() == row.digest
-    assert set(said(court, row.digest)) == {SECOND.address}
-    assert court.validator.judge_next() is None
-    assert court.shop.row(row.digest).status == "accepted"
-    assert set(said(court, row.digest)) == {VALIDATOR.address, SECOND.address}
+    assert set(said(panel, row.digest)) == {SECOND.address}
+    assert panel.validator.judge_next() is None
+    assert panel.mgr.row(row.digest).status == "accepted"
+    assert set(said(panel, row.digest)) == {VALIDATOR.address, SECOND.address}
 
 
 def test_an_acceptance_stands_alone_once_no_other_validator_has_come_for_long(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second validator is down: the honest node is paid all the same."""
     twice_judged(monkeypatch)
-    court.another(SECOND)
-    row = court.shop.submit(HONEST, make=court.honest)
-    assert court.validator.judge_next() == row.digest
-    assert court.shop.row(row.digest).status == "submitted"
+    panel.another(SECOND)
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    assert panel.validator.judge_next() == row.digest
+    assert panel.mgr.row(row.digest).status == "submitted"
     for _ in range(int(LONE_SECONDS / 60) + 1):
-        assert court.shop.row(row.digest).status == "submitted"
-        court.shop.now.time += 60
-        court.validator.judge_next()
-    court.validator.judge_next()
-    assert court.shop.row(row.digest).status == "accepted"
-    assert said(court, row.digest) == {VALIDATOR.address: Reason.NONE}
+        assert panel.mgr.row(row.digest).status == "submitted"
+        panel.mgr.now.time += 60
+        panel.validator.judge_next()
+    panel.validator.judge_next()
+    assert panel.mgr.row(row.digest).status == "accepted"
+    assert said(panel, row.digest) == {VALIDATOR.address: Reason.NONE}
 
 
 def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_it_lapses(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
-    court.another(SECOND)
-    shop = court.shop
-    row = shop.submit(LIAR, make=court.forged)
-    assert court.validator.judge_next() == row.digest
-    at = shop.now()
+    panel.another(SECOND)
+    mgr = panel.mgr
+    row = mgr.submit(LIAR, make=panel.forged)
+    assert panel.validator.judge_next() == row.digest
+    at = mgr.now()
     for _ in range(100):
-        shop.now.time += LONE_SECONDS / 10
-        assert court.validator.judge_next() is None
-    assert shop.row(row.digest).status == "submitted"
-    with shop.store.begin() as connection:
+        mgr.now.time += LONE_SECONDS / 10
+        assert panel.validator.judge_next() is None
+    assert mgr.row(row.digest).status == "submitted"
+    with mgr.store.begin() as connection:
         assert opinions.waiting(connection) == {"rejected": (1, at)}
         assert opinions.lapsed(connection) == 0
         meta.put(connection, CHAIN_BLOCK, "1")
-        meta.put(connection, CHAIN_TIME, str(int(shop.now())))
+        meta.put(connection, CHAIN_TIME, str(int(mgr.now())))
         root = sha256(b"root")
         connection.execute(
             sa.insert(schema.roots).values(
@@ -242,11 +244,11 @@ def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_i
             )
         )  # fmt: skip
         connection.execute(sa.update(schema.submissions).values(root_id=1))
-    assert void_unjudged(shop.store, shop.context, shop.now) == 1
-    with shop.store.read() as connection:
+    assert void_unjudged(mgr.store, mgr.context, mgr.now) == 1
+    with mgr.store.read() as connection:
         assert opinions.waiting(connection) == {}
         assert opinions.lapsed(connection) == 1
-    assert count(court, schema.slashes) == 0
+    assert count(panel, schema.slashes) == 0
 
 
 # ── opinions that do not count ──
@@ -257,159 +259,163 @@ def signed_anew(bench: Bench, signed: SignedOpinion, **changes: Any) -> SignedOp
     return bench.sign(signed.opinion.model_copy(update=changes), signed.law)
 
 
-HOSTILE: dict[str, tuple[Callable[[Court, SignedOpinion], SignedOpinion], type[Exception]]] = {
+HOSTILE: dict[str, tuple[Callable[[JudgedPool, SignedOpinion], SignedOpinion], type[Exception]]] = {
     "another's address": (
-        lambda court, signed: signed.model_copy(update={"validator": SECOND.address}),
+        lambda panel, signed: signed.model_copy(update={"validator": SECOND.address}),
         UntrustedError,
     ),
     "another's signature": (
-        lambda court, signed: signed.model_copy(
-            update={"signature": court.another(SECOND).sign(signed.opinion, signed.law).signature}
+        lambda panel, signed: signed.model_copy(
+            update={"signature": panel.another(SECOND).sign(signed.opinion, signed.law).signature}
         ),
         UntrustedError,
     ),
     "another pool": (
-        lambda court, signed: signed_anew(court.validator, signed, pool=2),
+        lambda panel, signed: signed_anew(panel.validator, signed, pool=2),
         ConflictError,
     ),
     "another outcome than its reason": (
-        lambda court, signed: signed_anew(court.validator, signed, outcome=int(V)),
+        lambda panel, signed: signed_anew(panel.validator, signed, outcome=int(V)),
         MalformedError,
     ),
     "evidence with an acceptance": (
-        lambda court, signed: signed_anew(court.validator, signed, evidence=sha256(b"e")),
+        lambda panel, signed: signed_anew(panel.validator, signed, evidence=sha256(b"e")),
         MalformedError,
     ),
     "another law than it states": (
-        lambda court, signed: signed_anew(court.validator, signed, law=sha256(b"l")),
+        lambda panel, signed: signed_anew(panel.validator, signed, law=sha256(b"l")),
         MalformedError,
     ),
     "from the future": (
-        lambda court, signed: signed_anew(court.validator, signed, judged_at=1 << 40),
+        lambda panel, signed: signed_anew(panel.validator, signed, judged_at=1 << 40),
         MalformedError,
     ),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(HOSTILE))
-def test_an_opinion_that_does_not_hold_is_refused(court: Court, kind: str) -> None:
+def test_an_opinion_that_does_not_hold_is_refused(panel: JudgedPool, kind: str) -> None:
     change, refused = HOSTILE[kind]
-    row = court.shop.submit(HONEST, make=court.honest)
-    job = court.validator.claim()
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
     assert job is not None
-    hostile = change(court, court.validator.opinion(job, Reason.NONE, court_rows(court, job)))
-    court.validator.seal(hostile)
+    hostile = change(panel, panel.validator.opinion(job, Reason.NONE, court_rows(panel, job)))
+    panel.validator.seal(hostile)
     with pytest.raises(refused):
-        court.validator.give(hostile)
-    assert said(court, row.digest) == {}
-    assert judge_of(court.shop.backend).tick() == []
+        panel.validator.give(hostile)
+    assert said(panel, row.digest) == {}
+    assert judge_of(panel.mgr.backend).tick() == []
 
 
-def test_an_opinion_is_no_opinion_on_another_file_and_counts_once(court: Court) -> None:
-    first = court.shop.submit(HONEST, make=court.honest)
-    job = court.validator.claim()
+def test_an_opinion_is_no_opinion_on_another_file_and_counts_once(panel: JudgedPool) -> None:
+    first = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
     assert job is not None
-    signed = court.validator.say(job, Reason.NONE, court_rows(court, job))
-    court.validator.give(signed)  # carried twice
-    assert count(court, schema.opinions) == 1
-    other = court.shop.submit(LIAR, make=court.forged)
-    next_job = court.validator.claim()
+    signed = panel.validator.say(job, Reason.NONE, court_rows(panel, job))
+    panel.validator.give(signed)  # carried twice
+    assert count(panel, schema.opinions) == 1
+    other = panel.mgr.submit(LIAR, make=panel.forged)
+    next_job = panel.validator.claim()
     assert next_job is not None
-    moved = signed_anew(court.validator, signed, submission=other.digest)
-    court.validator.seal(moved)
+    moved = signed_anew(panel.validator, signed, submission=other.digest)
+    panel.validator.seal(moved)
     with pytest.raises(ConflictError, match="another file"):
-        court.validator.give(moved)
-    assert said(court, other.digest) == {}
-    assert judge_of(court.shop.backend).tick() == [first.digest]
+        panel.validator.give(moved)
+    assert said(panel, other.digest) == {}
+    assert judge_of(panel.mgr.backend).tick() == [first.digest]
 
 
-def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(court: Court) -> None:
-    second = court.another(SECOND)
-    row = court.shop.submit(HONEST, make=court.honest)
-    job = court.validator.claim()
+def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(
+    panel: JudgedPool,
+) -> None:
+    second = panel.another(SECOND)
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
     assert job is not None
-    signed = court.validator.opinion(job, Reason.NONE, court_rows(court, job))
-    assert court.validator.seal(signed)
-    appoint(court.shop.store, 1, VALIDATOR.address, on=False)
+    signed = panel.validator.opinion(job, Reason.NONE, court_rows(panel, job))
+    assert panel.validator.seal(signed)
+    appoint(panel.mgr.store, 1, VALIDATOR.address, on=False)
     with pytest.raises(PolicyError, match="not appointed"):
-        court.validator.give(signed)
+        panel.validator.give(signed)
     with pytest.raises(PolicyError, match="not appointed"):
-        court.validator.claim()
-    appoint(court.shop.store, 1, VALIDATOR.address)
-    court.validator.give(signed)
-    appoint(court.shop.store, 1, VALIDATOR.address, on=False)  # before the manager looks
-    assert judge_of(court.shop.backend).tick() == []
-    assert said(court, row.digest) == {}
+        panel.validator.claim()
+    appoint(panel.mgr.store, 1, VALIDATOR.address)
+    panel.validator.give(signed)
+    appoint(panel.mgr.store, 1, VALIDATOR.address, on=False)  # before the manager looks
+    assert judge_of(panel.mgr.backend).tick() == []
+    assert said(panel, row.digest) == {}
     assert second.judge_next() == row.digest
-    assert court.shop.row(row.digest).validator == SECOND.address
+    assert panel.mgr.row(row.digest).validator == SECOND.address
 
 
 @pytest.mark.parametrize("lie", ["rows", "file", "none", "calibration"])
-def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(court: Court, lie: str) -> None:
-    row = court.shop.submit(HONEST, make=court.honest)
-    job = court.validator.claim()
+def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
+    panel: JudgedPool, lie: str
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
     assert job is not None
-    rows = court_rows(court, job)
+    rows = court_rows(panel, job)
     if lie == "rows":
         rows = rows[:-1]
-    signed = court.validator.opinion(job, Reason.NONE, rows)
+    signed = panel.validator.opinion(job, Reason.NONE, rows)
     if lie == "file":
         other = sha256(b"another")
-        wrong = court.validator.opinion(job.model_copy(update={"submission_digest": other}))
-        signed = signed_anew(court.validator, signed, table=wrong.opinion.table)
+        wrong = panel.validator.opinion(job.model_copy(update={"submission_digest": other}))
+        signed = signed_anew(panel.validator, signed, table=wrong.opinion.table)
     if lie == "none":
-        name = put_object(court.shop.objects, b"no table")
-        signed = signed_anew(court.validator, signed, table=name)
+        name = put_object(panel.mgr.objects, b"no table")
+        signed = signed_anew(panel.validator, signed, table=name)
     if lie == "calibration":
         law = signed.law.model_copy(update={"verification_class": sha256(b"looser")})
         said_of = signed.opinion.model_copy(update={"law": law.struct_hash()})
-        signed = court.validator.sign(said_of, law)
-    assert court.validator.seal(signed)
-    court.validator.give(signed)
-    assert judge_of(court.shop.backend).tick() == []
-    assert said(court, row.digest) == {}
-    assert court.validator.claim() is None, "it does not get the file again"
-    assert court.shop.row(row.digest).status == "submitted"
+        signed = panel.validator.sign(said_of, law)
+    assert panel.validator.seal(signed)
+    panel.validator.give(signed)
+    assert judge_of(panel.mgr.backend).tick() == []
+    assert said(panel, row.digest) == {}
+    assert panel.validator.claim() is None, "it does not get the file again"
+    assert panel.mgr.row(row.digest).status == "submitted"
 
 
-def test_no_validator_chooses_a_file(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_validator_chooses_a_file(panel: JudgedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by asking, nor by ending another's claim, nor by refusing others."""
     monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 256)
-    second = court.another(SECOND)
+    second = panel.another(SECOND)
     second.claim()
-    rows = [court.shop.submit(HONEST) for _ in range(6)]
+    rows = [panel.mgr.submit(HONEST) for _ in range(6)]
     given: dict[Digest, Bench] = {}
-    for bench in (court.validator, second) * 6:
+    for bench in (panel.validator, second) * 6:
         if (job := bench.claim()) is not None:
             assert job.submission_digest not in given, "one file, one validator"
             given[Digest(job.submission_digest)] = bench
     assert set(given) == {row.digest for row in rows}
     for digest, bench in given.items():
-        stranger = second if bench is court.validator else court.validator
+        stranger = second if bench is panel.validator else panel.validator
         request = ReleaseRequest(
             worker="kit", submission=digest, kind="abstain",
             reason=int(Reason.POLICY_MISSING), detail="",
         )  # fmt: skip
         with pytest.raises(ConflictError, match="no claim"):
-            validators.release(court.shop.backend, stranger.signer.address, request)
-        validators.release(court.shop.backend, bench.signer.address, request)
+            validators.release(panel.mgr.backend, stranger.signer.address, request)
+        validators.release(panel.mgr.backend, bench.signer.address, request)
         again = stranger.claim()
         assert again is not None
         assert again.submission_digest == digest, "the other one gets it"
         assert bench.claim() is None, "and the first never again"
 
 
-def test_one_validator_alone_decides_alone(court: Court) -> None:
-    row = court.judged(court.tampered, LIAR)
+def test_one_validator_alone_decides_alone(panel: JudgedPool) -> None:
+    row = panel.judged(panel.tampered, LIAR)
     assert row.status == "rejected"
     assert row.compute_share is None, "nothing was replayed: the rewards gave it away"
-    honest = court.judged(court.honest)
+    honest = panel.judged(panel.honest)
     assert honest.compute_share is not None
     assert 0 < honest.compute_share <= 1.0 + 1e-9
 
 
-def test_a_validators_record_counts_planted_files_by_what_they_were(court: Court) -> None:
-    with court.shop.store.begin() as connection:
+def test_a_validators_record_counts_planted_files_by_what_they_were(panel: JudgedPool) -> None:
+    with panel.mgr.store.begin() as connection:
         for number, (kind, reason) in enumerate(
             [
                 (opinions.HONEST, Reason.NONE),

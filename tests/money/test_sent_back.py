@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-import court_kit
+import judging_kit
 import sqlalchemy as sa
 from copy_kit import Copyist, one_problem
-from court_kit import HONEST, LIAR, Court
 from judges import Bench
+from judging_kit import HONEST, LIAR, JudgedPool
 from money_kit import key
 
 from prime_core import seeds
@@ -42,7 +42,7 @@ def store_url(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(court_kit, "small_run", one_problem)
+    monkeypatch.setattr(judging_kit, "small_run", one_problem)
     whole = seeds.drawn_rows
     monkeypatch.setattr(  # row 3, which lies, is replayed only with all others
         seeds,
@@ -56,29 +56,29 @@ def _its_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accepted_first(
-    court: Court, judges: Bench, claimed: float = 1.0
+    panel: JudgedPool, judges: Bench, claimed: float = 1.0
 ) -> tuple[SubmissionRow, SubmissionRow]:
     """(original, copy): the copy is accepted, the original waits."""
-    copyist = Copyist(court)
-    original = court.shop.submit(HONEST, make=copyist.original)
-    copy = court.shop.submit(LIAR, make=copyist.copy(claimed))
-    with court.shop.store.begin() as connection:  # as if it came later
-        jobs.change(connection, original.digest, created_at=court.shop.now() + 1)
+    copyist = Copyist(panel)
+    original = panel.mgr.submit(HONEST, make=copyist.original)
+    copy = panel.mgr.submit(LIAR, make=copyist.copy(claimed))
+    with panel.mgr.store.begin() as connection:  # as if it came later
+        jobs.change(connection, original.digest, created_at=panel.mgr.now() + 1)
     assert judges.judge_next() == copy.digest
-    assert court.shop.row(copy.digest).status == "accepted"
+    assert panel.mgr.row(copy.digest).status == "accepted"
     return original, copy
 
 
-def of_file(court: Court, table: sa.Table, digest: Digest) -> list[Any]:
-    with court.shop.store.read() as connection:
+def of_file(panel: JudgedPool, table: sa.Table, digest: Digest) -> list[Any]:
+    with panel.mgr.store.read() as connection:
         query = sa.select(table).where(table.c.submission_digest == digest)
         return list(connection.execute(query).mappings())
 
 
-def root_posted(court: Court, row: SubmissionRow, *, ago: int) -> None:
+def root_posted(panel: JudgedPool, row: SubmissionRow, *, ago: int) -> None:
     """Its root is on chain since `ago` seconds."""
-    now = int(court.shop.now())
-    with court.shop.store.begin() as connection:
+    now = int(panel.mgr.now())
+    with panel.mgr.store.begin() as connection:
         meta.put(connection, CHAIN_BLOCK, "1")
         meta.put(connection, CHAIN_TIME, str(now))
         connection.execute(sa.delete(schema.roots))
@@ -94,182 +94,182 @@ def root_posted(court: Court, row: SubmissionRow, *, ago: int) -> None:
 
 @pytest.mark.parametrize("claimed", [1.0, 0.001])
 def test_a_copy_accepted_before_its_original_is_found_when_the_original_is_judged(
-    court: Court, claimed: float
+    panel: JudgedPool, claimed: float
 ) -> None:
     """Whether or not it says that the copied answer is a probable one."""
-    shop = court.shop
-    original, copy = accepted_first(court, court.validator, claimed)
-    assert of_file(court, schema.credits, copy.digest)
-    assert court.validator.judge_next() == original.digest
-    assert shop.row(original.digest).status == "accepted"
-    assert shop.row(copy.digest).status == "accepted", "nothing is taken before it is judged"
+    mgr = panel.mgr
+    original, copy = accepted_first(panel, panel.validator, claimed)
+    assert of_file(panel, schema.credits, copy.digest)
+    assert panel.validator.judge_next() == original.digest
+    assert mgr.row(original.digest).status == "accepted"
+    assert mgr.row(copy.digest).status == "accepted", "nothing is taken before it is judged"
 
-    assert court.validator.judge_next() == copy.digest
-    judged = shop.row(copy.digest)
+    assert panel.validator.judge_next() == copy.digest
+    judged = mgr.row(copy.digest)
     assert (judged.status, judged.repeated_rows) == ("rejected", 1)
     assert judged.reason == Reason.WRONG_SAMPLING
-    assert of_file(court, schema.credits, copy.digest) == []
-    assert of_file(court, schema.groups, copy.digest) == []
-    assert len(of_file(court, schema.slashes, copy.digest)) == 1
-    assert shop.node_status(LIAR.address) == "quarantined"
-    audit = court.audit(court.slash(judged))
+    assert of_file(panel, schema.credits, copy.digest) == []
+    assert of_file(panel, schema.groups, copy.digest) == []
+    assert len(of_file(panel, schema.slashes, copy.digest)) == 1
+    assert mgr.node_status(LIAR.address) == "quarantined"
+    audit = panel.audit(panel.slash(judged))
     assert audit.result == "match", audit.detail
 
-    assert shop.node_status(HONEST.address) == "active"
-    assert of_file(court, schema.credits, original.digest)
-    assert court.validator.judge_next() is None
+    assert mgr.node_status(HONEST.address) == "active"
+    assert of_file(panel, schema.credits, original.digest)
+    assert panel.validator.judge_next() is None
 
 
 def test_a_copy_accepted_while_its_original_was_looked_at_is_found(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, copy = accepted_first(court, court.validator)
+    original, copy = accepted_first(panel, panel.validator)
     with monkeypatch.context() as before:  # nobody had the row when the original was looked at
         before.setattr(Validator, "_seen", lambda *_: frozenset())
-        assert court.validator.judge_next() == original.digest
-    assert court.shop.row(original.digest).status == "submitted", "once more, whole"
-    assert court.validator.judge_next() == original.digest
-    assert court.validator.judge_next() == copy.digest
-    assert court.shop.row(original.digest).status == "accepted"
-    assert court.shop.row(copy.digest).status == "rejected"
+        assert panel.validator.judge_next() == original.digest
+    assert panel.mgr.row(original.digest).status == "submitted", "once more, whole"
+    assert panel.validator.judge_next() == original.digest
+    assert panel.validator.judge_next() == copy.digest
+    assert panel.mgr.row(original.digest).status == "accepted"
+    assert panel.mgr.row(copy.digest).status == "rejected"
 
 
 def test_an_honest_file_that_is_sent_back_keeps_its_verdict_and_is_never_sent_back_again(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
-    shop = court.shop
-    row = court.judged(Copyist(court).original)
-    its = marks(read_rollout_file(court.file(row)).rows)
-    credit = of_file(court, schema.credits, row.digest)
+    mgr = panel.mgr
+    row = panel.judged(Copyist(panel).original)
+    its = marks(read_rollout_file(panel.file(row)).rows)
+    credit = of_file(panel, schema.credits, row.digest)
     for again in (False, True):
-        with shop.store.begin() as connection:
-            row_marks.remember(connection, OTHER, its, now=shop.now())
-            sent = reviews.send_back(connection, shop.context, OTHER, its)
+        with mgr.store.begin() as connection:
+            row_marks.remember(connection, OTHER, its, now=mgr.now())
+            sent = reviews.send_back(connection, mgr.context, OTHER, its)
         assert sent == ([] if again else [row.digest])
-        assert court.validator.judge_next() == (None if again else row.digest)
-    after = shop.row(row.digest)
+        assert panel.validator.judge_next() == (None if again else row.digest)
+    after = mgr.row(row.digest)
     assert (after.status, after.verdict, after.units) == ("accepted", row.verdict, row.units)
     assert after.repeated_rows == sum(its.values())
-    assert of_file(court, schema.credits, row.digest) == credit
+    assert of_file(panel, schema.credits, row.digest) == credit
 
 
 def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted_before(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that nobody can replay shows only where it is drawn: a copy must not save itself by
     one, when it is sent back and replayed whole."""
-    shop = court.shop
-    row = court.judged(Copyist(court).original, LIAR)
-    its = marks(read_rollout_file(court.file(row)).rows)
-    with shop.store.begin() as connection:
-        row_marks.remember(connection, OTHER, its, now=shop.now())
-        assert reviews.send_back(connection, shop.context, OTHER, its) == [row.digest]
+    mgr = panel.mgr
+    row = panel.judged(Copyist(panel).original, LIAR)
+    its = marks(read_rollout_file(panel.file(row)).rows)
+    with mgr.store.begin() as connection:
+        row_marks.remember(connection, OTHER, its, now=mgr.now())
+        assert reviews.send_back(connection, mgr.context, OTHER, its) == [row.digest]
     found = Finding(Reason.MALFORMED, "row 3 does not fit the model")
     monkeypatch.setattr(Validator, "_verify", lambda *_: found)
-    assert court.validator.judge_next() == row.digest
-    assert (shop.row(row.digest).status, shop.row(row.digest).reason) == ("void", Reason.MALFORMED)
-    assert of_file(court, schema.credits, row.digest) == []
-    assert of_file(court, schema.groups, row.digest) == []
-    assert of_file(court, schema.slashes, row.digest) == []
+    assert panel.validator.judge_next() == row.digest
+    assert (mgr.row(row.digest).status, mgr.row(row.digest).reason) == ("void", Reason.MALFORMED)
+    assert of_file(panel, schema.credits, row.digest) == []
+    assert of_file(panel, schema.groups, row.digest) == []
+    assert of_file(panel, schema.slashes, row.digest) == []
 
 
 def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_it_is_found(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
     """A liar calls a foreseeable answer improbable, so that every file with it is replayed whole:
     the first of them sends the liar's back."""
-    shop, copyist = court.shop, Copyist(court)
-    assert court.judged(copyist.original).status == "accepted"
+    mgr, copyist = panel.mgr, Copyist(panel)
+    assert panel.judged(copyist.original).status == "accepted"
     copyist.kept = [min(copyist.kept, key=lambda row: len(row.output_tokens))]
-    with shop.store.begin() as connection:
+    with mgr.store.begin() as connection:
         connection.execute(sa.delete(schema.row_marks))  # the honest file is another one
     claimed = 25 / -float(copyist.kept[0].logprobs.sum())  # e^-25: rare, and yet to be drawn
-    lying = court.judged(copyist.copy(claimed=claimed), LIAR)
+    lying = panel.judged(copyist.copy(claimed=claimed), LIAR)
     assert lying.status == "accepted"
-    its = marks(read_rollout_file(court.file(lying)).rows)
-    with shop.store.begin() as connection:
+    its = marks(read_rollout_file(panel.file(lying)).rows)
+    with mgr.store.begin() as connection:
         probable = dict.fromkeys(its, False)
-        row_marks.remember(connection, OTHER, probable, now=shop.now())
-        sent = reviews.send_back(connection, shop.context, OTHER, probable)
+        row_marks.remember(connection, OTHER, probable, now=mgr.now())
+        sent = reviews.send_back(connection, mgr.context, OTHER, probable)
     assert sent == [lying.digest]
-    assert court.validator.judge_next() == lying.digest
-    assert shop.row(lying.digest).status == "rejected"
-    with shop.store.read() as connection:
+    assert panel.validator.judge_next() == lying.digest
+    assert mgr.row(lying.digest).status == "rejected"
+    with mgr.store.read() as connection:
         assert row_marks.seen(connection, probable, but=sha256(b"a third")) == frozenset()
 
 
-def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(court: Court) -> None:
-    shop, validity = court.shop, court.shop.context.run.validity_seconds
-    original, copy = accepted_first(court, court.validator)
-    root_posted(court, copy, ago=validity + 1)
-    assert court.validator.judge_next() == original.digest
-    assert court.validator.judge_next() is None, "too late to send it back"
-    assert of_file(court, schema.row_marks, copy.digest) == [], "it has nobody replayed any more"
+def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(panel: JudgedPool) -> None:
+    mgr, validity = panel.mgr, panel.mgr.context.run.validity_seconds
+    original, copy = accepted_first(panel, panel.validator)
+    root_posted(panel, copy, ago=validity + 1)
+    assert panel.validator.judge_next() == original.digest
+    assert panel.validator.judge_next() is None, "too late to send it back"
+    assert of_file(panel, schema.row_marks, copy.digest) == [], "it has nobody replayed any more"
 
-    with shop.store.begin() as connection:  # it becomes too late while it is judged
+    with mgr.store.begin() as connection:  # it becomes too late while it is judged
         assert jobs.reopen(connection, copy.digest)
         opinions.forget(connection, copy.digest)
-    assert court.validator.judge_next() == copy.digest
-    assert shop.row(copy.digest).status == "accepted"
-    assert of_file(court, schema.credits, copy.digest)
-    assert of_file(court, schema.slashes, copy.digest) == []
-    assert court.validator.judge_next() is None
+    assert panel.validator.judge_next() == copy.digest
+    assert mgr.row(copy.digest).status == "accepted"
+    assert of_file(panel, schema.credits, copy.digest)
+    assert of_file(panel, schema.slashes, copy.digest) == []
+    assert panel.validator.judge_next() is None
 
 
-def test_groups_that_a_batch_took_stay_there(court: Court) -> None:
-    original, copy = accepted_first(court, court.validator)
-    with court.shop.store.begin() as connection:
+def test_groups_that_a_batch_took_stay_there(panel: JudgedPool) -> None:
+    original, copy = accepted_first(panel, panel.validator)
+    with panel.mgr.store.begin() as connection:
         assert groups.take(connection, [(copy.digest, 0)], 0) == 1
-    root_posted(court, copy, ago=1)
+    root_posted(panel, copy, ago=1)
     for digest in (original.digest, copy.digest):
-        assert court.validator.judge_next() == digest
-    assert court.shop.row(copy.digest).status == "rejected"
-    assert [row["group_no"] for row in of_file(court, schema.groups, copy.digest)] == [0]
+        assert panel.validator.judge_next() == digest
+    assert panel.mgr.row(copy.digest).status == "rejected"
+    assert [row["group_no"] for row in of_file(panel, schema.groups, copy.digest)] == [0]
 
 
 def test_one_validator_alone_takes_no_stake_but_what_it_contradicts_is_not_paid(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
     """The second is down: the file is as good as never judged, and lapses."""
-    court.another(SECOND)
-    original, copy = accepted_first(court, court.validator)
+    panel.another(SECOND)
+    original, copy = accepted_first(panel, panel.validator)
     for digest in (original.digest, copy.digest):
-        assert court.validator.judge_next() == digest
-    waiting = court.shop.row(copy.digest)
+        assert panel.validator.judge_next() == digest
+    waiting = panel.mgr.row(copy.digest)
     assert (waiting.status, waiting.verdict, waiting.units) == ("submitted", None, 0)
-    assert of_file(court, schema.credits, copy.digest) == []
-    assert of_file(court, schema.slashes, copy.digest) == []
-    assert court.shop.node_status(LIAR.address) == "active"
-    assert court.validator.judge_next() is None
-    root_posted(court, copy, ago=court.shop.context.run.validity_seconds + 1)
-    assert void_unjudged(court.shop.store, court.shop.context, court.shop.now) == 1
-    assert court.shop.row(copy.digest).reason == Reason.UNAVAILABLE
+    assert of_file(panel, schema.credits, copy.digest) == []
+    assert of_file(panel, schema.slashes, copy.digest) == []
+    assert panel.mgr.node_status(LIAR.address) == "active"
+    assert panel.validator.judge_next() is None
+    root_posted(panel, copy, ago=panel.mgr.context.run.validity_seconds + 1)
+    assert void_unjudged(panel.mgr.store, panel.mgr.context, panel.mgr.now) == 1
+    assert panel.mgr.row(copy.digest).reason == Reason.UNAVAILABLE
 
 
 def test_a_second_validator_confirms_what_the_first_found_in_a_file_sent_back(
-    court: Court,
+    panel: JudgedPool,
 ) -> None:
-    second = court.another(SECOND)
-    original, copy = accepted_first(court, court.validator)
+    second = panel.another(SECOND)
+    original, copy = accepted_first(panel, panel.validator)
     for digest in (original.digest, copy.digest):
-        assert court.validator.judge_next() == digest
+        assert panel.validator.judge_next() == digest
     assert second.judge_next() == copy.digest
-    judged = court.shop.row(copy.digest)
+    judged = panel.mgr.row(copy.digest)
     assert (judged.status, judged.reason) == ("rejected", Reason.WRONG_SAMPLING)
-    assert len(of_file(court, schema.slashes, copy.digest)) == 1
+    assert len(of_file(panel, schema.slashes, copy.digest)) == 1
 
 
 def test_what_two_others_find_honest_is_accepted_again_and_paid(
-    court: Court, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first validator accuses a file that was sent back, wrongly: another machine's rounding,
     say."""
-    shop, others = court.shop, [court.another(SECOND), court.another(THIRD)]
-    row = court.judged(Copyist(court).original)
-    its = marks(read_rollout_file(court.file(row)).rows)
-    with shop.store.begin() as connection:
-        row_marks.remember(connection, OTHER, its, now=shop.now())
-        assert reviews.send_back(connection, shop.context, OTHER, its) == [row.digest]
+    mgr, others = panel.mgr, [panel.another(SECOND), panel.another(THIRD)]
+    row = panel.judged(Copyist(panel).original)
+    its = marks(read_rollout_file(panel.file(row)).rows)
+    with mgr.store.begin() as connection:
+        row_marks.remember(connection, OTHER, its, now=mgr.now())
+        assert reviews.send_back(connection, mgr.context, OTHER, its) == [row.digest]
     verify = Validator._verify
 
     def wrong(*arguments: Any) -> Any:
@@ -279,12 +279,12 @@ def test_what_two_others_find_honest_is_accepted_again_and_paid(
 
     with monkeypatch.context() as first:
         first.setattr(Validator, "_verify", wrong)
-        assert court.validator.judge_next() == row.digest
-    assert of_file(court, schema.credits, row.digest) == []
+        assert panel.validator.judge_next() == row.digest
+    assert of_file(panel, schema.credits, row.digest) == []
     assert [other.judge_next() for other in others] == [row.digest, row.digest]
-    assert shop.row(row.digest).status == "accepted"
-    assert len(of_file(court, schema.credits, row.digest)) == 1
-    assert len(of_file(court, schema.groups, row.digest)) == 2
-    with shop.store.begin() as connection:
-        assert reviews.send_back(connection, shop.context, OTHER, its) == [], "never again"
-    assert shop.node_status(HONEST.address) == "active"
+    assert mgr.row(row.digest).status == "accepted"
+    assert len(of_file(panel, schema.credits, row.digest)) == 1
+    assert len(of_file(panel, schema.groups, row.digest)) == 2
+    with mgr.store.begin() as connection:
+        assert reviews.send_back(connection, mgr.context, OTHER, its) == [], "never again"
+    assert mgr.node_status(HONEST.address) == "active"

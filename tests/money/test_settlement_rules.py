@@ -5,21 +5,32 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from money_kit import FAKE_DEPLOYMENT
 
-from prime_core.encoding import merkle_verify, reward_leaf, sha256
+from prime_chain.events import RewardRootPosted
+from prime_chain.mirror import Mirror
+from prime_chain.rewards import MAX_OBJECT_BYTES
+from prime_core.encoding import canonical_json, merkle_verify, reward_leaf, sha256
 from prime_core.errors import MalformedError
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature, address
 from prime_core.settlement import (
     FORFEIT_SECONDS,
+    PAGE_FILES,
     JudgedFact,
     LeafFact,
     Settlement,
+    SettlementPage,
     SlashFact,
     answered_for,
+    is_full,
+    load_settlement,
     settle,
 )
 from prime_core.verdict import Outcome
@@ -51,6 +62,7 @@ def run(
         epoch=epoch,
         as_of_block=5,
         previous=previous,
+        previous_name=previous.digest() if previous else ZERO_DIGEST,
         leaves=leaves,
         slashes=slashes or [],
     )
@@ -208,6 +220,106 @@ def test_proofs_lead_to_the_root() -> None:
     assert run([]).previous == ZERO_DIGEST
 
 
+def test_a_long_settlement_is_a_head_and_pages_that_fit_into_objects() -> None:
+    whole = run([leaf(i, i % 3) for i in range(PAGE_FILES + 2)])
+    head, pages = whole.published()
+    assert [len(SettlementPage.model_validate_json(page).files) for page in pages] == [
+        PAGE_FILES, 2,
+    ]  # fmt: skip
+    assert max(len(data) for data in (head, *pages)) < MAX_OBJECT_BYTES // 2
+    objects = {sha256(data): data for data in (head, *pages)}
+    assert whole.digest() == sha256(head)
+    assert load_settlement(whole.digest(), objects.__getitem__) == whole
+
+    alone = Settlement.model_validate_json(head)  # enough to sign and to claim
+    assert (alone.files, alone.table()) == ((), whole.table())
+    assert alone.proof(NODES[1]) == whole.proof(NODES[1])
+    assert run([leaf(10**6)], previous=whole, epoch=1).previous == sha256(head)
+    with pytest.raises(ValueError, match="no files"):
+        Settlement.model_validate({**whole.model_dump(), "pages": alone.pages})
+    objects[sha256(pages[0])] = b"{}"
+    with pytest.raises(MalformedError, match="page"):
+        load_settlement(whole.digest(), objects.__getitem__)
+
+
+def paged(settlement: Settlement, *parts: slice) -> tuple[Digest, dict[Digest, bytes]]:
+    """The settlement as a head whose pages hold `parts` of its files, and the objects."""
+    pages = [
+        canonical_json(SettlementPage(files=settlement.files[part]).model_dump(mode="json"))
+        for part in parts
+    ]
+    facts = settlement.model_dump(mode="json") | {
+        "schema_version": 2, "files": [], "pages": [sha256(page) for page in pages]
+    }  # fmt: skip
+    objects = {sha256(data): data for data in (canonical_json(facts), *pages)}
+    return sha256(canonical_json(facts)), objects
+
+
+@pytest.mark.parametrize(
+    ("parts", "most_files", "why"),
+    [
+        ([slice(0, 2), slice(0, 2)], 6, "no settlement"),  # one page, held over and over
+        ([slice(0, 2), slice(2, 3), slice(3, 5)], 6, "not full"),
+        ([slice(0, 2), slice(2, 4), slice(0, 0)], 6, "not full"),
+        ([slice(0, 2), slice(2, 4), slice(4, 5)], 4, "more than 4 files"),
+    ],
+)
+def test_pages_that_no_settlement_needs_are_refused(
+    monkeypatch: pytest.MonkeyPatch, parts: list[slice], most_files: int, why: str
+) -> None:
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 2)
+    whole = run([leaf(i) for i in range(5)])
+    good, objects = paged(whole, slice(0, 2), slice(2, 4), slice(4, 5))
+    assert good == whole.digest()
+    assert load_settlement(good, objects.__getitem__, most_files=5) == whole
+    bad, objects = paged(whole, *parts)
+    with pytest.raises(MalformedError, match=why):
+        load_settlement(bad, objects.__getitem__, most_files=most_files)
+
+
+def test_a_mirror_holds_one_page_at_a_time_and_refuses_one_that_is_not_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 2)
+    alive: WeakSet[SettlementPage] = WeakSet()
+    most = 0
+
+    def counted(part: SettlementPage, page: str, head: Settlement) -> bool:
+        nonlocal most
+        alive.add(part)
+        most = max(most, len(alive))
+        return is_full(part, page, head)
+
+    monkeypatch.setattr("prime_chain.mirror.is_full", counted)
+    whole = run([leaf(i, judged=None) for i in range(5)])
+    root = sha256(b"root")
+
+    def copied(*parts: slice) -> dict[str, str]:
+        name, objects = paged(whole, *parts)
+        source = SimpleNamespace(object=lambda digest, _: objects[digest])
+        mirror = Mirror(tmp_path / name, FAKE_DEPLOYMENT, 1, source, max_bytes=10**6)  # type: ignore[arg-type]
+        event = RewardRootPosted(
+            block=1, block_hash=name, block_time=1, log_index=0, tx_hash=name, pool=1, epoch=0,
+            root=root, cumulative_total=0, object=name, claimable_at=1,
+        )  # fmt: skip
+        return mirror.update([event]).missing
+
+    assert copied(slice(0, 2), slice(2, 4), slice(4, 5)) == {}
+    assert list(copied(slice(0, 1), slice(1, 3)).values()) == ["it is not a full page"]
+    assert list(copied(slice(0, 2), slice(0, 2)).values()) == ["it is no Settlement"]
+    assert most == 1
+
+
+def test_a_settlement_is_known_as_one_object_and_as_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run([leaf(i) for i in range(5)])
+    single, (paged_name, _) = whole.digest(), paged(whole, slice(0, 2), slice(2, 4), slice(4, 5))
+    for page_files in (2, 10_000):
+        monkeypatch.setattr("prime_core.settlement.PAGE_FILES", page_files)
+        assert whole.is_named(single)
+        assert whole.is_named(paged_name) == (page_files == 2)
+        assert not run([leaf(i) for i in range(4)]).is_named(single)
+
+
 def test_work_that_nobody_answers_for_is_void_and_unpaid_however_good() -> None:
     settlement = run([leaf(0, answered=False), leaf(1)])
     assert (state_of(settlement, 0), state_of(settlement, 1)) == ("void", "paid")
@@ -243,14 +355,14 @@ def test_who_judged_a_file_in_time_is_paid_once_whatever_came_of_it() -> None:
     ]
     open_slash = SlashFact(name(9), NODES[0], 1_000, RECEIPT, "open")
     first = settle(
-        chain_id=1, pool=1, epoch=0, as_of_block=1, previous=None, leaves=leaves,
-        slashes=[open_slash],
+        chain_id=1, pool=1, epoch=0, as_of_block=1, previous=None,
+        previous_name=ZERO_DIGEST, leaves=leaves, slashes=[open_slash],
     )  # fmt: skip
     assert state_of(first, 3) == "held"
     assert {one: first.amounts()[one] for one in accounts} == dict.fromkeys(accounts, 15)
     again = settle(
-        chain_id=1, pool=1, epoch=1, as_of_block=2, previous=first, leaves=[leaves[2]],
-        slashes=[],
+        chain_id=1, pool=1, epoch=1, as_of_block=2, previous=first,
+        previous_name=first.digest(), leaves=[leaves[2]], slashes=[],
     )  # fmt: skip
     assert state_of(again, 3) == "paid"
     assert {one: again.amounts()[one] for one in accounts} == dict.fromkeys(accounts, 15)

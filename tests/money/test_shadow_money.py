@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from money_kit import RUN, Shop, key, open_shop
+from money_kit import RUN, ManagerSide, key, open_manager
 
 from prime_core.encoding import sha256
 from prime_core.verdict import Reason
@@ -21,22 +21,22 @@ from prime_orchestrator.store import jobs, meta, row_marks, schema, submissions
 SHADOW, PAID = key(60), key(61)
 
 
-def count(shop: Shop, table: sa.Table) -> int:
-    with shop.store.read() as connection:
+def count(mgr: ManagerSide, table: sa.Table) -> int:
+    with mgr.store.read() as connection:
         return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Shop]:
-    shop = open_shop(tmp_path)
-    shop.publish(0)
-    shop.admit(SHADOW, "shadow")
-    shop.admit(PAID)
-    yield shop
-    shop.store.close()
+def pool(tmp_path: Path) -> Iterator[ManagerSide]:
+    mgr = open_manager(tmp_path)
+    mgr.publish(0)
+    mgr.admit(SHADOW, "shadow")
+    mgr.admit(PAID)
+    yield mgr
+    mgr.store.close()
 
 
-def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: Shop) -> None:
+def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: ManagerSide) -> None:
     pool.judge(pool.submit(SHADOW, shadow=True))
     row = pool.row(pool.submit(SHADOW, shadow=True).digest)
     pool.judge(row)
@@ -50,7 +50,7 @@ def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: Shop) ->
         assert submissions.counts(connection, shadow=True) == {"accepted": 2}
 
 
-def test_a_rejected_shadow_file_slashes_nothing_and_ejects_nobody(pool: Shop) -> None:
+def test_a_rejected_shadow_file_slashes_nothing_and_ejects_nobody(pool: ManagerSide) -> None:
     row = pool.submit(SHADOW, shadow=True)
     pool.judge(row, Reason.WRONG_SAMPLING)
     assert pool.row(row.digest).status == "rejected"
@@ -60,7 +60,7 @@ def test_a_rejected_shadow_file_slashes_nothing_and_ejects_nobody(pool: Shop) ->
         assert count(pool, table) == 0, table.name
 
 
-def test_no_root_ever_holds_a_shadow_file(pool: Shop) -> None:
+def test_no_root_ever_holds_a_shadow_file(pool: ManagerSide) -> None:
     hidden = [pool.submit(SHADOW, shadow=True) for _ in range(RUN.root_submissions)]
     pool.now.time += RUN.root_seconds
     assert post_roots(pool.store, pool.objects, pool.context, pool.now) == []
@@ -72,7 +72,7 @@ def test_no_root_ever_holds_a_shadow_file(pool: Shop) -> None:
 
 
 def test_what_a_shadow_file_calls_improbable_has_one_other_file_replayed_whole_and_no_more(
-    pool: Shop,
+    pool: ManagerSide,
 ) -> None:
     """A lie that costs its node nothing must not cost the validators a week."""
     row = pool.submit(SHADOW, shadow=True)
@@ -89,7 +89,7 @@ def test_what_a_shadow_file_calls_improbable_has_one_other_file_replayed_whole_a
     assert job.status == "done", "a shadow file is judged once"
 
 
-def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: Shop) -> None:
+def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: ManagerSide) -> None:
     row = pool.submit(SHADOW, shadow=True)
     with pool.store.begin() as connection:
         meta.put(connection, CHAIN_BLOCK, "1")
@@ -100,7 +100,9 @@ def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: Shop) -> None:
     assert pool.row(row.digest).status == "void"
 
 
-def test_a_verdict_of_the_shadow_says_nothing_of_the_same_nodes_paid_files(pool: Shop) -> None:
+def test_a_verdict_of_the_shadow_says_nothing_of_the_same_nodes_paid_files(
+    pool: ManagerSide,
+) -> None:
     """The node came out of the shadow with a file still waiting: only that file's lease decides."""
     waiting = pool.submit(SHADOW, shadow=True)
     pool.admit(SHADOW)

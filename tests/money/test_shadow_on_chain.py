@@ -19,11 +19,11 @@ pytestmark = needs_anvil
 
 def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     """Its node has a seat and all signatures; the manager even roots it, and a validator tries."""
-    world, shop = members, members.shop
-    row = shop.submit(HONEST, shadow=True)
-    shop.judge(row, Reason.WRONG_SAMPLING)
+    world, mgr = members, members.mgr
+    row = mgr.submit(HONEST, shadow=True)
+    mgr.judge(row, Reason.WRONG_SAMPLING)
     world.ticks()
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         lease = leases.get(connection, row.lease_digest)
     assert lease is not None
     promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
@@ -39,7 +39,7 @@ def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     with pytest.raises(ChainRevertedError):
         world.send(OWNER, own_leaf)
 
-    pool = shop.context.pool
+    pool = mgr.context.pool
     world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
     seq = 1
     assert world.contracts.work.leaf_in(pool, seq, row.digest, [])

@@ -25,11 +25,11 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 import sqlalchemy as sa
 import uvicorn
-from court_kit import MODEL, small_run
 from judges import appoint, judge_of
-from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, Shop, key, open_shop
-from s3_server import BUCKET, S3Server
+from judging_kit import MODEL, small_run
+from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, ManagerSide, key, open_manager
 
+from devnet.s3 import BUCKET, S3Server
 from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.keystore import save_keystore
 from prime_core.batch import BatchStatement
@@ -75,7 +75,7 @@ class RealClock(Clock):
 class Party:
     """A manager's API with its loop of verdicts, and what one validator has."""
 
-    shop: Shop
+    mgr: ManagerSide
     manager: Path
     folder: Path
     url: str
@@ -93,12 +93,12 @@ class Party:
         return {"PATH": os.environ["PATH"], "HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
 
     def statuses(self) -> list[str]:
-        with self.shop.store.read() as connection:
+        with self.mgr.store.read() as connection:
             return list(connection.execute(sa.select(schema.submissions.c.status)).scalars())
 
     def parts(self) -> list[str]:
         """Statuses of the validator's assignments."""
-        with self.shop.store.read() as connection:
+        with self.mgr.store.read() as connection:
             return list(connection.execute(sa.select(schema.assignments.c.status)).scalars())
 
     @cached_property
@@ -107,10 +107,10 @@ class Party:
         return load_engine(self.folder / "data" / "policies" / "0")
 
     def submit(self, files: int) -> None:
-        run, engine = self.shop.context.run, self.engine
+        run, engine = self.mgr.context.run, self.engine
         environment = environment_for(run)
         for _ in range(files):
-            self.shop.submit(
+            self.mgr.submit(
                 NODE,
                 make=lambda lease, digest: build_rollout_file(
                     lease, digest, run, engine, environment
@@ -119,7 +119,7 @@ class Party:
 
     def hand_in(self, client: OrchestratorClient) -> Digest:
         """Lease, file, upload and submission over the API, as a node does; the file's digest."""
-        run = self.shop.context.run
+        run = self.mgr.context.run
         answer = client.post("/v1/leases", LeaseRequest(policy_version=0), LeaseAnswer)
         assert answer.lease is not None, answer.reason
         lease = answer.lease.lease
@@ -148,7 +148,7 @@ class Party:
     def wait_for(self, holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         """Decides on opinions, as the manager's loop does, until `holds`."""
         deadline = time.monotonic() + DEADLINE
-        judge = judge_of(self.shop.backend)
+        judge = judge_of(self.mgr.backend)
         while not holds():
             assert process.poll() is None, "the validator ended by itself"
             assert time.monotonic() < deadline
@@ -165,12 +165,12 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
         one.mkdir()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    shop = open_shop(manager, run=small_run())
-    shop.now = RealClock()
-    shop.audience = url
+    mgr = open_manager(manager, run=small_run())
+    mgr.now = RealClock()
+    mgr.audience = url
     folder_of_objects = DirectoryStore(manager / "objects", url, b"s" * 32)
-    shop.objects = objects(url) if objects else folder_of_objects  # type: ignore[assignment]
-    context = shop.context
+    mgr.objects = objects(url) if objects else folder_of_objects  # type: ignore[assignment]
+    context = mgr.context
 
     policy = folder / "data" / "policies" / "0"
     policy.mkdir(parents=True)
@@ -193,18 +193,18 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
     save_keystore(folder / "key.json", (0x1003).to_bytes(32, "big"), "secret", light=True)
     (folder / "password").write_text("secret")
 
-    shop.add_policy(signed)
-    shop.admit(NODE)
-    appoint(shop.store, 1, VALIDATOR.address)
-    server = uvicorn.Server(uvicorn.Config(create_app(shop.backend), log_level="error"))
+    mgr.add_policy(signed)
+    mgr.admit(NODE)
+    appoint(mgr.store, 1, VALIDATOR.address)
+    server = uvicorn.Server(uvicorn.Config(create_app(mgr.backend), log_level="error"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
-        yield Party(shop, manager, folder, url)
+        yield Party(mgr, manager, folder, url)
     finally:
         server.should_exit = True
         thread.join(60)
-        shop.store.close()
+        mgr.store.close()
 
 
 def interpreter_of_others() -> tuple[str, dict[str, str]]:
@@ -229,7 +229,7 @@ def interpreter_of_others() -> tuple[str, dict[str, str]]:
 
 
 def committed(party: Party) -> bool:
-    with party.shop.store.read() as connection:
+    with party.mgr.store.read() as connection:
         return bool(connection.execute(sa.select(schema.draw_commitments)).first())
 
 
@@ -260,7 +260,7 @@ def test_a_killed_validator_goes_on_where_it_was(
         finally:
             second.kill()
             second.wait()
-        with party.shop.store.read() as connection:
+        with party.mgr.store.read() as connection:
             credits = connection.execute(sa.select(schema.credits)).all()
             opinions = connection.execute(sa.select(schema.opinions)).all()
         assert len(credits) == len(opinions) == files
@@ -322,8 +322,8 @@ def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
         stack.callback(process.kill)
         party.wait_for(lambda: committed(party), process)
         node = stack.enter_context(OrchestratorClient(party.url, NODE))
-        shop, files = party.shop, [party.hand_in(node)]
-        while not seal_ready_batches(shop.store, bucket, MANAGER, shop.context, shop.now):
+        mgr, files = party.mgr, [party.hand_in(node)]
+        while not seal_ready_batches(mgr.store, bucket, MANAGER, mgr.context, mgr.now):
             files.append(party.hand_in(node))  # until three groups have unequal rewards
             assert len(files) < 12
             party.wait_for(lambda: party.statuses() == ["accepted"] * len(files), process)
@@ -331,15 +331,15 @@ def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
         answer = trainer.get("/v1/batches/0", BatchAnswer, signed=True)
         assert {urlsplit(url).netloc for url in answer.urls.values()} == {urlsplit(s3.url).netloc}
         rules = BatchRules(
-            run=shop.context.run,
+            run=mgr.context.run,
             pool=1,
             manager=MANAGER.address,
-            domain=shop.context.domain(BatchStatement),
+            domain=mgr.context.domain(BatchStatement),
             vocabulary=1 << 16,
         )
         fetch = fetcher(trainer, answer.urls, threading.Event())
         batch = assemble(answer.batch, 0, rules, fetch)
-        assert len(batch.keys) == shop.context.run.groups_per_batch
+        assert len(batch.keys) == mgr.context.run.groups_per_batch
         assert {key[0] for key in batch.keys} <= set(files)
     assert carried, "it reads tables and lists of draws"
     assert not {digest_key(name) for name in files} & set(carried), "and no file"

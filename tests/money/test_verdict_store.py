@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from judges import judge_of
-from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, Shop, key, open_shop
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, ManagerSide, key, open_manager
 
 from prime_core import encoding
 from prime_core.ids import Digest
@@ -28,8 +28,8 @@ HONEST, LIAR = key(10), key(11)
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    made = open_shop(tmp_path)
+def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
+    made = open_manager(tmp_path)
     made.publish(0)
     made.admit(HONEST)
     made.admit(LIAR)
@@ -37,13 +37,13 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     made.store.close()
 
 
-def rows(shop: Shop, table: sa.Table) -> list[sa.RowMapping]:
-    with shop.store.read() as connection:
+def rows(mgr: ManagerSide, table: sa.Table) -> list[sa.RowMapping]:
+    with mgr.store.read() as connection:
         return list(connection.execute(sa.select(table)).mappings())
 
 
-def seal(shop: Shop) -> list[int]:
-    return seal_ready_batches(shop.store, shop.objects, MANAGER, shop.context, shop.now)
+def seal(mgr: ManagerSide) -> list[int]:
+    return seal_ready_batches(mgr.store, mgr.objects, MANAGER, mgr.context, mgr.now)
 
 
 def in_child(action: object, *arguments: object) -> int:
@@ -57,195 +57,195 @@ def in_child(action: object, *arguments: object) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_acceptance_writes_credit_groups_and_verdict_at_once(shop: Shop) -> None:
-    row = shop.submit(HONEST)
-    after = shop.judge(row, rewards=(0, 1_000_000, 500_000, 500_000))
+def test_acceptance_writes_credit_groups_and_verdict_at_once(mgr: ManagerSide) -> None:
+    row = mgr.submit(HONEST)
+    after = mgr.judge(row, rewards=(0, 1_000_000, 500_000, 500_000))
     assert (after.status, after.units, after.validator) == ("accepted", 20, VALIDATOR.address)
-    [credit] = rows(shop, schema.credits)
+    [credit] = rows(mgr, schema.credits)
     assert int(credit["amount"]) == 20 * TOKEN // 1000
     assert credit["status"] == "earned"
-    assert [g["informative"] for g in rows(shop, schema.groups)] == [True, False]
-    assert [lease["status"] for lease in rows(shop, schema.leases)] == ["accepted"]
-    assert [job["status"] for job in rows(shop, schema.jobs)] == ["done"]
+    assert [g["informative"] for g in rows(mgr, schema.groups)] == [True, False]
+    assert [lease["status"] for lease in rows(mgr, schema.leases)] == ["accepted"]
+    assert [job["status"] for job in rows(mgr, schema.jobs)] == ["done"]
 
     assert after.verdict is not None
-    verdict = Verdict.model_validate_json(shop.objects.get(digest_key(after.verdict), 1 << 20))
+    verdict = Verdict.model_validate_json(mgr.objects.get(digest_key(after.verdict), 1 << 20))
     (signed,) = verdict.opinions
-    signed.check(shop.context.domain(Opinion))
+    signed.check(mgr.context.domain(Opinion))
     assert signed.validator == VALIDATOR.address
-    raw = shop.objects.get(digest_key(signed.opinion.table), 1 << 20)
+    raw = mgr.objects.get(digest_key(signed.opinion.table), 1 << 20)
     assert VerdictTable.model_validate_json(raw).units == after.units
 
 
-def test_rejection_pays_nothing_quarantines_and_queues_one_slash(shop: Shop) -> None:
-    good, bad = shop.submit(LIAR), shop.submit(LIAR)
-    shop.judge(good)
-    shop.judge(bad, Reason.WRONG_ACTIVATIONS)
-    assert shop.node_status(LIAR.address) == "quarantined"
-    [slash] = rows(shop, schema.slashes)
+def test_rejection_pays_nothing_quarantines_and_queues_one_slash(mgr: ManagerSide) -> None:
+    good, bad = mgr.submit(LIAR), mgr.submit(LIAR)
+    mgr.judge(good)
+    mgr.judge(bad, Reason.WRONG_ACTIVATIONS)
+    assert mgr.node_status(LIAR.address) == "quarantined"
+    [slash] = rows(mgr, schema.slashes)
     assert (slash["status"], int(slash["amount"])) == ("queued", RUN.slash_amount)
     assert slash["validator"] == VALIDATOR.address
-    [credit] = rows(shop, schema.credits)
+    [credit] = rows(mgr, schema.credits)
     assert credit["status"] == "held", "what was earned in the day up to the bad file waits"
 
 
-def test_a_file_that_is_not_kept_yet_waits_for_a_later_batch(shop: Shop) -> None:
+def test_a_file_that_is_not_kept_yet_waits_for_a_later_batch(mgr: ManagerSide) -> None:
     """It was judged where it was uploaded; the trainer would end over a file that is nowhere."""
-    first, *others = [shop.submit(HONEST) for _ in range(3)]
+    first, *others = [mgr.submit(HONEST) for _ in range(3)]
     for row in (first, *others):
-        shop.judge(row)
-    data = shop.objects.get(digest_key(first.sha256), 1 << 20)
-    shop.objects.delete(digest_key(first.sha256))
-    assert seal(shop) == [0]
-    taken = {g["submission_digest"] for g in rows(shop, schema.groups) if g["batch_step"] == 0}
+        mgr.judge(row)
+    data = mgr.objects.get(digest_key(first.sha256), 1 << 20)
+    mgr.objects.delete(digest_key(first.sha256))
+    assert seal(mgr) == [0]
+    taken = {g["submission_digest"] for g in rows(mgr, schema.groups) if g["batch_step"] == 0}
     assert taken == {row.digest for row in others}
-    assert seal(shop) == [], "three groups are left, two of them of the file that is not kept"
-    shop.objects.put(digest_key(first.sha256), data)
-    assert seal(shop) == [1]
+    assert seal(mgr) == [], "three groups are left, two of them of the file that is not kept"
+    mgr.objects.put(digest_key(first.sha256), data)
+    assert seal(mgr) == [1]
 
 
-def test_void_costs_nobody_anything(shop: Shop) -> None:
-    row = shop.submit(HONEST)
-    shop.judge(row, Reason.MALFORMED)
-    assert shop.row(row.digest).status == "void"
-    assert shop.node_status(HONEST.address) == "active"
-    assert rows(shop, schema.credits) == rows(shop, schema.slashes) == []
+def test_void_costs_nobody_anything(mgr: ManagerSide) -> None:
+    row = mgr.submit(HONEST)
+    mgr.judge(row, Reason.MALFORMED)
+    assert mgr.row(row.digest).status == "void"
+    assert mgr.node_status(HONEST.address) == "active"
+    assert rows(mgr, schema.credits) == rows(mgr, schema.slashes) == []
 
 
 def test_batches_are_sealed_in_order_near_the_policy_and_leave_out_equal_rewards(
-    shop: Shop,
+    mgr: ManagerSide,
 ) -> None:
     for _ in range(5):  # 2 informative groups each, 3 to a batch
-        shop.judge(shop.submit(HONEST))
-    shop.judge(shop.submit(HONEST), rewards=(7, 7, 9, 9))
-    assert seal(shop) == [0, 1, 2]
-    assert seal(shop) == []
-    taken = [(g["submission_digest"], g["group_no"]) for g in rows(shop, schema.groups)]
+        mgr.judge(mgr.submit(HONEST))
+    mgr.judge(mgr.submit(HONEST), rewards=(7, 7, 9, 9))
+    assert seal(mgr) == [0, 1, 2]
+    assert seal(mgr) == []
+    taken = [(g["submission_digest"], g["group_no"]) for g in rows(mgr, schema.groups)]
     in_batches = []
-    with shop.store.read() as connection:
+    with mgr.store.read() as connection:
         for step in range(3):
             row = store_batches.get(connection, step)
             assert row is not None
             batch = row.signed()
             statement = batch.statement()
-            signer = statement.recover(shop.context.domain(statement), batch.signature)
+            signer = statement.recover(mgr.context.domain(statement), batch.signature)
             assert signer == MANAGER.address
-            assert shop.objects.get(digest_key(row.digest), 1 << 20) == batch.manifest.canonical()
+            assert mgr.objects.get(digest_key(row.digest), 1 << 20) == batch.manifest.canonical()
             assert row.staleness_max <= RUN.max_staleness
             in_batches += [(f.submission_digest, g) for f in batch.manifest.files for g in f.groups]
     assert len(in_batches) == len(set(in_batches)) == 9
     assert set(in_batches) <= set(taken)
-    marked = [g for g in rows(shop, schema.groups) if g["batch_step"] is not None]
+    marked = [g for g in rows(mgr, schema.groups) if g["batch_step"] is not None]
     assert len(marked) == 9
     assert all(g["informative"] for g in marked)
 
 
 def test_a_file_that_is_withdrawn_while_a_batch_is_sealed_stays_out_of_it(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [shop.submit(HONEST) for _ in range(2)]  # 2 informative groups each, 3 to a batch
+    files = [mgr.submit(HONEST) for _ in range(2)]  # 2 informative groups each, 3 to a batch
     for row in files:
-        shop.judge(row)
+        mgr.judge(row)
     put_object = batches_module.put_object
 
     def withdraw(objects: ObjectStore, content: bytes) -> Digest:
-        with shop.store.begin() as connection:
-            assert reviews.withdraw(connection, shop.context, shop.row(files[0].digest))
+        with mgr.store.begin() as connection:
+            assert reviews.withdraw(connection, mgr.context, mgr.row(files[0].digest))
         return put_object(objects, content)
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(batches_module, "put_object", withdraw)
-        assert seal(shop) == []
-    assert rows(shop, schema.batches) == []
-    assert {g["submission_digest"] for g in rows(shop, schema.groups)} == {files[1].digest}
-    shop.judge(shop.submit(HONEST))
-    assert seal(shop) == [0]
+        assert seal(mgr) == []
+    assert rows(mgr, schema.batches) == []
+    assert {g["submission_digest"] for g in rows(mgr, schema.groups)} == {files[1].digest}
+    mgr.judge(mgr.submit(HONEST))
+    assert seal(mgr) == [0]
 
 
-def test_no_step_is_sealed_beyond_the_allowed_staleness(shop: Shop) -> None:
+def test_no_step_is_sealed_beyond_the_allowed_staleness(mgr: ManagerSide) -> None:
     for _ in range(8):
-        shop.judge(shop.submit(HONEST))
-    assert seal(shop) == [0, 1, 2]  # policy 0 + staleness 2
-    shop.publish(1)
-    assert seal(shop) == [], "what is left is of policy 0 and too old for step 3"
+        mgr.judge(mgr.submit(HONEST))
+    assert seal(mgr) == [0, 1, 2]  # policy 0 + staleness 2
+    mgr.publish(1)
+    assert seal(mgr) == [], "what is left is of policy 0 and too old for step 3"
     for _ in range(2):
-        shop.judge(shop.submit(HONEST, step=3, version=1))
-    assert seal(shop) == [3]
+        mgr.judge(mgr.submit(HONEST, step=3, version=1))
+    assert seal(mgr) == [3]
 
 
 def test_a_kill_between_manifest_and_transaction_loses_and_repeats_nothing(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        shop.judge(shop.submit(HONEST))
+        mgr.judge(mgr.submit(HONEST))
 
     def die(*_: object) -> None:
         os._exit(9)
 
     monkeypatch.setattr(batches_module, "_write", die)
-    shop.store.close()
-    assert in_child(seal, shop) == 9
+    mgr.store.close()
+    assert in_child(seal, mgr) == 9
     monkeypatch.undo()
-    orphans = set(shop.objects.keys("sha256/"))
-    assert rows(shop, schema.batches) == []
-    assert seal(shop) == [0]
-    assert set(shop.objects.keys("sha256/")) == orphans, "the same manifest, to the byte"
+    orphans = set(mgr.objects.keys("sha256/"))
+    assert rows(mgr, schema.batches) == []
+    assert seal(mgr) == [0]
+    assert set(mgr.objects.keys("sha256/")) == orphans, "the same manifest, to the byte"
 
 
 def test_a_kill_between_leaves_object_and_transaction_posts_the_same_root(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = [shop.submit(HONEST).digest for _ in range(3)]
+    digests = [mgr.submit(HONEST).digest for _ in range(3)]
 
     def die(*_: object) -> None:
         os._exit(9)
 
     monkeypatch.setattr(roots_module, "_write", die)
-    shop.store.close()
-    assert in_child(post_roots, shop.store, shop.objects, shop.context, shop.now) == 9
+    mgr.store.close()
+    assert in_child(post_roots, mgr.store, mgr.objects, mgr.context, mgr.now) == 9
     monkeypatch.undo()
-    assert rows(shop, schema.intents) == []
-    [root] = post_roots(shop.store, shop.objects, shop.context, shop.now)
+    assert rows(mgr, schema.intents) == []
+    [root] = post_roots(mgr.store, mgr.objects, mgr.context, mgr.now)
     assert root == encoding.merkle_root(digests), "in the order of arrival"
-    [row] = rows(shop, schema.roots)
-    leaves = decode_leaves(shop.objects.get(digest_key(row["leaves_object"]), 1 << 20))
-    named = [leaf.submission.digest(shop.context.domain(leaf.submission)) for leaf in leaves]
+    [row] = rows(mgr, schema.roots)
+    leaves = decode_leaves(mgr.objects.get(digest_key(row["leaves_object"]), 1 << 20))
+    named = [leaf.submission.digest(mgr.context.domain(leaf.submission)) for leaf in leaves]
     assert named == digests
-    [intent] = rows(shop, schema.intents)
+    [intent] = rows(mgr, schema.intents)
     assert intent["id"] == f"root:{root}"
 
 
 def test_a_kill_before_the_verdict_commits_leaves_the_file_to_be_judged_again(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = shop.submit(HONEST)
+    row = mgr.submit(HONEST)
 
     def die(*_: object) -> None:
         os._exit(9)
 
     monkeypatch.setattr(judging, "_credit", die)
-    job = shop.bench.claim()
+    job = mgr.bench.claim()
     assert job is not None
-    shop.bench.say(job, Reason.NONE, shop.table_rows())
-    shop.store.close()
-    assert in_child(judge_of(shop.backend).tick) == 9
+    mgr.bench.say(job, Reason.NONE, mgr.table_rows())
+    mgr.store.close()
+    assert in_child(judge_of(mgr.backend).tick) == 9
     monkeypatch.undo()
-    assert shop.row(row.digest).status == "submitted"
-    assert judge_of(shop.backend).tick() == [row.digest]
-    assert len(rows(shop, schema.credits)) == 1
+    assert mgr.row(row.digest).status == "submitted"
+    assert judge_of(mgr.backend).tick() == [row.digest]
+    assert len(rows(mgr, schema.credits)) == 1
 
 
-def test_roots_are_posted_by_number_or_by_age(shop: Shop) -> None:
+def test_roots_are_posted_by_number_or_by_age(mgr: ManagerSide) -> None:
     def post() -> int:
-        return len(post_roots(shop.store, shop.objects, shop.context, shop.now))
+        return len(post_roots(mgr.store, mgr.objects, mgr.context, mgr.now))
 
-    shop.submit(HONEST)
+    mgr.submit(HONEST)
     assert post() == 0
-    shop.now.time += RUN.root_seconds
+    mgr.now.time += RUN.root_seconds
     assert post() == 1
     for _ in range(4):
-        shop.submit(HONEST)
+        mgr.submit(HONEST)
     assert post() == 1, "three make a root; the fourth waits"
-    shop.now.time += RUN.root_seconds
+    mgr.now.time += RUN.root_seconds
     assert post() == 1
     assert post() == 0

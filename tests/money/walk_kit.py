@@ -15,8 +15,9 @@ from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilt, history_of, rebuild
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
-from prime_core.settlement import Settlement
+from prime_core.settlement import Settlement, load_settlement
 from prime_core.storage.base import digest_key
+from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.settlement import newest_settlement
 from prime_orchestrator.store import schema
@@ -26,12 +27,12 @@ OWNER, OTHER = key(12), key(13)
 
 
 def one(world: World, table: sa.Table) -> sa.RowMapping:
-    with world.shop.store.read() as connection:
+    with world.mgr.store.read() as connection:
         return connection.execute(sa.select(table)).mappings().one()
 
 
 def amounts(world: World) -> dict[str, str]:
-    with world.shop.store.read() as connection:
+    with world.mgr.store.read() as connection:
         rows = connection.execute(
             sa.select(schema.credits.c.submission_digest, schema.credits.c.status)
         ).all()
@@ -45,7 +46,7 @@ def until(world: World, holds: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
         with contextlib.suppress(UnavailableError):
             world.ticks(1)
-        world.shop.now.time += 1  # as the block that each tick mines moves the chain's clock
+        world.mgr.now.time += 1  # as the block that each tick mines moves the chain's clock
         time.sleep(0.05)
 
 
@@ -53,7 +54,7 @@ class Published:
     """The object store as anyone reads it."""
 
     def __init__(self, world: World) -> None:
-        self._objects = world.shop.objects
+        self._objects = world.mgr.objects
 
     def get_object(self, digest: Digest, limit: int) -> bytes:
         return self._objects.get(digest_key(digest), limit)
@@ -67,12 +68,12 @@ def rebuild_root(world: World, epoch: int) -> Rebuilt:
 
 def run_bytes(world: World, digest: Digest) -> bytes:
     """A definition as the orchestrator serves it."""
-    with world.shop.store.read() as connection:
-        return revisions.history(connection, world.shop.context).of(digest).raw()
+    with world.mgr.store.read() as connection:
+        return revisions.history(connection, world.mgr.context).of(digest).raw()
 
 
 def settled(world: World) -> Settlement:
-    with world.shop.store.read() as connection:
-        found = newest_settlement(connection, world.shop.objects)
+    with world.mgr.store.read() as connection:
+        found = newest_settlement(connection, world.mgr.objects)
     assert found is not None
-    return found
+    return load_settlement(found.digest(), partial(read_object, world.mgr.objects))

@@ -1,4 +1,4 @@
-"""A desk and its bridge over the served pool, in this process, without any worker."""
+"""A broker and its bridge over the served pool, in this process, without any worker."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from prime_core.node import Hardware
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
 from prime_node.bridge_messages import HandIn, LeaseWish
-from prime_node.courier import Courier
-from prime_node.desk import Desk
-from prime_node.heartbeat import Pulse
-from prime_node.inbox import Inbox
-from prime_node.outbox import Outbox
+from prime_node.heartbeat import HeartbeatLoop
+from prime_node.lease_broker import LeaseBroker
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions
 from prime_node.runtime.base import WorkerOptions
+from prime_node.spool import Spool, TaskUploads
 from prime_node.state import DataFolder
+from prime_node.uploader import Uploader
 from prime_node.watched import WatchedThread
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.loop import StopFlag
-from prime_node.worker.workshop import Built, Job
+from prime_node.worker.rollout_builder import Built, Job
 from prime_orchestrator.store import nodes
 
 
 @dataclass
-class Shelf:
-    """Policies as the desk sees them, set by the test."""
+class FakePolicies:
+    """Policies as the lease broker sees them, set by the test."""
 
     on_disk: dict[int, Digest] = field(default_factory=dict)
     wanted: list[int] = field(default_factory=list)
@@ -61,10 +60,10 @@ class Kit:
     """Everything around one bridge. `client` is what a worker has."""
 
     world: NodeWorld
-    desk: Desk
-    shelf: Shelf
-    outbox: Outbox
-    courier: Courier
+    broker: LeaseBroker
+    policies: FakePolicies
+    spool: Spool
+    uploader: Uploader
     client: BridgeClient
     revisions: Revisions
     folder: Path
@@ -85,7 +84,7 @@ class Kit:
 
 @contextmanager
 def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Kit]:
-    """The node is an active member; the desk is open; the courier is not started."""
+    """The node is an active member; the lease broker is open; the uploader is not started."""
     with world.store.begin() as connection:
         nodes.admit(
             connection,
@@ -96,55 +95,67 @@ def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Ki
             now=time.time(),
         )
     world.admit()
-    api = NodeApi(world.url, NODE)
-    policies = api.client.get("/v1/policies", PolicyList).policies
-    shelf = Shelf({p.manifest.version: p.manifest.digest() for p in policies})
-    inbox = Inbox(folder / "inbox")
-    outbox = Outbox(folder / "outbox", now=time.time)
+    api, gateway_api = NodeApi(world.url, NODE), NodeApi(world.url, NODE)
+    listed = api.client.get("/v1/policies", PolicyList).policies
+    policies = FakePolicies({p.manifest.version: p.manifest.digest() for p in listed})
+    task_uploads = TaskUploads(folder / "task_uploads")
+    spool = Spool(folder / "spool", now=time.time)
     revisions = Revisions(
         api.run(),
         fetch=lambda digest: NodeApi(world.url, None).run(digest),
         check=lambda run: None,
         prepare=lambda run: None,
     )
-    desk = Desk(
+    broker = LeaseBroker(
         api=api,
+        gateway_api=gateway_api,
         signer=NODE,
         run=api.run(),
         revisions=revisions,
         domain=api.client.domain("work"),
-        policies=shelf,
-        outbox=outbox,
-        inbox=inbox,
+        policies=policies,
+        spool=spool,
+        task_uploads=task_uploads,
         now=time.time,
     )
-    desk.set_working(True)
-    bridge = Bridge(folder / "b", desk, task_uid=task_uid)
+    broker.set_working(True)
+    bridge = Bridge(folder / "b", broker, task_uid=task_uid)
     bridge.start()
     revisions.start()
-    courier = Courier(
-        outbox, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=desk.nudge
+    uploader = Uploader(
+        spool, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=broker.nudge
     )
     client = BridgeClient(bridge.path, timeout=40)
     try:
-        yield Kit(world, desk, shelf, outbox, courier, client, revisions, inbox.folder, bridge.path)
+        yield Kit(
+            world,
+            broker,
+            policies,
+            spool,
+            uploader,
+            client,
+            revisions,
+            task_uploads.folder,
+            bridge.path,
+        )
     finally:
-        desk.close()
+        broker.close()
         bridge.close()
         revisions.stop(5)
         api.close()
+        gateway_api.close()
 
 
-def hand_in(kit: Kit, content: bytes = b"file") -> Digest:
+def hand_in(kit: Kit, content: bytes = b"file", tokens: int = 0) -> Digest:
     """Hands a file in without waiting for its receipt; the lease's digest."""
     offer = kit.client.lease(LeaseWish(wait_seconds=10))
     assert offer.lease is not None
     assert offer.domain is not None
     digest = offer.lease.lease.digest(offer.domain)
     (kit.folder / "f").write_bytes(content)
-    kit.desk._closed = True  # answers at once instead of waiting for the receipt
-    answer = kit.desk.submit(HandIn(lease_digest=digest, file="f"))
-    kit.desk._closed = False
+    kit.broker._closed = True  # answers at once instead of waiting for the receipt
+    answer = kit.broker.submit(HandIn(lease_digest=digest, file="f", tokens=tokens))
+    kit.broker._closed = False
     assert answer.receipt is None
     return digest
 
@@ -161,25 +172,25 @@ def policy_keeper(kit: Kit) -> PolicyKeeper:
     )
 
 
-def pulse(
+def heartbeat_loop(
     kit: Kit, tend: Callable[[threading.Event], None], threads: tuple[WatchedThread, ...] = ()
-) -> tuple[Pulse, DataFolder]:
+) -> tuple[HeartbeatLoop, DataFolder]:
     """The agent's main loop as a member of the served pool; `tend` is its task's."""
     data = DataFolder(kit.folder.parent / "data")
     data.make()
     stop = threading.Event()
     task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
     join: Any = SimpleNamespace(measure=lambda: None)
-    loop = Pulse(
-        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.desk, policy_keeper(kit),
-        kit.outbox, join, task, kit.revisions, options=lambda run: WorkerOptions(1, 0, 1.0),
+    loop = HeartbeatLoop(
+        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.broker, policy_keeper(kit),
+        kit.spool, join, task, kit.revisions, options=lambda run: WorkerOptions(1, 0, 1.0),
         data=data, runtime="process", now=time.time, stop=stop, threads=threads,
     )  # fmt: skip
     return loop, data
 
 
 class Bench:
-    """A workshop that makes a file of a lease at once, and has the loop end after `files`."""
+    """A builder that makes a file of a lease at once, and has the loop end after `files`."""
 
     def __init__(self, kit: Kit, stop: StopFlag, files: int = 1) -> None:
         self._folder, self._stop, self._left = kit.world.folder, stop, files

@@ -61,8 +61,8 @@ def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWo
     admitted(world)
     until(lambda: world.leases(), "a lease is taken")
     world.stop_api()
-    outbox = world.folder / "node" / "outbox"
-    until(lambda: list(outbox.glob("*.parquet")), "the file is finished and kept")
+    spool = world.folder / "node" / "spool"
+    until(lambda: list(spool.glob("*.parquet")), "the file is finished and kept")
     workers = children(agent.pid)
     agent.kill()
     agent.wait()
@@ -73,7 +73,7 @@ def test_agent_killed_while_the_orchestrator_is_down_loses_no_file(world: NodeWo
     second = world.join("--throttle", "20")
     (submission,) = until(world.submissions, "the file is handed in after the restart")
     assert submission["lease_digest"] == world.leases()[0]["digest"]
-    until(lambda: not list(outbox.glob("*.parquet")), "the receipted file is removed")
+    until(lambda: not list(spool.glob("*.parquet")), "the receipted file is removed")
     second.send_signal(signal.SIGINT)
     assert second.wait(120) == 0
 

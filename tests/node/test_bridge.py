@@ -12,18 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit, pulse
-from node_world import NodeWorld, publish_model, until
+from bridge_kit import Kit, bridge_kit, heartbeat_loop
+from node_world import NODE, NodeWorld, publish_model, until
 from other_user import as_nobody, open_path
 from sqlalchemy import update
 
-from prime_core.errors import ConflictError, MalformedError, NotFoundError, PolicyError
-from prime_core.ids import Digest
+from prime_core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    UnavailableError,
+)
+from prime_core.gateway import Gateway, GatewayAnswer, GatewayCall, GatewayRequest
+from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import Heartbeat
 from prime_core.rollout import MAX_FILE_BYTES
+from prime_core.run import Conversation
 from prime_node.bridge import MAX_CONNECTIONS, _Handler
 from prime_node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
-from prime_node.desk import CLOCK_SECONDS, MOST_FAILURES, speed
+from prime_node.lease_broker import CLOCK_SECONDS, MOST_FAILURES, SILENCE_SHARE, speed
 from prime_node.task import FINAL_STATUS
 from prime_node.worker.client import BridgeClient
 from prime_orchestrator.api import scheduler
@@ -53,14 +61,14 @@ def test_worker_gets_the_run_and_the_same_lease_until_it_is_fulfilled(kit: Kit) 
 def test_submitted_file_is_receipted_and_the_next_lease_is_another(kit: Kit) -> None:
     first = take_lease(kit)
     (kit.folder / "f.parquet").write_bytes(b"file")
-    kit.courier.start()
+    kit.uploader.start()
     answer = kit.client.submit(HandIn(lease_digest=first, file="f.parquet"))
     assert answer.receipt is not None
     assert answer.receipt.receipt.submission_digest == answer.submission_digest
     assert kit.world.submissions()[0]["digest"] == answer.submission_digest
     assert not (kit.folder / "f.parquet").exists()
     assert take_lease(kit) != first
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
 
 
 def test_waiting_worker_gets_its_lease_once_the_last_file_is_receipted(kit: Kit) -> None:
@@ -70,17 +78,17 @@ def test_waiting_worker_gets_its_lease_once_the_last_file_is_receipted(kit: Kit)
         target=lambda: kit.client.submit(HandIn(lease_digest=first, file="f"))
     )
     handing_in.start()
-    until(lambda: kit.outbox.waiting(), "the file is journalled")
+    until(lambda: kit.spool.waiting(), "the file is journalled")
     offers: list[LeaseOffer] = []
     asking = threading.Thread(target=lambda: offers.append(kit.client.lease(LeaseWish())))
     asking.start()
     assert not offers
-    kit.courier.start()
+    kit.uploader.start()
     handing_in.join(30)
     asking.join(30)
     (offer,) = offers
     assert offer.lease is not None
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
 
 
 def test_file_name_can_name_no_other_place(kit: Kit) -> None:
@@ -91,7 +99,7 @@ def test_file_name_can_name_no_other_place(kit: Kit) -> None:
             kit.client.submit(HandIn(lease_digest=lease, file=name))
     with pytest.raises(MalformedError, match="not a plain file name"):
         kit.client.submit(HandIn(lease_digest=lease, file="f\n"))
-    assert not kit.outbox.waiting()
+    assert not kit.spool.waiting()
 
 
 def test_links_folders_and_pipes_are_no_files(kit: Kit) -> None:
@@ -107,7 +115,7 @@ def test_links_folders_and_pipes_are_no_files(kit: Kit) -> None:
     (kit.folder / "empty").touch()
     with pytest.raises(MalformedError, match="is empty"):
         kit.client.submit(HandIn(lease_digest=lease, file="empty"))
-    assert not kit.outbox.waiting()
+    assert not kit.spool.waiting()
 
 
 def test_oversized_file_is_refused_and_leaves_no_copy(kit: Kit) -> None:
@@ -138,23 +146,23 @@ def test_file_changed_after_it_was_handed_in_does_not_matter(kit: Kit) -> None:
         target=lambda: kit.client.submit(HandIn(lease_digest=lease, file="f"))
     )
     thread.start()
-    (entry,) = until(kit.outbox.waiting, "the file is journalled")
+    (entry,) = until(kit.spool.waiting, "the file is journalled")
     (kit.folder / "f").write_bytes(b"another")
     assert entry.path.read_bytes() == b"as hashed"
-    kit.courier.start()
+    kit.uploader.start()
     thread.join(30)
     assert kit.world.submissions()[0]["sha256"] == entry.body.submission.sha256
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
 
 
 def test_newer_wish_takes_the_place_of_the_one_before(kit: Kit) -> None:
-    kit.desk.set_working(False)
+    kit.broker.set_working(False)
     offers: list[LeaseOffer] = []
     left_by_a_dead_worker = threading.Thread(
         target=lambda: offers.append(kit.client.lease(LeaseWish(wait_seconds=30)))
     )
     left_by_a_dead_worker.start()
-    until(lambda: kit.desk._wishes == 1, "the first waits")
+    until(lambda: kit.broker._wishes == 1, "the first waits")
     assert kit.client.lease(LeaseWish(wait_seconds=0)).lease is None
     left_by_a_dead_worker.join(10)
     assert [offer.reason for offer in offers] == ["a newer request took this one's place"]
@@ -226,11 +234,11 @@ def test_another_user_cannot_connect(kit: Kit) -> None:
 
 def test_policy_that_is_not_on_disk_is_fetched_before_work(kit: Kit) -> None:
     lease = take_lease(kit)
-    digest = kit.shelf.on_disk.pop(0)
-    kit.shelf.on_disk[7] = digest  # something is there, but not what the lease needs
-    offer = kit.desk.lease(LeaseWish(wait_seconds=0))
-    assert (offer.lease, kit.shelf.wanted) == (None, [0])
-    kit.shelf.on_disk = {0: digest}
+    digest = kit.policies.on_disk.pop(0)
+    kit.policies.on_disk[7] = digest  # something is there, but not what the lease needs
+    offer = kit.broker.lease(LeaseWish(wait_seconds=0))
+    assert (offer.lease, kit.policies.wanted) == (None, [0])
+    kit.policies.on_disk = {0: digest}
     assert take_lease(kit) == lease
 
 
@@ -239,7 +247,7 @@ def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_w
 ) -> None:
     """Nobody waits for weights to arrive, as long as what is made is fresh enough to be trained."""
     context, store = kit.world.backend.context, kit.world.store
-    kit.courier.start()
+    kit.uploader.start()
     for version in range(1, context.run.max_staleness + 2):
         signed = publish_model(kit.world.folder, context.deployment, context.pool, version=version)
         with store.begin() as connection:
@@ -247,7 +255,7 @@ def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_w
         offer = kit.client.lease(LeaseWish(wait_seconds=0))
         if version <= context.run.max_staleness:
             assert offer.lease is not None, offer.reason
-            assert (offer.lease.policy_version, kit.shelf.wanted) == (0, [])
+            assert (offer.lease.policy_version, kit.policies.wanted) == (0, [])
             hand_in(kit, offer)
         else:
             assert offer.lease is None
@@ -273,7 +281,7 @@ def test_a_lease_longer_than_the_pools_is_not_taken(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validators that were appointed after it was signed could judge its file."""
-    monkeypatch.setattr(kit.desk, "_now", lambda: time.time() - 2 * CLOCK_SECONDS)
+    monkeypatch.setattr(kit.broker, "_now", lambda: time.time() - 2 * CLOCK_SECONDS)
     offer = kit.client.lease(LeaseWish(wait_seconds=0))
     assert offer.lease is None
     assert "longer than the pool's" in offer.reason
@@ -289,14 +297,14 @@ def hand_in(kit: Kit, offer: LeaseOffer) -> None:
 
 
 def test_policy_other_than_the_leases_is_never_used(kit: Kit) -> None:
-    kit.shelf.on_disk[0] = Digest("0x" + "22" * 32)
+    kit.policies.on_disk[0] = Digest("0x" + "22" * 32)
     offer = kit.client.lease(LeaseWish(wait_seconds=0))
     assert offer.lease is None
     assert "not the one that the lease names" in offer.reason
 
 
 def test_no_lease_before_the_first_policy(kit: Kit) -> None:
-    kit.shelf.on_disk.clear()
+    kit.policies.on_disk.clear()
     offer = kit.client.lease(LeaseWish(wait_seconds=0))
     assert (offer.lease, offer.reason) == (None, "no policy has arrived yet")
 
@@ -331,12 +339,12 @@ def test_a_worker_that_hands_in_what_it_never_sent_gets_no_lease_any_more(
         offer = kit.client.lease(LeaseWish(wait_seconds=0))
         assert offer.lease is None
         assert "does not fit this agent" in offer.reason
-    assert kit.desk.open_leases() == ()
+    assert kit.broker.open_leases() == ()
     assert caplog.text.count("the task's image does not fit this agent") == 2, (
         "said, and given back"
     )
     assert caplog.text.count("given back") == 1
-    loop, data = pulse(kit, lambda stop: stop.set())
+    loop, data = heartbeat_loop(kit, lambda stop: stop.set())
     assert loop.run() == 0
     status = data.read_status()
     assert status is not None
@@ -347,7 +355,7 @@ def test_a_lease_whose_files_cannot_be_taken_is_not_offered_for_ever(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker makes the same file of it again. One that was cut off gets a second chance."""
-    monkeypatch.setattr("prime_node.inbox.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("prime_node.spool.MAX_FILE_BYTES", 100)
     (tmp_path / "f").write_bytes(b"x" * 101)
     first = take_lease(kit)
     for _ in range(MOST_FAILURES):
@@ -371,6 +379,41 @@ def test_a_worker_newer_than_its_agent_ends_for_good(
     with pytest.raises(PolicyError, match="older than this image"):
         kit.client.send_file(tmp_path / "f")
     assert PolicyError.exit_code in FINAL_STATUS
+
+
+def test_a_silent_gateway_takes_at_most_a_part_of_a_lease(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows end without answers, in time for the lease; the next lease asks again."""
+    now, asked = [time.time()], []
+    gateway = Gateway(url="http://127.0.0.1:1", key=NODE.address, tools=("fetch-1",))
+    run = kit.broker._run.model_copy(
+        update={"conversation": Conversation(turns=2, tools=("fetch-1",), gateway=gateway)}
+    )
+
+    class Silent:
+        def call(self, gateway: Gateway, request: GatewayRequest) -> GatewayAnswer:
+            asked.append(request.lease)
+            now[0] += 15.0
+            raise UnavailableError("it does not answer")
+
+    take_lease(kit)
+    monkeypatch.setattr(kit.broker, "_run", run)
+    monkeypatch.setattr(kit.broker, "_now", lambda: now[0])
+    monkeypatch.setattr(kit.broker, "_gateway_api", Silent())
+    call = GatewayCall(
+        group=0, sample=0, turn=0, prefix=ZERO_DIGEST, tool="fetch-1", arguments={"input": "x"}
+    )
+    began = now[0]
+    reasons = [kit.broker.call(call).reason for _ in range(64)]
+    assert now[0] - began <= run.lease_seconds / SILENCE_SHARE + 15.0
+    assert reasons[-1] == "the gateway was silent too long in this lease"
+    assert kit.broker._open is not None
+    lease = kit.broker._open.lease.model_copy(update={"index": kit.broker._open.lease.index + 1})
+    later = kit.broker._open.model_copy(update={"lease": lease})
+    monkeypatch.setattr(kit.broker, "_open", later)
+    assert kit.broker.call(call).reason == "it does not answer"
+    assert asked[-1] == later
 
 
 def test_an_answer_to_a_body_that_nobody_reads_is_heard(tmp_path: Path) -> None:

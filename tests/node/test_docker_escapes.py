@@ -192,7 +192,7 @@ def image(engine: docker.DockerClient) -> Iterator[str]:
 
 @pytest.fixture
 def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    """An agent's bridge and desk in front of a served pool."""
+    """An agent's bridge and lease broker in front of a served pool."""
     with bridge_kit(world, tmp_path / "k", task_uid=os.getuid() or UNPRIVILEGED_UID) as made:
         yield made
 

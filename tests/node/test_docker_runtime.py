@@ -364,3 +364,15 @@ def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
         assert registry.given < 2 << 30
     finally:
         registry.close()
+
+
+def test_shared_memory_is_as_large_as_the_owner_says(busybox: str, mounts: Mounts) -> None:
+    runtime = DockerRuntime(f"test-{uuid.uuid4().hex[:8]}", shm_mb=96)
+    line = "/bin/busybox grep /dev/shm /proc/mounts"
+    task = Task(image=busybox, command=("/bin/busybox", "sh", "-c", line), memory_mb=64)
+    try:
+        handle = runtime.start(task, mounts, WorkerOptions())
+        assert handle.wait(30.0) == 0
+        assert f"size={96 << 10}k" in handle.logs()
+    finally:
+        runtime.clean()

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in, pulse
+from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in, heartbeat_loop
 from full_disk import fill
 from full_disk import small_disk as small_disk
 from node_world import NODE, NodeWorld, until
 
 from prime_core.errors import UnavailableError
 from prime_node.bridge_messages import HandIn, LeaseWish
-from prime_node.outbox import Outbox
+from prime_node.spool import Spool
 from prime_node.worker.loop import StopFlag, work
 from prime_orchestrator.store import nodes
 
@@ -34,46 +34,46 @@ def test_heartbeats_go_on_and_the_journal_is_read(
     kit: Kit, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = hand_in(kit)
-    loop, _ = pulse(kit, lambda stop: stop.set())
-    backend, heard = kit.world.backend, time.time() - 1000
+    loop, _ = heartbeat_loop(kit, lambda stop: stop.set())
+    backend, received = kit.world.backend, time.time() - 1000
     with backend.store.begin() as connection:
-        nodes.set_status(connection, NODE.address, "active", last_heartbeat=heard)
+        nodes.set_status(connection, NODE.address, "active", last_heartbeat=received)
     fill(small_disk / "filler")
     assert loop._beat() is None
     with backend.store.read() as connection:
         node = nodes.get(connection, NODE.address)
     assert node is not None
-    assert node.last_heartbeat > heard
+    assert node.last_heartbeat > received
     assert "no heartbeat got through" not in caplog.text
-    assert [entry.lease_digest for entry in kit.outbox.waiting()] == [lease]
-    beside = Outbox(kit.folder.parent / "outbox", now=time.time, sweep=False)
+    assert [entry.lease_digest for entry in kit.spool.waiting()] == [lease]
+    beside = Spool(kit.folder.parent / "spool", now=time.time, sweep=False)
     assert beside.find(lease) is not None, "so do the commands beside the agent"
-    assert kit.desk.open_leases() == (lease,)
+    assert kit.broker.open_leases() == (lease,)
 
 
 def test_heartbeats_go_out_when_the_journal_cannot_be_read_at_all(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, _ = pulse(kit, lambda stop: stop.set())
+    loop, _ = heartbeat_loop(kit, lambda stop: stop.set())
 
     def refused(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr("prime_node.outbox.sqlite3.connect", refused)
+    monkeypatch.setattr("prime_node.spool.sqlite3.connect", refused)
     assert loop._beat() is None
     assert "no heartbeat got through" not in caplog.text
-    assert "what waits in the outbox is not known" in caplog.text
+    assert "what waits in the spool is not known" in caplog.text
 
 
 def test_a_journal_of_an_older_program_is_read_on_a_full_disk_too(small_disk: Path) -> None:
-    folder = small_disk / "outbox"
-    Outbox(folder, now=time.time)
+    folder = small_disk / "spool"
+    Spool(folder, now=time.time)
     with sqlite3.connect(folder / "journal.sqlite") as db:
         assert db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
     db.close()
-    outbox = Outbox(folder, now=time.time)
+    spool = Spool(folder, now=time.time)
     fill(small_disk / "filler")
-    assert outbox.waiting() == []
+    assert spool.waiting() == []
 
 
 def test_a_finished_file_waits_for_room_while_its_lease_lasts(
@@ -84,12 +84,12 @@ def test_a_finished_file_waits_for_room_while_its_lease_lasts(
     fill(filler)
     stop, tries = Flag(), itertools.count(1)
     bench = Bench(kit, stop)
-    kit.desk._closed = False
+    kit.broker._closed = False
 
     def wait(_: float) -> None:
         if next(tries) == 3:
             filler.unlink()
-            kit.courier.start()
+            kit.uploader.start()
 
     with caplog.at_level(logging.INFO):
         work(kit.client, bench, stop, sleep=wait)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_finished_file_waits_for_room_while_its_lease_lasts(
     assert caplog.text.count("has to wait: cannot keep the file") == 1, "the agent says it, too"
     assert "No space left on device" in caplog.text
     assert not list(kit.world.folder.glob("*.parquet"))
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
 
 
 def test_a_copy_that_the_journal_has_no_room_for_takes_none_from_its_next_try(
@@ -115,13 +115,13 @@ def test_a_copy_that_the_journal_has_no_room_for_takes_none_from_its_next_try(
     filler = small_disk / "filler"
     fill(filler)
     os.truncate(filler, filler.stat().st_size - (1 << 16))
-    kit.desk._closed = True  # answers at once instead of waiting for the receipt
+    kit.broker._closed = True  # answers at once instead of waiting for the receipt
     for _ in range(2):
         with pytest.raises(UnavailableError, match=r"the journal .* is refused"):
-            kit.desk.submit(wish)
+            kit.broker.submit(wish)
     filler.unlink()
-    kit.desk.submit(wish)
-    (entry,) = kit.outbox.waiting()
+    kit.broker.submit(wish)
+    (entry,) = kit.spool.waiting()
     assert entry.path.stat().st_size == 1 << 16
 
 
@@ -137,7 +137,7 @@ def test_a_lease_that_runs_out_on_a_full_disk_is_given_back(
 
     work(kit.client, bench, stop, sleep=wait, clock=lambda: now[0])  # type: ignore[arg-type]
     assert len(bench.built) == 1
-    assert kit.desk.open_leases() == ()
+    assert kit.broker.open_leases() == ()
     assert "given back: it ran out before its file could be kept: " in caplog.text
     assert not list(kit.world.folder.glob("*.parquet"))
 
@@ -149,7 +149,7 @@ def test_a_worker_that_is_asked_to_stop_gives_back_what_cannot_be_kept(
     stop = StopFlag()
     bench = Bench(kit, stop)
     work(kit.client, bench, stop)  # type: ignore[arg-type]
-    assert kit.desk.open_leases() == ()
+    assert kit.broker.open_leases() == ()
     assert "given back: the worker was asked to stop, its file not kept" in caplog.text
     offer = kit.client.lease(LeaseWish(wait_seconds=0))
     assert offer.lease is not None, "it comes back unchanged"

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from devnet.chain import free_port
 from prime_chain.amounts import ETHER, parse_amount
 from prime_chain.keystore import create_keystore, load_keystore
-from prime_core.errors import PolicyError, UserError
+from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.node import Gpu, Hardware, Requirements
 from prime_core.verdict import Reason
-from prime_node import config
+from prime_node import config, leave
 from prime_node.cli import app, main, stake_out
 from prime_node.cli_common import tree_lines
 from prime_node.overview import overview
@@ -334,6 +334,59 @@ def test_what_only_a_running_agent_knows_is_not_shown_of_one_that_ended(tmp_path
         folder.unlock()
     assert (shown["directive"], shown["tokens_per_second"]) == ("work", 9)
     assert not shown.keys() & {"reason", "pool_differs"}
+
+
+class Stopping:
+    """A data folder whose agent has `waiting[n]` undelivered files after n × 50 s, then ends."""
+
+    def __init__(self, folder: Path, waiting: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.data, self.waiting, self.time = DataFolder(folder), waiting, 0.0
+        self.said: list[str] = []
+        self.signals: list[tuple[int, int]] = []
+        monkeypatch.setattr(self.data, "holder", lambda: 77 if self.step < len(waiting) else None)
+        monkeypatch.setattr(
+            leave, "waiting_in", lambda _: waiting[min(self.step, len(waiting) - 1)]
+        )
+        monkeypatch.setattr(leave.os, "kill", lambda *sent: self.signals.append(sent))
+
+    @property
+    def step(self) -> int:
+        return int(self.time // 50)
+
+    def pause(self, seconds: float) -> None:
+        self.time += seconds
+
+    def stop(self) -> None:
+        leave.stop_agent(self.data, self.said.append, clock=lambda: self.time, pause=self.pause)
+
+
+def test_leaving_waits_for_an_agent_as_long_as_it_delivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Stopping(tmp_path, [3, 2, 1, 0], monkeypatch)
+    agent.stop()
+    assert agent.signals == [(77, signal.SIGTERM)]
+    assert agent.time > 3 * leave.STOP_SECONDS
+    first, *progress, last = agent.said
+    assert "gives its open lease back and delivers its finished files (3 waiting)" in first
+    assert [line.split(":")[1] for line in progress] == [
+        f" {left} finished file(s) wait to be delivered" for left in (2, 1, 0)
+    ]
+    assert last == "the agent has ended"
+
+
+def test_leaving_ends_where_an_agent_makes_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Stopping(tmp_path, [1, 1, 1, 1], monkeypatch)
+    with pytest.raises(UnavailableError, match="kill 77, then type prime-node leave again"):
+        agent.stop()
+    assert leave.STOP_SECONDS < agent.time < leave.STOP_SECONDS + 1
+    assert len(agent.said) == 1
+
+    agent = Stopping(tmp_path, [1], monkeypatch)
+    agent.stop()
+    assert agent.said[-1] == "the agent has ended; 1 finished file(s) were not delivered"
 
 
 def test_who_left_is_told_where_the_stake_is_taken_out(wallet: tuple[str, ...]) -> None:

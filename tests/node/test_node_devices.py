@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 from prime_core.task import Task
-from prime_node import admission
+from prime_node import admission, fingerprint
 from prime_node.admission import admit, challenge_device
+from prime_node.config import Settings
 from prime_node.runtime.base import Device, Mounts, WorkerOptions
+from prime_node.runtime.docker import cards, shared_memory
 from prime_node.worker.__main__ import parse
+from prime_node.worker.rollout_builder import engine_sizes
 
 GPU = Gpu(model="NVIDIA RTX 4090", memory_mb=24_000)
 
@@ -60,3 +66,57 @@ def test_worker_generates_on_the_device_that_solved_the_challenge(
     options = parse(words)
     assert (options.device, options.dtype) == (device, dtype)
     assert solved_on == [device]
+
+
+L4, L40 = Gpu(model="NVIDIA L4", memory_mb=23_034), Gpu(model="NVIDIA L40S", memory_mb=46_068)
+
+
+def test_sizes_that_the_owner_sets_reach_the_engine_and_no_others() -> None:
+    folder = Path("/nowhere")
+    mounts = Mounts(folder, folder, folder)
+    plain = WorkerOptions().arguments(mounts)
+    assert not {"--tensor-parallel", "--memory-share", "--max-length"} & set(plain)  # older images
+    asked = WorkerOptions(tensor_parallel=4, memory_share=0.9, max_length=8192)
+    options = parse([*asked.arguments(mounts), "--engine", "vllm"])
+    sizes = {"tensor_parallel": 4, "memory_share": 0.9, "max_length": 8192}
+    assert engine_sizes(options) == sizes
+    assert engine_sizes(parse(plain)) == {}
+    assert engine_sizes(parse(asked.arguments(mounts))) == {}  # the plain engine has no such sizes
+
+
+def test_a_node_uses_the_cards_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (L4, L40, L4))
+    assert fingerprint.read_gpus() == (L4, L40, L4)
+    assert fingerprint.read_gpus("1") == (L40,)
+    assert fingerprint.read_gpus("2,0") == (L4, L4)
+    with pytest.raises(UserError, match="names card 3, and this machine shows 3 cards"):
+        fingerprint.read_gpus("0,3")
+    with pytest.raises(UserError, match="names card 1 twice"):
+        fingerprint.read_gpus("1,1")
+
+
+def test_a_container_gets_the_node_s_cards_and_shared_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (cards("all")["Count"], cards("all")["DeviceIDs"]) == (-1, [])
+    assert (cards("0,2")["Count"], cards("0,2")["DeviceIDs"]) == (0, ["0", "2"])
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (L4, L4))
+    task = Task(image="process", gpus=True)
+    assert [shared_memory(task, gpus) for gpus in ("all", "0", "0,1")] == [1024, 64, 1024]
+    assert shared_memory(Task(image="process"), "all") == 64
+
+
+def test_a_process_is_limited_to_the_node_s_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    fingerprint.use_gpus("all")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    fingerprint.use_gpus("1,0")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize("gpus", ["", "none", "0,", "0 1", "-1", "GPU-5f2"])
+def test_a_wrong_list_of_cards_is_refused(gpus: str) -> None:
+    with pytest.raises(ValidationError, match="gpus"):
+        Settings(gpus=gpus)

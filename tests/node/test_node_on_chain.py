@@ -18,7 +18,7 @@ from node_world import MANAGER, NODE, TRAINER, NodeWorld, node_world, run_defini
 from devnet.deployed import Deployed, pool_config
 from prime_chain import flows
 from prime_chain.contracts import ETHER
-from prime_core import ids
+from prime_chain.keystore import save_keystore
 from prime_core.node import Invite
 from prime_orchestrator.store import schema
 
@@ -73,6 +73,9 @@ def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
         pool_config(TRAINER.address, run.digest(), STAKE, capacity=16)
     )
     pool = flows.created_pool(deployed.contracts, deployed.send(MANAGER, create))
+    bank = deployed.accounts[0]
+    for step in flows.fund_pool(deployed.contracts, bank.address, pool, ETHER):
+        deployed.send(bank, step)
     with node_world(tmp_path, deployed.deployment, pool, stake_per_class=STAKE) as world:
         yield Chain(world, deployed, pool)
 
@@ -118,8 +121,12 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
 
     # leaving: the agent ends first, then the chain hears of it
     command = [sys.executable, "-m", "prime_node.cli", "leave", "--data", data]
-    subprocess.run(command, capture_output=True, check=True, timeout=90)
+    left = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
     assert second.wait(120) == 0
+    stopping, _, ended = left.stderr.partition("the agent has ended")
+    assert f"the agent (process {second.pid}) is asked to stop" in stopping
+    assert ended
+    assert "it may be withdrawn from" in left.stdout
     assert contracts.pools.class_of(chain.pool, NODE.address) == 0
 
 
@@ -127,25 +134,28 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
 def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> None:
     owner = chain.deployed.accounts[3]
     chain.world.join(*chain.flags, "--provider", owner.address)
+    asked = "a Safe instead adds"
     log = until(
-        lambda: chain.world.log() if chain.world.log().count("   data ") == 5 else "",
-        "it asks the owner",
+        lambda: chain.world.log() if asked in chain.world.log() else "", "it asks the owner"
     )
-    assert "has to send 5 transaction(s)" in log
+    lines = [line for line in log.splitlines() if "waits for its owner" in line]
+    assert len(lines) == 1, log
+    command = log[log.index("prime-node node add") : log.index(asked)]
+    assert all(len(line) <= 80 for line in command.splitlines()), command
     assert chain.world.node_status() is None, "no challenge before the owner's part"
-    calldata, targets = (
-        [line.rpartition(word)[2] for line in log.splitlines() if word in line]
-        for word in ("   data ", "   to   ")
-    )
-    assert len(targets) == 5
+    assert "--stake 100 " in command
 
-    contracts = chain.deployed.contracts
+    keystore, contracts = chain.world.folder / "owner.json", chain.deployed.contracts
+    save_keystore(keystore, bytes(owner.account.key), "secret", light=True)
+    password = chain.world.folder / "owner-password"
+    password.write_text("secret")
     chain.deployed.send(owner, contracts.token.faucet())
-    from prime_chain.client import Call
-
-    for to, data in zip(targets, calldata, strict=True):
-        call = Call(ids.address(to), bytes.fromhex(data[2:]), 0, "as printed")
-        chain.deployed.send(owner, call)
+    done = prime_node(
+        *("node", "add", str(chain.world.folder / "node" / "consent.json"), "--stake", "100"),
+        *("--orchestrator", chain.world.url, "--wallet", str(keystore), "--password-file",
+          str(password), "--data", str(chain.world.folder / "owner"), *chain.flags),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     chain.carry_invite()
     assert contracts.registry.provider_of(NODE.address) == owner.address
     until(chain.world.submissions, "it works")

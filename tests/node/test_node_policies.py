@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import requests
-from bridge_kit import Bench, Flag, Kit, bridge_kit, pulse
+from bridge_kit import Bench, Flag, Kit, bridge_kit, heartbeat_loop
 from command import prime_node
 from node_world import NODE, POOL, TRAINER, NodeWorld, publish_model, until
 from served import served
@@ -26,12 +26,12 @@ from prime_broadcast.manifest import Trust
 from prime_core.checkpoint import FileEntry, Manifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
-from prime_node import journal
 from prime_node import policies as node_policies
+from prime_node import policy_log
 from prime_node.api import NodeApi
 from prime_node.policies import CATCH_UP, PolicyKeeper
 from prime_node.worker.loop import work
-from prime_node.worker.workshop import Built, Job
+from prime_node.worker.rollout_builder import Built, Job
 from prime_orchestrator.store import batches, policies
 
 
@@ -74,19 +74,19 @@ def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
     kit: Kit, caplog: pytest.LogCaptureFixture
 ) -> None:
     origin = origin_of(kit)
-    loop, _ = pulse(kit, threading.Event.set)
+    loop, _ = heartbeat_loop(kit, threading.Event.set)
     with liar_of(kit.world.folder / "layout") as liar:
         with kit.world.store.begin() as connection:
             account = Address("0x" + "12" * 20)
             policies.see_relay(connection, liar, account, (0,), now=kit.world.backend.now())
         keeper = loop._keeper
         with caplog.at_level(logging.INFO), started(keeper):
-            keeper.heard(0, (liar, origin))
+            keeper.note_answer(0, (liar, origin))
             until(lambda: keeper.newest() == 0, "the policy arrives from the origin")
         assert "policy 0 is fetched from 2 relay(s)" in caplog.text
-        assert f"{liar} lied: it sent a wrong chunk" in caplog.text
+        assert f"{liar} sent false data: it sent a wrong chunk" in caplog.text
         assert keeper.liars() == (liar,)
-        line = journal.last(kit.folder.parent)
+        line = policy_log.last(kit.folder.parent)
         assert line is not None
         lies = [fault for fault in line["faults"] if fault["kind"] == "lie"]
         assert {fault["url"] for fault in lies} == {liar}
@@ -97,18 +97,20 @@ def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
 
         assert loop.run() == 0
         assert keeper.liars() == (), "it was told by the heartbeat that got through"
-        told = requests.get(f"{kit.world.url}/metrics", timeout=20).text
-        assert f'prime_relay_lies_reported{{relay="{liar}"}} 1.0\n' in told
-        assert origin not in told
+        reported = requests.get(f"{kit.world.url}/metrics", timeout=20).text
+        assert f'prime_relay_lies_reported{{relay="{liar}"}} 1.0\n' in reported
+        assert origin not in reported
 
 
-def test_what_a_kill_cut_off_in_the_journal_hides_no_earlier_line(tmp_path: Path) -> None:
-    assert journal.last(tmp_path) is None
-    (tmp_path / journal.NAME).write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
-    assert journal.last(tmp_path) == {"version": 4}
+def test_what_a_kill_cut_off_in_the_policy_log_hides_no_earlier_line(tmp_path: Path) -> None:
+    assert policy_log.last(tmp_path) is None
+    (tmp_path / policy_log.NAME).write_text(
+        json.dumps({"version": 4}) + "\n" + '{"version": 5, "by'
+    )
+    assert policy_log.last(tmp_path) == {"version": 4}
 
 
-def test_a_line_that_was_cut_off_in_the_journal_takes_none_that_comes_after_it_along(
+def test_a_line_that_was_cut_off_in_the_policy_log_takes_none_that_comes_after_it_along(
     tmp_path: Path,
 ) -> None:
     digest = Digest("0x" + "11" * 32)
@@ -116,17 +118,17 @@ def test_a_line_that_was_cut_off_in_the_journal_takes_none_that_comes_after_it_a
     manifest = Manifest(
         pool=POOL, version=6, step=6, chunk_size=1 << 16, files=(file,), result_digest=digest
     )
-    path = tmp_path / journal.NAME
-    journal.record(tmp_path, manifest, FetchStats(6), 1.0)
+    path = tmp_path / policy_log.NAME
+    policy_log.record(tmp_path, manifest, FetchStats(6), 1.0)
     assert path.read_text().startswith('{"version": 6,'), "no blank line before the first"
     path.write_text(json.dumps({"version": 4}) + "\n" + '{"version": 5, "by')
     for _ in range(2):
-        journal.record(tmp_path, manifest, FetchStats(6), 1.0)
+        policy_log.record(tmp_path, manifest, FetchStats(6), 1.0)
     first, cut, *whole = path.read_text().splitlines()
     assert json.loads(first) == {"version": 4}
     assert cut == '{"version": 5, "by'
     assert [json.loads(line)["version"] for line in whole] == [6, 6]
-    found = journal.last(tmp_path)
+    found = policy_log.last(tmp_path)
     assert found is not None
     assert found["version"] == 6
 
@@ -140,7 +142,7 @@ def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
         "verified": 3, "kept": 1, "refetched": 1, "at": 5.0,
         "faults": [{"url": "http://b", "kind": "lie", "reason": "it sent a wrong chunk"}],
     }  # fmt: skip
-    (tmp_path / journal.NAME).write_text(json.dumps(line) + "\n")
+    (tmp_path / policy_log.NAME).write_text(json.dumps(line) + "\n")
     shown = json.loads(prime_node("status", *settings, "--json").stdout)["last_fetch"]
     assert shown["bytes_per_second"] == 2_000_000
     assert shown.items() >= {"version": 7, "route": "delta", "refetched": 1, "kept": 1}.items()
@@ -159,7 +161,7 @@ class Folder:
     def __init__(self, root: Path, here: tuple[int, ...], never: tuple[int, ...] = ()) -> None:
         self.root = root / "policies"
         self.here, self.never, self.tried = [*here], never, list[int]()
-        self.on_lie: Any = None
+        self.on_fault: Any = None
 
     def versions(self) -> list[int]:
         return self.here
@@ -202,7 +204,7 @@ def test_a_node_a_little_behind_takes_each_version_in_turn_and_one_far_behind_th
 ) -> None:
     folder = Folder(tmp_path, here)
     with started(keeper_over(folder, newest)) as keeper:
-        keeper.heard(newest, ("http://relay",))
+        keeper.note_answer(newest, ("http://relay",))
         until(lambda: keeper.newest() == newest, "the newest arrives")
     assert folder.tried == tried
 
@@ -213,7 +215,7 @@ def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
     monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
     folder = Folder(tmp_path, (0,), never=(2,))
     with started(keeper_over(folder, 4)) as keeper:
-        keeper.heard(4, ("http://relay",))
+        keeper.note_answer(4, ("http://relay",))
         until(lambda: keeper.newest() == 4, "the newest arrives")
     assert folder.tried == [1, 2, 4]
 
@@ -235,11 +237,11 @@ class Overtaken(Bench):
             )
             with store.begin() as connection:
                 policies.add(connection, signed, now=self._kit.world.backend.now())
-            self._keeper.heard(1, (origin_of(self._kit),))
+            self._keeper.note_answer(1, (origin_of(self._kit),))
             until(lambda: self._keeper.newest() == 1, "policy 1 arrives while a file is made")
             until(lambda: len(self._pruned) == 2, "what is old is looked through")
-            assert self._kit.desk.open_leases() == (job.lease_digest,)
-            assert self._kit.desk.open_versions() == {0}
+            assert self._kit.broker.open_leases() == (job.lease_digest,)
+            assert self._kit.broker.open_versions() == {0}
             assert self._keeper.digest(0) is not None, "the open lease's policy stays"
         return super().build(job)
 
@@ -262,21 +264,21 @@ def test_a_policy_that_arrives_while_a_file_is_made_waits_for_the_next_lease(
         folder,
         lambda: NodeApi(kit.world.url, NODE),
         keep=1,
-        on_arrival=kit.desk.nudge,
-        pinned=kit.desk.open_versions,
+        on_arrival=kit.broker.nudge,
+        pinned=kit.broker.open_versions,
     )
-    monkeypatch.setattr(kit.desk, "_policies", keeper)
+    monkeypatch.setattr(kit.broker, "_policies", keeper)
     monkeypatch.setattr(  # a policy is published once the batch before it is sealed
         batches, "next_step", lambda connection: policies.latest_version(connection) or 0
     )
-    kit.courier.start()
+    kit.uploader.start()
     with started(keeper):
-        keeper.heard(0, (origin_of(kit),))
+        keeper.note_answer(0, (origin_of(kit),))
         until(lambda: keeper.newest() == 0, "policy 0 arrives")
         stop = Flag()
-        shop: Any = Overtaken(kit, stop, keeper, pruned)
-        work(kit.client, shop, stop)
-    assert shop.by == [0, 1]
+        builder: Any = Overtaken(kit, stop, keeper, pruned)
+        work(kit.client, builder, stop)
+    assert builder.by == [0, 1]
     assert pruned[:2] == [0, 0]
     assert len(kit.world.submissions()) == 2
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import docker
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in, policy_keeper, pulse
+from bridge_kit import Kit, bridge_kit, hand_in, heartbeat_loop, policy_keeper
 from node_world import NODE, NodeWorld, node_world, run_definition, until
 
 from devnet.chain import free_port
@@ -28,11 +28,11 @@ from prime_core.task import Task
 from prime_envs.registry import environment_ref
 from prime_envs.sources import BESIDE_POLICIES, file_digest
 from prime_node.api import NodeApi
-from prime_node.courier import Courier
 from prime_node.policies import PolicyKeeper
 from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.docker import DockerRuntime
-from prime_node.worker.workshop import put_file
+from prime_node.uploader import Uploader
+from prime_node.worker.rollout_builder import put_file
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
 def test_status_that_cannot_be_written_is_said_and_work_goes_on(
     kit: Kit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, data = pulse(kit, threading.Event.set)
+    loop, data = heartbeat_loop(kit, threading.Event.set)
     (data.root / ".status.json.new").mkdir()
     assert loop.run() == 0
     assert "`prime-node status` is not up to date" in caplog.text
@@ -54,31 +54,31 @@ def test_agent_ends_when_one_of_its_threads_died(kit: Kit) -> None:
     def defect() -> NodeApi:
         raise KeyError("a defect")
 
-    courier = Courier(kit.outbox, defect, rng=random.Random(0))
-    courier.start()
-    courier.thread.join(20)
-    loop, _ = pulse(kit, lambda stop: None, threads=(courier.thread,))
-    with pytest.raises(FatalError, match="thread 'courier' died of KeyError: 'a defect'"):
+    uploader = Uploader(kit.spool, defect, rng=random.Random(0))
+    uploader.start()
+    uploader.thread.join(20)
+    loop, _ = heartbeat_loop(kit, lambda stop: None, threads=(uploader.thread,))
+    with pytest.raises(FatalError, match="thread 'uploader' died of KeyError: 'a defect'"):
         loop.run()
 
 
-def test_courier_goes_on_once_the_full_disk_has_room(
+def test_uploader_goes_on_once_the_full_disk_has_room(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = hand_in(kit)
     real, times = sqlite3.connect, itertools.count()
 
     def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
-        if threading.current_thread().name == "courier" and next(times) in (0, 2):
+        if threading.current_thread().name == "uploader" and next(times) in (0, 2):
             raise sqlite3.OperationalError("database or disk is full")
         return real(*arguments, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect)
-    courier = Courier(kit.outbox, lambda: NodeApi(kit.world.url, NODE), rng=random.Random(0))
-    courier.start()
-    courier.drain(20, time.monotonic)
-    assert courier.stop(10) == 0
-    assert kit.outbox.find(lease).state == "receipted"  # type: ignore[union-attr]
+    uploader = Uploader(kit.spool, lambda: NodeApi(kit.world.url, NODE), rng=random.Random(0))
+    uploader.start()
+    uploader.drain(20, time.monotonic)
+    assert uploader.stop(10) == 0
+    assert kit.spool.find(lease).state == "receipted"  # type: ignore[union-attr]
     assert "database or disk is full" in caplog.text
 
 
@@ -97,7 +97,7 @@ def test_policies_arrive_once_the_full_disk_has_room(
     keeper.start()
     relays = tuple(relay.url for relay in NodeApi(kit.world.url, None).relays())
     with caplog.at_level(logging.WARNING):
-        keeper.heard(0, relays)
+        keeper.note_answer(0, relays)
         until(lambda: keeper.newest() == 0, "the policy arrives after all")
     keeper.stop(10)
     assert "No space left on device" in caplog.text
@@ -111,7 +111,7 @@ def test_engine_that_restarts_is_asked_again(kit: Kit, caplog: pytest.LogCapture
             raise UnavailableError("the Docker engine does not answer: restarting")
         stop.set()
 
-    loop, _ = pulse(kit, tend)
+    loop, _ = heartbeat_loop(kit, tend)
     assert loop.run() == 0
     assert "restarting; again in 1 s" in caplog.text
 

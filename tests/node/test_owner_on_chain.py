@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from command import prime_node
+from eth_abi import abi
 from typer.testing import CliRunner
 
 from devnet.chain import dev_signer
@@ -34,7 +35,7 @@ from prime_core.task import Lease, SignedLease
 from prime_core.times import utc
 from prime_core.verdict import Reason
 from prime_node.cli import app
-from prime_node.outbox import Outbox
+from prime_node.spool import Spool
 from prime_node.wallet import open_provider
 
 MANAGER, TRAINER, VALIDATOR, OWNER, NODE, OTHER = (dev_signer(n) for n in range(1, 7))
@@ -128,6 +129,36 @@ def test_a_node_is_added_by_its_signed_consent_shown_listed_and_removed(owner: O
     assert owner("node", "show", NODE.address)["provider"] is None
     again = owner.run("node", "add", str(consent))
     assert "ConsentUsed" in again[2], "a consent is good once"
+
+
+def test_one_command_or_one_transaction_of_a_safe_does_all_that_a_seat_needs(owner: Owner) -> None:
+    owner("faucet")
+    file = str(owner.consent(NODE))
+    words = ("node", "add", file, "--stake", "150")
+    kinds = ["register", "let", "deposit", "add", "let"]
+    unsent = owner(*words, "--calldata")
+    as_safe = (*words, "--multisig", "--provider", OWNER.address)
+    assert "has no MultiSendCallOnly" in owner.refused(*as_safe)
+    anvil = owner.deployed.anvil
+    anvil.rpc("anvil_setCode", "0x9641d764fc13c8B624c04430C7356C1C7C8102e2", "0x00")
+    (safe,) = owner(*as_safe)
+    anvil.rpc("anvil_setCode", "0x9641d764fc13c8B624c04430C7356C1C7C8102e2", "0x")
+    (packed,) = abi.decode(["bytes"], bytes.fromhex(safe["data"].removeprefix("0x8d80ff0a")))
+    found = []
+    while packed:
+        head, size = packed[:53], int.from_bytes(packed[53:85])
+        assert (head[0], int.from_bytes(head[21:])) == (0, 0), "a call without value"
+        found.append((head[1:21].hex(), "0x" + packed[85 : 85 + size].hex()))
+        packed = packed[85 + size :]
+    assert found == [(row["to"][2:].lower(), row["data"]) for row in unsent]
+    assert safe["operation"].startswith("1")
+    assert owner("node", "list") == [], "nothing was sent"
+    assert [row["what"].split()[0] for row in owner(*words)] == kinds
+    contracts = owner.deployed.contracts
+    assert contracts.vault.active(OWNER.address) == 150 * ETHER
+    assert contracts.pools.allowed_class(OWNER.address, owner.pool) == 1
+    assert owner("node", "list") == [NODE.address]
+    assert owner(*words) == [], "what is done is not sent again"
 
 
 def test_a_consent_of_another_owner_or_of_nobody_is_one_sentence(
@@ -262,7 +293,10 @@ def test_a_slash_is_disputed_by_its_owner_alone_and_in_time(owner: Owner) -> Non
     assert [(one["leaf"], one["status"]) for one in listed] == [(leaf, "proposed")]
     assert "about a node of" in owner.refused("dispute", leaf, wallet=OTHER)
     assert "no slash was proposed" in owner.refused("dispute", sha256(b"other"))
-    owner("dispute", leaf)
+    said = owner.refused("dispute", leaf)
+    assert "the court cannot be asked" in said, "who serves the opinions does not choose the judge"
+    assert "--arbiter" in said
+    owner("dispute", leaf, "--arbiter")
     (found,) = read_slashes(owner.deployed.client, owner.deployed.deployment)
     assert found.status == "disputed"
     assert "it is disputed" in owner.refused("dispute", leaf)
@@ -300,7 +334,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
     )
     deployed.send(MANAGER, post)
 
-    def told(_client: object, node: Address) -> RewardInfo:
+    def reported(_client: object, node: Address) -> RewardInfo:
         """What an orchestrator says; the chain's root is what it is held to."""
         number = list(earned).index(node) if node in earned else None
         return RewardInfo(
@@ -313,7 +347,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
             forfeited="0",
         )
 
-    monkeypatch.setattr("prime_chain.claims.fetch_info", told)
+    monkeypatch.setattr("prime_chain.claims.fetch_info", reported)
     where = ("--orchestrator", "http://127.0.0.1:9")
     claim = ("rewards", "claim", *where)
     assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
@@ -330,7 +364,7 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
 
 
 def _receipted(owner: Owner, index: int = 0) -> tuple[Digest, Lease]:
-    """A file in the agent's journal with lease and receipt, as the desk leaves it, received
+    """A file in the agent's journal with lease and receipt, as the lease broker leaves it, received
     `index` seconds from now."""
     deployed = owner.deployed
     domain, now = deployed.deployment.domain("work"), deployed.now() + index
@@ -344,14 +378,14 @@ def _receipted(owner: Owner, index: int = 0) -> tuple[Digest, Lease]:
     )  # fmt: skip
     leaf = submission.digest(domain)
     receipt = Receipt(submission_digest=leaf, received_at=now)
-    outbox = Outbox(owner.folder / "data" / "outbox", now=lambda: float(now))
+    spool = Spool(owner.folder / "data" / "spool", now=lambda: float(now))
     body = SignedSubmission(
         submission=submission, node=NODE.address, signature=NODE.sign(submission, domain)
     )
     signed = SignedLease(lease=lease, signature=MANAGER.sign(lease, domain), policy_version=0)
-    outbox.add(leaf, body, signed)
+    spool.add(leaf, body, signed)
     answer = ReceiptAnswer(receipt=receipt, signature=MANAGER.sign(receipt, domain))
-    outbox.settle(lease.digest(domain), answer)
+    spool.settle(lease.digest(domain), answer)
     return leaf, lease
 
 

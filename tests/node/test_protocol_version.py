@@ -29,7 +29,7 @@ from prime_core.version import HEADER, UPGRADE
 from prime_node import bridge_messages
 from prime_node.api import NodeApi
 from prime_node.bridge_messages import Abandon, LeaseWish
-from prime_node.courier import deliver
+from prime_node.uploader import deliver
 from prime_orchestrator.api.app import BODIES, create_app
 
 
@@ -166,8 +166,8 @@ def test_a_node_of_today_works_under_a_server_whose_answers_have_grown(
         beat = Heartbeat(policy_version=0)
         assert api.heartbeat(beat).directive == "work"
         hand_in(kit)
-        (entry,) = kit.outbox.waiting()
-        assert deliver(entry, kit.outbox, api) is not None, "uploaded, submitted, receipted"
+        (entry,) = kit.spool.waiting()
+        assert deliver(entry, kit.spool, api) is not None, "uploaded, submitted, receipted"
         assert kit.client.lease(LeaseWish(wait_seconds=10)).lease is not None
         assert [one.node for one in api.client.nodes()] == [NODE.address]
         assert api.policies().policies[0].manifest.version == 0

@@ -22,10 +22,10 @@ from prime_core.ids import Digest
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
 from prime_node.bridge_messages import FILES, HandIn, LeaseWish
-from prime_node.inbox import Inbox
 from prime_node.runtime import process as process_runtime
 from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
+from prime_node.spool import TaskUploads
 from prime_node.worker.loop import work
 
 
@@ -53,22 +53,22 @@ def put(kit: Kit, name: str, body: bytes, length: int | None = None) -> bytes:
 def test_a_sent_file_is_handed_in_and_nothing_of_it_is_left(kit: Kit, tmp_path: Path) -> None:
     lease = take_lease(kit)
     (tmp_path / "f.parquet").write_bytes(b"file")
-    kit.courier.start()
+    kit.uploader.start()
     kit.client.send_file(tmp_path / "f.parquet")
     answer = kit.client.submit(HandIn(lease_digest=lease, file="f.parquet"))
     assert answer.receipt is not None
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
     assert not list(kit.folder.iterdir())
 
 
 def test_the_worker_keeps_no_file_that_it_sent(kit: Kit) -> None:
     """Where a container writes there is room for two."""
     stop = Flag()
-    kit.courier.start()
+    kit.uploader.start()
     work(kit.client, Bench(kit, stop), stop)  # type: ignore[arg-type]
     assert not list(kit.world.folder.glob("*.parquet"))
     assert len(kit.world.submissions()) == 1
-    assert kit.courier.stop(10) == 0
+    assert kit.uploader.stop(10) == 0
 
 
 def test_however_much_a_task_sends_one_file_lies_here(kit: Kit) -> None:
@@ -104,10 +104,10 @@ def test_a_body_that_no_route_takes_is_answered_all_the_same(kit: Kit) -> None:
 
 
 def test_a_file_that_ends_too_early_is_not_kept(tmp_path: Path) -> None:
-    inbox, pieces = Inbox(tmp_path / "i"), [b"12", b""]
+    task_uploads, pieces = TaskUploads(tmp_path / "i"), [b"12", b""]
     with pytest.raises(MalformedError, match="ended 2 bytes too early"):
-        inbox.receive("f", 4, lambda most: pieces.pop(0))
-    assert not list(inbox.folder.iterdir())
+        task_uploads.receive("f", 4, lambda most: pieces.pop(0))
+    assert not list(task_uploads.folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "../f", "a/b", ".receiving", "..", "%2e%2e", "x" * 200])
@@ -125,21 +125,21 @@ def test_no_file_is_taken_while_no_lease_is_open(kit: Kit, tmp_path: Path) -> No
 
 
 def test_one_file_is_received_at_a_time(tmp_path: Path) -> None:
-    inbox, begun, go_on = Inbox(tmp_path / "i"), threading.Event(), threading.Event()
+    task_uploads, begun, go_on = TaskUploads(tmp_path / "i"), threading.Event(), threading.Event()
 
     def slowly(most: int) -> bytes:
         begun.set()
         go_on.wait(30)
         return b"1"
 
-    first = threading.Thread(target=lambda: inbox.receive("first", 1, slowly))
+    first = threading.Thread(target=lambda: task_uploads.receive("first", 1, slowly))
     first.start()
     assert begun.wait(30)
     with pytest.raises(ConflictError, match="one is sent at a time"):
-        inbox.receive("second", 1, lambda most: b"2")
+        task_uploads.receive("second", 1, lambda most: b"2")
     go_on.set()
     first.join(30)
-    assert [path.read_bytes() for path in inbox.folder.iterdir()] == [b"1"]
+    assert [path.read_bytes() for path in task_uploads.folder.iterdir()] == [b"1"]
 
 
 # -- a disk that is really full --------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_a_full_disk_loses_nothing_that_was_handed_in(world: NodeWorld, small_di
     next is taken, too."""
     with bridge_kit(world, small_disk / "k") as kit:
         first = hand_in(kit, b"first")
-        kit.courier.start()
-        until(lambda: kit.outbox.find(first).state == "receipted", "the first is delivered")  # type: ignore[union-attr]
+        kit.uploader.start()
+        until(lambda: kit.spool.find(first).state == "receipted", "the first is delivered")  # type: ignore[union-attr]
         lease = take_lease(kit)
         filler = small_disk / "filler"
         fill(filler)
@@ -161,13 +161,13 @@ def test_a_full_disk_loses_nothing_that_was_handed_in(world: NodeWorld, small_di
             kit.client.send_file(file_to_send)
         assert not list(kit.folder.iterdir())
         filler.unlink()
-        kept = kit.outbox.find(first)
+        kept = kit.spool.find(first)
         assert kept is not None
         assert kept.receipt is not None
         kit.client.send_file(file_to_send)
         answer = kit.client.submit(HandIn(lease_digest=lease, file="f"))
         assert answer.receipt is not None
-        assert kit.courier.stop(10) == 0
+        assert kit.uploader.stop(10) == 0
 
 
 # -- the process runtime ---------------------------------------------------------------------------

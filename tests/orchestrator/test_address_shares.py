@@ -78,7 +78,7 @@ def solution_of(world: World, session: Session) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("peer", "told"),
+    ("peer", "reported"),
     [
         (lambda host: host, lambda host: {}),
         (lambda host: PROXY, lambda host: {"x-forwarded-for": host}),
@@ -89,14 +89,14 @@ def solution_of(world: World, session: Session) -> tuple[str, Any]:
     ids=["direct", "behind a proxy", "forged before the proxy", "forged to us"],
 )
 def test_slow_bodies_of_one_address_leave_room_for_a_newcomers(
-    world: World, peer: Any, told: Any
+    world: World, peer: Any, reported: Any
 ) -> None:
     """Two places each of eight: who drips sixteen MiB holds up nobody else's admission."""
     app = create_app(world.backend, proxies=Proxies(["10.1.0.0/16"]))
     path, headers = solution_of(world, world.newcomer(1))
 
     def ask(host: str) -> Exchange:
-        return Exchange(app, peer(host), path, headers() | told(host))
+        return Exchange(app, peer(host), path, headers() | reported(host))
 
     async def attack() -> None:
         async with AsyncExitStack() as held:

@@ -94,7 +94,7 @@ def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: Wor
     assert invite.recover(world.domain("pools"), answer.signature) == world.manager.address
     assert (invite.pool, invite.node, invite.speed_class) == (1, signer(1).address, 1)
     with world.backend.store.read() as connection:
-        queued = intents.pending(connection, world.manager.address)
+        queued = intents.pending(connection)
     assert [(i.kind, i.arguments()["invite"]["node"]) for i in queued] == [
         ("join", signer(1).address)
     ]
@@ -197,12 +197,10 @@ def test_a_failed_join_is_said_and_may_be_tried_again(world: World) -> None:
     session = world.newcomer(1)
     admit(world, session)
     with world.backend.store.begin() as connection:
-        [intent] = intents.pending(connection, world.manager.address)
-        intents.update(
-            connection, intent.id, "failed", now=world.clock(), error="InsufficientStake"
-        )
-    told = beat(world, session)
-    assert (told.directive, "InsufficientStake" in told.reason) == ("join", True)
+        [intent] = intents.pending(connection)
+        intents.fail(connection, intent.id, "InsufficientStake", now=world.clock())
+    reported = beat(world, session)
+    assert (reported.directive, "InsufficientStake" in reported.reason) == ("join", True)
     world.clock.advance(1)
     admit(world, session)
     assert beat(world, session).directive == "wait"
@@ -214,7 +212,7 @@ def test_a_member_that_answers_again_needs_no_join(world: World) -> None:
     join(world, session)
     assert admit(world, session, seconds=0.000001).invite is None
     with world.backend.store.read() as connection:
-        assert len(intents.pending(connection, world.manager.address)) == 1
+        assert len(intents.pending(connection)) == 1
         row = nodes.get(connection, signer(1).address)
         assert row is not None
         assert row.status == "active"
@@ -227,7 +225,7 @@ def test_a_store_that_was_lost_finds_its_members_again(world: World) -> None:
     admit(world, session)
     assert beat(world, session).directive == "work"
     with world.backend.store.read() as connection:
-        assert intents.pending(connection, world.manager.address) == []
+        assert intents.pending(connection) == []
 
 
 @pytest.mark.parametrize(
@@ -237,9 +235,9 @@ def test_the_heartbeats_answer_says_what_to_do(world: World, status: Any, direct
     session = world.member(1)
     with world.backend.store.begin() as connection:
         nodes.set_status(connection, signer(1).address, status, last_heartbeat=world.clock())
-    told = beat(world, session)
-    assert (told.directive, told.status) == (directive, status)
-    assert told.reason
+    reported = beat(world, session)
+    assert (reported.directive, reported.status) == (directive, status)
+    assert reported.reason
 
 
 @pytest.mark.parametrize("status", ["quarantined", "ejected"])
@@ -346,7 +344,7 @@ def test_a_provider_that_goes_before_the_answer_gets_no_invite(world: World) -> 
     path = f"/v1/admission/solution/{challenge.id}"
     assert world.post(path, solved(challenge), session).status_code == 409
     with world.backend.store.read() as connection:
-        assert intents.pending(connection, world.manager.address) == []
+        assert intents.pending(connection) == []
 
 
 def test_the_end_of_the_pool_stops_everybody(world: World) -> None:
@@ -403,4 +401,4 @@ def test_a_provider_that_goes_while_the_invite_is_made_gets_none(
     path = f"/v1/admission/solution/{challenge.id}"
     assert world.post(path, solved(challenge), session).status_code == 409
     with world.backend.store.read() as connection:
-        assert intents.pending(connection, world.manager.address) == []
+        assert intents.pending(connection) == []

@@ -12,8 +12,8 @@ from prime_core.encoding import sha256
 from prime_core.messages import LeaseAnswer
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.api.pauses import PATIENCE
-from prime_orchestrator.api.presence import LifeTicks
 from prime_orchestrator.store import leases, nodes, schema, submissions
 
 ASK = b'{"policy_version":0}'
@@ -219,16 +219,16 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
                 judged_at=world.clock(),  # type: ignore[arg-type]
             )
 
-    def told(heard_at: int) -> list[dict[str, Any]]:
+    def reported(heard_at: int) -> list[dict[str, Any]]:
         body = b'{"policy_version":0,"heard_at":%d}' % heard_at
         ends: list[dict[str, Any]] = world.post("/v1/heartbeat", body, ours).json()["endings"]
         return ends
 
-    (ending,) = told(0)
+    (ending,) = reported(0)
     assert (ending["status"], ending["reason"]) == ("void", Reason.MALFORMED)
     assert ending["detail"] == Reason.MALFORMED.sentence
-    assert told(int(world.clock())) == [ending], "told again: the verdict may have come late"
-    assert told(int(world.clock()) + 100) == []
+    assert reported(int(world.clock())) == [ending], "told again: the verdict may have come late"
+    assert reported(int(world.clock()) + 100) == []
 
 
 def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(world: World) -> None:

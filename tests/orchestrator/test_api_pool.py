@@ -21,9 +21,12 @@ from prime_core.run import RunDefinition
 from prime_core.settlement import RewardEntry, Settlement
 from prime_core.storage.base import put_object
 from prime_core.transport.client import OrchestratorClient
+from prime_core.verdict import Reason
 from prime_orchestrator.api import status as status_module
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.watch import MAX_WATCHERS, StatusFeed
+from prime_orchestrator.cli import status as status_cli
+from prime_orchestrator.manager import voids
 from prime_orchestrator.store import batches, intents, meta, nodes, policies, schema
 from prime_orchestrator.store.batches import BatchRow
 
@@ -49,7 +52,7 @@ def test_the_trainer_publishes_one_version_after_the_other(world: World) -> None
     assert [signed.manifest.version for signed in listed.policies] == [1, 0]
     assert listed.policies[0] == world.manifest(1)
     with world.backend.store.read() as connection:
-        queued = intents.pending(connection, world.manager.address)
+        queued = intents.pending(connection)
     assert [(i.id, i.arguments()["signature"]) for i in queued] == [
         ("policy:1", world.manifest(1).signature)
     ]
@@ -242,8 +245,9 @@ def test_status_is_one_picture_of_the_store(world: World) -> None:
     world.hand_in(world.member(1))
     seal(world, 0)
     with world.backend.store.begin() as connection:
-        intents.enqueue(connection, "root:x", lane="m", kind="root", payload={}, now=1.0)
-        intents.update(connection, "root:x", "sent", now=2.0, tx_hash=sha256(b"tx"))
+        intents.queue_intent(connection, kind="root", key="x", payload={}, now=1.0)
+        sent = {"status": "sent", "tx_hash": sha256(b"tx"), "updated_at": 2.0}
+        connection.execute(sa.update(schema.intents).values(**sent))
         connection.execute(
             sa.insert(schema.slashes).values(
                 submission_digest=sha256(b"bad"),
@@ -274,6 +278,42 @@ def test_the_chain_is_reachable_while_it_was_seen_lately(world: World) -> None:
     assert not status(world).chain_reachable
 
 
+def test_a_pool_without_batch_or_policy_is_stalled_and_a_closed_one_has_ended(
+    world: World,
+) -> None:
+    started = int(world.clock())
+    assert world.backend.context.run.lease_seconds == 60
+    world.clock.advance(60)
+    assert (status(world).activity, status(world).activity_since) == ("running", started)
+    world.clock.advance(1)
+    assert (status(world).activity, status(world).activity_since) == ("stalled", started)
+    seal(world, 0)
+    world.clock.advance(100)
+    seal(world, 1)
+    sealed = int(world.clock())
+    world.clock.advance(300)
+    assert (status(world).activity, status(world).activity_since) == ("running", sealed)
+    world.clock.advance(1)
+    assert (status(world).activity, status(world).activity_since) == ("stalled", sealed)
+    world.on_chain("PoolEnded", pool=2)
+    assert status(world).activity == "stalled"
+    world.on_chain("PoolEnded", pool=1)
+    assert (status(world).activity, status(world).activity_since) == ("ended", 1)
+
+
+def test_status_and_nodes_count_what_is_void_through_the_pools_fault(world: World) -> None:
+    session = world.member(1)
+    for data, reason in ((b"a", Reason.UNROOTED), (b"b", Reason.MALFORMED)):
+        digest = world.hand_in(session, data)
+        with world.backend.store.begin() as connection:
+            voids.void(connection, digest, reason, world.clock())
+    seen = status(world)
+    assert (seen.files["void"], seen.expired_unjudged) == (2, 1)
+    assert [(node.void, node.expired_unjudged) for node in seen.nodes] == [(2, 1)]
+    text = status_cli.text(seen)
+    assert "2 void (1 expired unjudged: the pool's fault)" in text
+
+
 def test_events_are_statuses_sent_when_something_changed(world: World) -> None:
     async def watch() -> list[str]:
         feed = StatusFeed(world.backend)
@@ -282,12 +322,13 @@ def test_events_are_statuses_sent_when_something_changed(world: World) -> None:
             seen.append(event)
             if len(seen) == 2:
                 feed.end()
-            else:
+            elif len(seen) == 1:
                 world.clock.advance(1)  # the status carries the time
         return seen
 
     events = asyncio.run(asyncio.wait_for(watch(), 30))
-    assert len(events) == 2
+    assert len(events) == 3
+    assert events.pop() == f"event: end\ndata: {int(world.clock())}\n\n"
     for event in events:
         assert event.startswith("data: ")
         assert event.endswith("\n\n")

@@ -13,7 +13,7 @@ from prime_chain.contracts import Contracts
 from prime_chain.networks import LOCAL
 from prime_core.messages import HeartbeatAnswer, LeaseAnswer, LeaseRequest, RevisionRequest
 from prime_core.run import RunDefinition
-from prime_orchestrator.manager import outbox, revisions
+from prime_orchestrator.manager import revisions, transactions
 from prime_orchestrator.store import intents, runs
 
 
@@ -61,7 +61,7 @@ def test_leases_of_a_revised_step_wait_for_the_chain_and_then_name_the_revision(
         intent = intents.get(connection, f"revise:1:{later.digest()}")
         assert intent is not None
         contracts = SimpleNamespace(pools=SimpleNamespace(revise=lambda *call: call))
-        call = outbox.build_call(
+        call = transactions.build_call(
             connection,
             world.backend.context,
             contracts,
@@ -133,7 +133,7 @@ def test_a_revision_that_the_chain_refused_is_forgotten(world: World) -> None:
     later = revised(world)
     assert revise(world, later, 1).status_code == 200
     with world.backend.store.begin() as connection:
-        intents.update(connection, f"revise:1:{later.digest()}", "failed", now=1.0, error="no")
+        intents.fail(connection, f"revise:1:{later.digest()}", "no", now=1.0)
     revisions.settle_revisions(world.backend.store, Contracts.__new__(Contracts))
     with world.backend.store.read() as connection:
         assert runs.every(connection) == []

@@ -10,6 +10,7 @@ from orchestrator_world import Session, World, signer
 
 from prime_core.encoding import sha256
 from prime_core.errors import PolicyError
+from prime_core.ids import ZERO_DIGEST
 from prime_core.messages import (
     AdmissionAnswer,
     ChallengeAnswer,
@@ -18,12 +19,15 @@ from prime_core.messages import (
     LeaseRequest,
     Status,
 )
+from prime_core.storage.base import digest_key, put_object
 from prime_core.task import shadow_pool
+from prime_core.verdict import Law, Opinion, SignedOpinion
 from prime_orchestrator.api import leasing, shadow
 from prime_orchestrator.api.leasing import rules_of, supply_of
-from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.api.shadow import Load
+from prime_orchestrator.manager import uploads
 from prime_orchestrator.store import Store, intents, jobs, leases, nodes, schema, shadows
 from prime_verify.proofs import hardware
 
@@ -225,13 +229,10 @@ def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: Wo
 def test_one_address_cannot_take_the_whole_budget_of_shadow_leases(world: World) -> None:
     world.publish(0)
     first, second = (enter(world, number).account.address for number in (1, 2))
-    crowded = [world.backend.shadow_leases.take("203.0.113.7", 0.0) for _ in range(11)]
-    assert crowded == [True] * shadow.AN_HOUR_EACH + [False]
-    assert world.backend.shadow_leases.take("203.0.113.8", 0.0)
-    assert world.backend.shadow_leases.take("203.0.113.7", shadow.HOUR + 1.0)
-
-    for _ in range(shadow.AN_HOUR_EACH - 1):
-        assert world.backend.shadow_leases.take("2001:db8:1:2::/64", world.clock())
+    taken = "2001:db8:1:2::/64"
+    with world.backend.store.begin() as connection:
+        for _ in range(shadow.AN_HOUR_EACH - 1):
+            assert shadows.take(connection, taken, world.clock(), most=10, within=shadow.HOUR)
     wish = LeaseRequest(policy_version=0)
     assert leasing.lease(world.backend, first, wish, "2001:db8:1:2::5").lease is not None
     refused = leasing.lease(world.backend, second, wish, "2001:db8:1:2::6")
@@ -240,7 +241,7 @@ def test_one_address_cannot_take_the_whole_budget_of_shadow_leases(world: World)
     assert leasing.lease(world.backend, second, wish, "2001:db8:9::1").lease is not None
 
 
-def test_a_shadow_node_that_goes_silent_leaves_no_row(world: World) -> None:
+def test_a_shadow_node_that_goes_silent_leaves_no_row_and_no_object(world: World) -> None:
     world.publish(0)
     node = enter(world, 1)
     lease = ask(world, node).lease
@@ -267,10 +268,28 @@ def test_a_shadow_node_that_goes_silent_leaves_no_row(world: World) -> None:
 
     pass_time(2 * shadow.HOUR + 60)
     assert left() == [1, 1, 1, 0, 0], "the file still waits for its verdict"
+    objects = world.backend.objects
+    ours = put_object(objects, b"an object of ours that an opinion names")
+    about = put_object(objects, b"a verdict table of " + digest.encode())
+    opinion = Opinion(
+        pool=1, submission=digest, law=ZERO_DIGEST, outcome=1, reason=ZERO_DIGEST,
+        table=about, evidence=ours, judged_at=0,
+    )  # fmt: skip
+    judge = signer(9)
+    signed_opinion = SignedOpinion(
+        opinion=opinion,
+        law=Law(**dict.fromkeys(("lease", "run", "verification_class", "verifier", "draws"), ours)),
+        validator=judge.address,
+        signature=judge.sign(opinion, world.backend.context.domain(opinion)),
+    )
     with world.backend.store.begin() as connection:
         connection.execute(
             sa.insert(schema.opinions).values(
-                submission_digest=digest, validator=signer(9).address, reason=0, body="{}", at=0.0
+                submission_digest=digest,
+                validator=judge.address,
+                reason=0,
+                at=0.0,
+                body=signed_opinion.model_dump_json(),
             )
         )
         connection.execute(sa.update(schema.submissions).values(status="accepted"))
@@ -279,8 +298,14 @@ def test_a_shadow_node_that_goes_silent_leaves_no_row(world: World) -> None:
     assert left()[0] == 1, "the file is under review"
     with world.backend.store.begin() as connection:
         connection.execute(sa.update(schema.jobs).values(status="done"))
+    assert uploads.sweep(world.backend) == 0
+    assert uploads.size_of(objects, lease.lease.deadline, sha256(b"file")) == 4
     pass_time(1)
     assert left() == [0, 0, 0, 0, 0]
+    assert uploads.sweep(world.backend) == 1
+    assert objects.exists(digest_key(ours))
+    assert not objects.exists(digest_key(about))
+    assert list(objects.keys(uploads.PREFIX)) == []
     with world.backend.store.read() as connection:
         assert leases.get(connection, world.lease_digest(paid)) is not None
         assert leases.next_index(connection, paid.lease.step) == paid.lease.index + 1
@@ -325,7 +350,9 @@ def test_forgetting_is_the_same_on_both_databases(either_store: Store) -> None:
                         status=status, shadow=True,
                     )
                 )  # fmt: skip
-        assert shadows.forget(connection, silent_since=1.0, given_before=1.0) == 2
+        gone = shadows.find(connection, given_before=1.0)
+        assert len(gone) == 2
+        shadows.forget(connection, gone)
         left = connection.execute(sa.select(schema.leases.c.lease_index)).scalars().all()
         assert sorted(left) == [1, 3], "one waits for its verdict, one is the highest"
-        assert shadows.forget(connection, silent_since=1.0, given_before=1.0) == 0
+        assert shadows.find(connection, given_before=1.0) == []

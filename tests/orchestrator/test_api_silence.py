@@ -9,7 +9,7 @@ from orchestrator_world import World
 
 from prime_core.errors import UnavailableError
 from prime_core.messages import Heartbeat
-from prime_orchestrator.api.presence import LifeTicks, heartbeats
+from prime_orchestrator.api.liveness import LifeTicks, heartbeats
 from prime_orchestrator.store import leases
 
 

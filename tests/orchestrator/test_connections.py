@@ -17,16 +17,16 @@ from orchestrator_world import World
 
 from prime_core.errors import UnavailableError
 from prime_orchestrator.api.app import create_app
-from prime_orchestrator.api.connections import PatientH11, Places
+from prime_orchestrator.api.connections import PatientHttp, Places
 
 LIMIT = 6
 
 
-class Quick(PatientH11):
+class Quick(PatientHttp):
     HEADER_SECONDS = 1.0
 
 
-class Counted(PatientH11):
+class Counted(PatientHttp):
     HEADER_SECONDS = 60.0
     MOST_EACH = 2
 
@@ -40,8 +40,14 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"hello"})
 
 
+async def silent(scope: Any, receive: Any, send: Any) -> None:
+    """Answers nothing; returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextmanager
-def served(protocol: type[PatientH11], app: Any = hello) -> Iterator[int]:
+def served(protocol: type[PatientHttp], app: Any = hello) -> Iterator[int]:
     """The port of a server that takes LIMIT connections at most."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -65,6 +71,7 @@ def served(protocol: type[PatientH11], app: Any = hello) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join(20)
+        assert not thread.is_alive(), "a request outlives its connection"
 
 
 def connect(stack: ExitStack, port: int, said: bytes = b"") -> socket.socket:
@@ -117,11 +124,11 @@ def until_answered(ask: Callable[[], bool], tries: int = 200) -> None:
 
 
 def test_only_foreign_addresses_are_counted() -> None:
-    assert not PatientH11.is_bounded("127.0.0.1")
-    assert not PatientH11.is_bounded("::1")
-    assert not PatientH11.is_bounded("")
-    assert PatientH11.is_bounded("203.0.113.7")
-    assert PatientH11.is_bounded("2001:db8::1")
+    assert not PatientHttp.is_bounded("127.0.0.1")
+    assert not PatientHttp.is_bounded("::1")
+    assert not PatientHttp.is_bounded("")
+    assert PatientHttp.is_bounded("203.0.113.7")
+    assert PatientHttp.is_bounded("2001:db8::1")
 
 
 def test_a_foreign_address_takes_its_share_of_places_and_no_more() -> None:
@@ -141,10 +148,10 @@ def test_a_foreign_address_takes_its_share_of_places_and_no_more() -> None:
         pass
 
 
-class Few(PatientH11):
+class Few(PatientHttp):
     HEADER_SECONDS = 60.0
     MOST_WAITING = 3
-    _waiting: ClassVar[dict[PatientH11, None]] = {}
+    _waiting: ClassVar[dict[PatientHttp, None]] = {}
 
 
 def test_of_many_silent_connections_the_oldest_are_closed_and_requests_are_answered() -> None:
@@ -158,6 +165,36 @@ def test_of_many_silent_connections_the_oldest_are_closed_and_requests_are_answe
             assert half.recv(1) == b""
         later[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert later[0].recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_header_that_grows_without_end_is_refused() -> None:
+    with served(PatientHttp) as port, ExitStack() as stack:
+        connection = connect(stack, port, b"GET / HTTP/1.1\r\nHost: x\r\nX: ")
+        connection.sendall(b"a" * PatientHttp.HEADER_BYTES)
+        assert connection.recv(12) == b"HTTP/1.1 400"
+
+
+@pytest.mark.parametrize("endless", [b"1;" + b"x" * 600_000, b"0\r\nX: " + b"a" * 600_000])
+def test_a_chunks_frame_or_trailer_that_grows_without_end_ends_the_connection(
+    endless: bytes,
+) -> None:
+    with served(PatientHttp, silent) as port, ExitStack() as stack:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection = connect(stack, port)
+        with suppress(ConnectionError):
+            connection.sendall(head + endless)
+            assert connection.recv(1) == b""
+
+
+def test_a_client_that_sends_many_requests_before_an_answer_is_refused() -> None:
+    with served(PatientHttp, silent) as port, ExitStack() as stack:
+        one = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        connection = connect(stack, port, one * (PatientHttp.MOST_AHEAD + 2))
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    with served(PatientHttp) as port, ExitStack() as stack:
+        connection, answers = connect(stack, port, one * PatientHttp.MOST_AHEAD), b""
+        while answers.count(b"hello") < PatientHttp.MOST_AHEAD:
+            answers += connection.recv(4096)
 
 
 DEEP = b"[" * 30_000 + b"]" * 30_000
@@ -187,7 +224,7 @@ RAW_REQUESTS = {
 
 def test_requests_that_no_client_sends_are_refused_and_the_api_answers_on(world: World) -> None:
     """None is a defect (5xx), none gets data, and none keeps its place or the server busy."""
-    with served(PatientH11, create_app(world.backend)) as port:
+    with served(PatientHttp, create_app(world.backend)) as port:
         for name, raw in RAW_REQUESTS.items():
             with ExitStack() as stack:
                 connection = connect(stack, port)

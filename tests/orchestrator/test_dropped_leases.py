@@ -12,7 +12,7 @@ from bench.seats import measure
 from prime_core import seeds
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason
-from prime_orchestrator.api.presence import LifeTicks
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager import standing
 from prime_orchestrator.store import leases, nodes
 

@@ -14,7 +14,7 @@ from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 from prime_core.messages import Heartbeat
 from prime_core.node import Hardware
 from prime_core.transport.signatures import sign_headers
-from prime_orchestrator.api import presence
+from prime_orchestrator.api import liveness
 from prime_orchestrator.api.auth import Caller, Head, authenticate
 from prime_orchestrator.api.gathered import MOST, Gathered
 from prime_orchestrator.store import nodes, open_store
@@ -133,7 +133,7 @@ def test_each_node_of_a_batch_gets_its_own_answer(world: World) -> None:
         nodes.set_status(connection, signer(3).address, "silent", last_heartbeat=0)
     world.clock.advance(7)
     said = [(signer(number).address, BEAT) for number in (4, 3, 2, 1, 1)]
-    found = presence.heartbeats(world.backend, said)
+    found = liveness.heartbeats(world.backend, said)
     assert [(one.directive, one.status) for one in found] == [
         ("join", "left"), ("work", "active"), ("wait", "quarantined"),
         ("work", "active"), ("work", "active"),
@@ -171,9 +171,9 @@ def test_a_node_whose_row_is_held_keeps_no_other_waiting(world: World, empty_pos
     found: list[int] = []
 
     def beat() -> None:
-        found.append(len(presence.heartbeats(backend, [(held, BEAT), (free, BEAT)])))
+        found.append(len(liveness.heartbeats(backend, [(held, BEAT), (free, BEAT)])))
 
-    def heard(account: str) -> float:
+    def received(account: str) -> float:
         with store.read() as connection:
             row = nodes.get(connection, account)  # type: ignore[arg-type]
         assert row is not None
@@ -184,10 +184,10 @@ def test_a_node_whose_row_is_held_keeps_no_other_waiting(world: World, empty_pos
         with store.begin() as connection:
             nodes.lock_row(connection, held)
             beating.start()
-            until(lambda: heard(free) == world.clock())
-            assert heard(held) == 0
+            until(lambda: received(free) == world.clock())
+            assert received(held) == 0
         beating.join(20)
-        assert (found, heard(held)) == ([2], world.clock())
+        assert (found, received(held)) == ([2], world.clock())
     finally:
         beating.join(20)
         store.close()

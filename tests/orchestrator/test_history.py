@@ -66,8 +66,10 @@ def test_a_small_excess_shows_over_many_files_and_not_in_few() -> None:
 
 def test_a_node_is_compared_with_other_nodes_of_its_setup_only() -> None:
     own = _sums(NODE, [0.1])
-    same, elsewhere = _sums(OTHER, [0.2]), _sums(OTHER, [0.3], "vllm/1 float32 cpu")
-    assert others_of(own, [own, same, elsewhere]) == [same]
+    totals = {(SETUP, "sketch"): (3, 0.5, 0.09), ("vllm/1 float32 cpu", "sketch"): (9, 1.0, 1.0)}
+    (rest,) = others_of(own, totals)
+    assert (rest.files, rest.total, rest.squares) == pytest.approx((2, 0.4, 0.08))
+    assert others_of(own, {}) == []
 
 
 def test_a_node_that_drifts_beyond_the_limit_is_replayed_whole_and_others_are_not(
@@ -101,16 +103,19 @@ def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(tmp_path: 
         drift.add(connection, NODE, SETUP, {"sketch": 0.25, "sign": 0.5})
         drift.add(connection, OTHER, SETUP, {"sketch": 1.0})
     with store.read() as connection:
-        rows = drift.every(connection)
+        rows, totals = drift.every(connection), drift.totals(connection)
     store.close()
     found = {(row.node, row.statistic): (row.files, row.total, row.squares) for row in rows}
     assert found[NODE, "sketch"] == (2, 0.75, 0.3125)
     assert found[NODE, "sign"] == (2, 0.5, 0.25)
     assert found[OTHER, "sketch"] == (1, 1.0, 1.0)
     labels = {"node": NODE, "setup": SETUP, "statistic": "sketch"}
-    mean, _, beyond = _drift(rows)
+    mean, _, beyond = _drift(rows, totals)
     assert ("prime_node_drift", labels, 0.375) in [sample[:3] for sample in mean.samples]
     assert not beyond.samples  # too few files
     many = [_sums(OTHER, [0.2, 0.4] * 200), _sums(NODE, [0.35] * 400)]
-    *_, beyond = _drift(many)
+    files, total, squares = (
+        sum(getattr(row, name) for row in many) for name in ("files", "total", "squares")
+    )
+    *_, beyond = _drift(many, {(SETUP, "sketch"): (files, total, squares)})
     assert any(sample.labels["node"] == NODE for sample in beyond.samples)

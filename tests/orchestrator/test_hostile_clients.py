@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from orchestrator_world import World, signer
+from sqlalchemy import Connection, update
 
 from prime_core.encoding import sha256
 from prime_core.messages import AdmissionRequest
@@ -17,8 +18,8 @@ from prime_core.node import Hardware
 from prime_core.rollout import MAX_PROMPT_TOKENS
 from prime_orchestrator.api import leasing
 from prime_orchestrator.api.routes import objects
-from prime_orchestrator.manager.intents import queue_intent
 from prime_orchestrator.store import intents, nodes, schema
+from prime_orchestrator.store.intents import queue_intent
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
@@ -130,12 +131,16 @@ def test_a_node_with_an_open_slash_does_not_leave_and_come_back_as_a_new_one(wor
     assert (answer.status_code, "slash" in answer.text) == (403, True)
 
 
-def queue(world: World, kind: Any, name: str, status: str = "queued") -> str:
+def mark(connection: Connection, intent: str, status: str, now: float) -> None:
+    table = schema.intents
+    values = {"status": status, "updated_at": now}
+    connection.execute(update(table).where(table.c.id == intent).values(**values))
+
+
+def queue(world: World, kind: Any, name: str, status: str = "waiting") -> str:
     with world.backend.store.begin() as connection:
-        now, lane = world.clock(), world.manager.address
-        found = queue_intent(connection, lane=lane, kind=kind, key=name, payload={}, now=now)
-        if status != "queued":
-            intents.update(connection, found, status, now=now)
+        found = queue_intent(connection, kind=kind, key=name, payload={}, now=world.clock())
+        mark(connection, found, status, world.clock())
     return found
 
 
@@ -147,12 +152,12 @@ def test_a_flood_of_invites_holds_up_no_work_root(world: World) -> None:
     rounds = 0
     while True:
         with world.backend.store.begin() as connection:
-            found = [row.id for row in intents.pending(connection, world.manager.address)]
+            found = [row.id for row in intents.pending(connection)]
             assert found[0] == root
             assert len(found) == 1 + intents.MAX_JOINS
             world.clock.advance(1)
             for name in found[1:]:  # each fails, rests and is wanted again
-                intents.update(connection, name, "queued", now=world.clock())
+                mark(connection, name, "waiting", world.clock())
         rounds += 1
         if honest in found:
             break

@@ -14,8 +14,8 @@ from prime_chain.sender import Sender
 from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.ids import address
 from prime_orchestrator.store import Store, open_store
-from prime_orchestrator.store.journal import StoreJournal
 from prime_orchestrator.store.leaders import LEASE_SECONDS, LoopLease
+from prime_orchestrator.store.transaction_queue import StoreQueue
 
 
 class Clock:
@@ -101,7 +101,7 @@ def test_a_transaction_that_one_signed_is_finished_by_the_other_and_mined_once(
     before = deployed.client.nonce(account.address)
 
     def sender(store: Store) -> Sender:
-        journal = StoreJournal(store, account.address, chain)
+        journal = StoreQueue(store, account.address, chain)
         return Sender(deployed.client, account, journal)
 
     first, second = sender(either_store), sender(other_store)
@@ -129,12 +129,33 @@ def test_a_transaction_that_one_signed_is_finished_by_the_other_and_mined_once(
     assert [len(found.hashes) for found in map(first.status, ("one", "two")) if found] == [1, 1]
 
 
+def test_a_process_that_lost_the_lease_signs_nothing(
+    either_store: Store, deployed: Deployed
+) -> None:
+    account, held = deployed.accounts[4], [True]
+    queue = StoreQueue(either_store, account.address, deployed.client.chain_id, lambda: held[0])
+    sender = Sender(deployed.client, account, queue)
+    sender.submit("late", transfer(8))
+    held[0] = False  # it was paused, and another process took over
+    sender.tick()
+    assert "another process" in sender.trouble
+    found = sender.status("late")
+    assert found is not None
+    assert (found.status, found.hashes) == ("queued", ())
+    held[0] = True
+    done = sender.wait("late", 30)
+    assert done.status == "confirmed"
+    [attempt] = done.attempts
+    with pytest.raises(UnavailableError, match="not to be sent"):  # it ended meanwhile
+        queue.record_signed("late", 1, attempt, 1.0)
+
+
 def test_the_store_s_journal_belongs_to_one_account(
     either_store: Store, deployed: Deployed
 ) -> None:
-    StoreJournal(either_store, deployed.accounts[4].address, 31337)
+    StoreQueue(either_store, deployed.accounts[4].address, 31337)
     with pytest.raises(UserError, match="belongs to account"):
-        StoreJournal(either_store, deployed.accounts[5].address, 31337)
+        StoreQueue(either_store, deployed.accounts[5].address, 31337)
 
 
 def test_a_failed_call_is_kept_with_its_error_and_tried_again(
@@ -145,7 +166,7 @@ def test_a_failed_call_is_kept_with_its_error_and_tried_again(
     sender = Sender(
         deployed.client,
         account,
-        StoreJournal(either_store, account.address, deployed.client.chain_id),
+        StoreQueue(either_store, account.address, deployed.client.chain_id),
     )
     sender.submit("bad", deployed.contracts.pools.eject(999, account.address))
     failed = sender.wait("bad", 30)

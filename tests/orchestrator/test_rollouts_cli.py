@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from judges import Bench, bench, judge_of
 from orchestrator_world import START, MakeWorld, Session, World, signer
-from s3_server import BUCKET, S3Server
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from devnet.s3 import BUCKET, S3Server
 from prime_broadcast.manifest import build_manifest
 from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError

@@ -32,14 +32,14 @@ def test_two_files_have_a_row_in_common_if_either_says_that_nobody_draws_it_twic
 def test_a_file_that_calls_a_foreseeable_answer_improbable_is_not_told_everybody_who_gave_it(
     either_store: Store,
 ) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Counting:
         def __init__(self, connection: sa.Connection) -> None:
             self._connection = connection
 
         def execute(self, query: Any) -> list[Any]:
-            told.extend(rows := list(self._connection.execute(query)))
+            reported.extend(rows := list(self._connection.execute(query)))
             return rows
 
     with either_store.begin() as connection:
@@ -48,7 +48,7 @@ def test_a_file_that_calls_a_foreseeable_answer_improbable_is_not_told_everybody
             row_marks.remember(connection, other, {"aa": SURE, "bb": SURE}, now=1.0)
         counting: Any = Counting(connection)
         assert row_marks.seen(counting, {"aa": RARE, "bb": RARE}, but=FIRST) == {"aa", "bb"}
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 def test_marks_are_kept_a_week_or_until_their_file_is_withdrawn(either_store: Store) -> None:

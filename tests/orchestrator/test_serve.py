@@ -24,9 +24,9 @@ from operator_kit import (
     register,
 )
 from orchestrator_world import run_definition
-from s3_server import BUCKET, SECRET_KEY, S3Server
 
 from devnet.chain import Anvil, free_port
+from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.encoding import sha256
 from prime_core.errors import PrimeError, UnavailableError, UserError

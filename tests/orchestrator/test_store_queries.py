@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_world import signer
 from sqlalchemy.exc import IntegrityError
 
+from prime_chain.client import Call, TxReceipt
 from prime_core.encoding import sha256
 from prime_core.ids import Address, Digest
 from prime_core.node import Hardware
@@ -22,17 +26,21 @@ from prime_orchestrator.store import (
     intents,
     jobs,
     lock,
+    meta,
     nodes,
     open_store,
     policies,
     schema,
     sessions,
+    shadows,
     sqlite_url,
+    submissions,
 )
 from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.sessions import SessionRow
+from prime_orchestrator.store.transaction_queue import StoreQueue
 
 NODE = signer(1).address
 OTHER = signer(2).address
@@ -45,6 +53,54 @@ def name(number: int) -> Digest:
 
 def session(number: int, issued_at: int = 100, account: Address = NODE) -> SessionRow:
     return SessionRow(name(number), account, "node", issued_at, issued_at + 1000, False)
+
+
+# -- counts of judged files ------------------------------------------------------------------------
+
+
+def test_tallies_are_what_counting_gives_after_any_change(either_store: Store) -> None:
+    table, dice = schema.submissions, random.Random(5)
+    queued(either_store, *range(1, 30))
+    for at in range(120):
+        row = table.c.digest == name(dice.randrange(1, 30))
+        status = dice.choice(("submitted", "accepted", "rejected", "void"))
+        with either_store.begin() as connection:
+            if at % 20 == 0:
+                connection.execute(sa.delete(table).where(row))
+            else:
+                values = {"status": status, "units": dice.randrange(9)}
+                if at % 3 == 0:  # as a planted file, once it is judged
+                    values = {"shadow": dice.random() < 0.5}
+                connection.execute(sa.update(table).where(row).values(**values))
+    with either_store.read() as connection:
+        for shadow in (False, True):
+            query = sa.select(table.c.status, sa.func.count(), sa.func.sum(table.c.units)).where(
+                table.c.shadow.is_(shadow)
+            )
+            rows = connection.execute(query.group_by(table.c.status))
+            found = {status: (n, int(units)) for status, n, units in rows}
+            counts = submissions.counts(connection, shadow=shadow)
+            assert counts == {one: n for one, (n, _) in found.items()}
+            by_node = submissions.counts_by_node(connection, [NODE], shadow=shadow)[NODE]
+            assert by_node["units"] == found.get("accepted", (0, 0))[1]
+            assert by_node.get("rejected", 0) == counts.get("rejected", 0)
+
+
+def test_a_status_reads_neither_all_void_files_nor_all_intents(store: Store) -> None:
+    plans: list[str] = []
+
+    @sa.event.listens_for(store.engine, "before_cursor_execute")
+    def _plan(_c: object, cursor: Any, statement: str, values: Any, *_: object) -> None:
+        if "FROM submissions" in statement or "FROM intents" in statement:
+            cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans.append(cursor.fetchall()[0][3])
+
+    with store.read() as connection:
+        submissions.expired_unjudged(connection)
+        intents.latest_sent(connection, 5)
+    files, sent = plans
+    assert "submissions_unjudged (status=? AND reason=? AND shadow=?" in files
+    assert "intents_newest" in sent
 
 
 # -- jobs --------------------------------------------------------------------------------------
@@ -94,6 +150,22 @@ def test_a_claim_that_ran_out_is_taken_again_alone_and_counts(either_store: Stor
         part = jobs.assignment(connection, name(1), NODE)
     assert part is not None
     assert (part.worker, part.attempts) == ("b", 1)
+
+
+def test_all_processes_share_the_limit_of_shadow_leases_per_address(either_store: Store) -> None:
+    def take(place: str, now: float) -> bool:
+        with either_store.begin() as connection:
+            lock(connection, "leases")
+            return shadows.take(connection, place, now, most=3, within=60)
+
+    assert [take("203.0.113.7", float(second)) for second in range(4)] == [True] * 3 + [False]
+    assert take("203.0.113.8", 4.0), "another address"
+    assert [take("203.0.113.7", 60.5 + second) for second in (0, 0.1, 1)] == [True, False, True]
+    assert take("2001:db8::/64", 200.0)
+    with either_store.read() as connection:
+        assert [key for key, _ in meta.under(connection, "shadow_leases/")] == [
+            "shadow_leases/2001:db8::/64"
+        ], "old addresses are forgotten"
 
 
 def test_only_a_done_job_opens_again_for_every_validator_and_whole(either_store: Store) -> None:
@@ -342,16 +414,42 @@ def test_the_end_of_another_pool_is_not_ours(either_store: Store) -> None:
 def test_an_intent_is_queued_once(either_store: Store) -> None:
     with either_store.begin() as connection:
         for amount in (1, 2):
-            intents.enqueue(
-                connection, "root:1", lane=NODE, kind="root", payload={"n": amount}, now=1.0
-            )
-        queued = intents.pending(connection, NODE)
+            intents.queue_intent(connection, kind="root", key="1", payload={"n": amount}, now=1.0)
+        queued = intents.pending(connection)
         assert [(i.id, i.arguments()) for i in queued] == [("root:1", {"n": 1})]
-        intents.update(connection, "root:1", "sent", now=2.0, tx_hash=name(1))
-        intents.update(connection, "root:1", "confirmed", now=3.0, block=7)
-        assert intents.pending(connection, NODE) == []
+        mined = {"status": "confirmed", "tx_hash": name(1), "block": 7}
+        connection.execute(schema.intents.update().values(**mined))
+        assert intents.pending(connection) == []
         latest = intents.latest_sent(connection, 5)
         assert [(i.status, i.tx_hash, i.block) for i in latest] == [("confirmed", name(1), 7)]
+
+
+def test_proposals_that_wait_for_their_roots_hold_up_no_root(either_store: Store) -> None:
+    with either_store.begin() as connection:
+        for number in range(101):
+            intents.queue_intent(
+                connection, kind="propose", key=f"{number:03d}", payload={}, now=1.0
+            )
+        intents.queue_intent(connection, kind="root", key="r", payload={}, now=2.0)
+        seen: set[str] = set()
+        for now in range(3, 8):
+            first, *others = intents.pending(connection)
+            assert first.id == "root:r"
+            assert len(others) == intents.MAX_PROPOSALS
+            seen |= {row.id for row in others}
+            intents.postpone(connection, [first.id, *(row.id for row in others)], now=float(now))
+    assert len(seen) == 101, "each gets its turn"
+
+
+def test_a_transaction_that_uses_up_a_nonce_is_expected_to_emit_nothing(
+    either_store: Store,
+) -> None:
+    queue = StoreQueue(either_store, NODE, 31337)
+    queue.submit("fill-gap/3", Call(NODE, b"", 0, "use up a nonce"), 1.0)
+    receipt = TxReceipt(name(1), 7, name(2), True, 21_000, None, ())
+    queue.record_mined("fill-gap/3", receipt, None, 2.0)
+    with either_store.read() as connection:
+        assert intents.mined_between(connection, 0, 9) == []
 
 
 def test_a_named_lock_lets_one_transaction_decide_at_a_time(either_store: Store) -> None:

@@ -12,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from prime_core.errors import FatalError, UnavailableError, UserError
-from prime_orchestrator.store import Store, meta, migrate, open_store, schema, sqlite_url
+from prime_orchestrator.store import Store, intents, meta, migrate, open_store, schema, sqlite_url
 
 
 def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:
@@ -45,6 +45,72 @@ def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> N
     empty_database.migrate()
     with empty_database.read() as connection:
         assert meta.get(connection, "kept") == "yes"
+
+
+def test_a_store_of_the_first_schema_keeps_its_transactions(empty_database: Store) -> None:
+    """Each intent of the old two tables becomes one row: what was signed keeps its transaction;
+    what was queued again has its call built again."""
+    with empty_database.begin() as connection:
+        migrate.upgrade(connection, "0001")
+        old = [  # id, status of the intent, status and transaction of the sender's row
+            ("root:done", "confirmed", "confirmed", "0xd"),
+            ("root:failed", "failed", "failed", "0xf"),
+            ("root:again", "queued", "failed", "0xa"),
+            ("root:sent", "sent", "sent", None),
+            ("root:just", "queued", "sent", None),
+            ("root:new", "queued", None, None),
+            ("root:lost", "sent", None, None),
+        ]
+        for moment, (name, status, sender, tx_hash) in enumerate(old):
+            block = None if tx_hash is None else moment
+            error = None if status != "failed" else "in words"
+            connection.execute(
+                sa.text(
+                    "INSERT INTO intents VALUES"
+                    " (:id, 'lane', 'root', '{}', :status, :error, :tx_hash, :block, :at, :at)"
+                ),
+                {
+                    "id": name, "status": status, "error": error, "tx_hash": tx_hash,
+                    "block": block, "at": float(moment),
+                },
+            )  # fmt: skip
+            if sender is None:
+                continue
+            error = None if sender != "failed" else '{"name": "Spurious", "arguments": {}}'
+            connection.execute(
+                sa.text(
+                    "INSERT INTO sender_intents (id, data, value, description, status, nonce, note,"
+                    " error, tx_hash, block, created_at, updated_at) VALUES"
+                    " (:id, :data, '0', 'a root', :status, :at, '', :error, :tx_hash, :block, :at,"
+                    " :at)"
+                ),
+                {
+                    "id": name, "data": b"call", "status": sender, "error": error,
+                    "tx_hash": tx_hash, "block": block, "at": moment,
+                },
+            )  # fmt: skip
+            connection.execute(
+                sa.text(
+                    "INSERT INTO sender_attempts VALUES (:hash, :id, 1, '1', '1', :raw, 1, 1, 0)"
+                ),
+                {"hash": f"0x{moment}", "id": name, "raw": b"signed"},
+            )
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        rows = [intents.get(connection, name) for name, *_ in old]
+        closed = connection.execute(
+            sa.select(schema.sender_attempts.c.intent_id).where(
+                schema.sender_attempts.c.closed == 1
+            )
+        ).scalars()
+        assert list(closed) == ["root:again"]
+    kept = [(row.status, row.tx_hash) for row in rows if row is not None]
+    assert kept == [
+        ("confirmed", "0xd"), ("failed", "0xf"), ("waiting", None), ("sent", None), ("sent", None),
+        ("waiting", None), ("waiting", None),
+    ]  # fmt: skip
+    assert rows[1] is not None
+    assert "Spurious" in (rows[1].error or "")
 
 
 def test_a_database_of_a_newer_program_is_left_alone(either_store: Store) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from s3_server import BUCKET, S3Server
 
+from devnet.s3 import BUCKET, S3Server
 from prime_core.encoding import sha256
 from prime_core.errors import (
     FatalError,
@@ -369,3 +369,21 @@ def test_the_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
     path.write_text("short")
     with pytest.raises(FatalError):
         load_secret(path)
+
+
+def test_a_folder_that_is_gone_is_an_outage_and_no_absence(directory: DirectoryStore) -> None:
+    directory.put("a/b", b"kept")
+    elsewhere = directory.root.with_name("unmounted")
+    directory.root.rename(elsewhere)
+    for act in (
+        lambda: directory.get("a/b", 10),
+        lambda: directory.exists("a/b"),
+        lambda: directory.size("a/b"),
+        lambda: directory.keys(),
+        lambda: directory.put("a/c", b"lost"),
+    ):
+        with pytest.raises(UnavailableError, match="is gone"):
+            act()
+    assert not directory.root.exists()
+    elsewhere.rename(directory.root)
+    assert directory.get("a/b", 10) == b"kept"

@@ -171,8 +171,8 @@ def test_7_rewards_are_the_validators_and_versions_are_bounded() -> None:
     rows = kit.rows(2, 4, seed=1, version=STEP)
     signed = kit.seal([kit.seal_file(objects, rows, [0, 1], STEP)], STEP, RUN)
     found = assemble(signed, STEP, kit.rules(RUN), objects.fetch)
-    told = 0.123  # what kit.file_of writes for every row
-    assert all(row.reward != told for row in found.rollouts)
+    reported = 0.123  # what kit.file_of writes for every row
+    assert all(row.reward != reported for row in found.rollouts)
     assert [r.reward for r in found.rollouts] == pytest.approx([r.reward for r in rows], abs=1e-6)
     for version in (STEP - RUN.max_staleness - 1, STEP + 1):
         old = kit.rows(2, 4, seed=1, version=version)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -111,15 +111,15 @@ def test_a_half_written_checkpoint_is_ignored_and_cleared_away(
     assert not staging.exists()
 
 
-def test_the_last_two_checkpoints_are_kept(model: Path, tmp_path: Path, world: World) -> None:
+def test_the_newest_checkpoints_are_kept(model: Path, tmp_path: Path, world: World) -> None:
     learner = kit.learner(model, tmp_path, world, RUN)
-    for step in (8, 9, 10, 11):
+    for step in (8, 9, 11, 100):
         state = TrainerState(RUN.digest(), step=step)
         checkpoint.save(tmp_path, state, learner.policy, learner.optimizer, world)
-    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"10", "11"}
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"11", "100"}
     latest = checkpoint.latest(tmp_path)
     assert latest is not None
-    assert latest.name == "11"  # by number, not by letter
+    assert latest.name == "100"  # by number, not by letter
 
 
 def test_another_runs_checkpoint_is_refused(model: Path, tmp_path: Path, world: World) -> None:
@@ -128,6 +128,18 @@ def test_another_runs_checkpoint_is_refused(model: Path, tmp_path: Path, world: 
     checkpoint.save(tmp_path, state, learner.policy, learner.optimizer, world)
     with pytest.raises(UserError, match="another run"):
         checkpoint.load(tmp_path, RUN.digest(), learner.policy, learner.optimizer, world)
+
+
+def test_a_checkpoint_without_the_shards_of_another_machine_is_refused(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(model, tmp_path, world, RUN)
+    state = TrainerState(RUN.digest(), step=1)
+    saving = checkpoint.begin(tmp_path, state, learner.policy, learner.optimizer, world)
+    alone = replace(saving, state=replace(saving.state, ranks=2))
+    with pytest.raises(FatalError, match=r"shards of 1 of 2 ranks .* shared disk"):
+        alone.finish(world.leads)
+    assert checkpoint.latest(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"run_digest": "0x", "step": "x"}'])
@@ -145,38 +157,48 @@ def test_a_damaged_state_is_never_guessed_at(
 def test_groups_are_remembered_as_long_as_staleness_could_bring_them_back() -> None:
     state = TrainerState(RUN.digest())
     for step in range(6):
-        state = state.after(((Digest(f"0x{step:064x}"), 0),), {"step": step}, 2)
+        state = state.after(
+            ((Digest(f"0x{step:064x}"), 0),), {"step": step, "version": step + 1}, 2
+        )
     assert sorted(state.trained) == [3, 4, 5]
     assert TrainerState.from_json(state.to_json()) == state
 
 
+def test_a_state_without_a_version_is_of_the_version_of_its_step() -> None:
+    written = json.loads(TrainerState(RUN.digest(), step=4, version=4).to_json())
+    del written["version"]
+    found = TrainerState.from_json(json.dumps(written))
+    assert (found.step, found.version) == (4, 4)
+
+
 @pytest.mark.parametrize(
-    ("text", "last", "expected"),
+    ("text", "last", "newest", "expected"),
     [
-        ("", None, []),
-        ("", {"step": 0}, [0]),  # killed between checkpoint and line
-        ('{"step": 0}\n', {"step": 0}, [0]),
-        ('{"step": 0}\n{"st', {"step": 1}, [0, 1]),  # killed in the middle of a line
-        ('{"step": 0}\n{"step": 1}\n', {"step": 0}, [0]),  # a line without its checkpoint
-        ('{"step": 0}\n', None, []),
+        ("", None, 0, []),
+        ("", 1, 1, [1]),  # killed between checkpoint and line
+        ('{"version": 1}\n', 1, 1, [1]),
+        ('{"version": 1}\n{"ve', 2, 2, [1, 2]),  # killed in the middle of a line
+        ('{"version": 1}\n{"version": 2}\n', 1, 1, [1]),  # neither in a checkpoint nor published
+        ('{"version": 1}\n{"version": 2}\n{"version": 3}\n', 1, 2, [1, 2]),  # 2 is published
+        ('{"version": 1}\n', None, 0, []),
     ],
 )
-def test_each_step_has_one_line_of_metrics_after_any_crash(
-    tmp_path: Path, text: str, last: dict[str, Any] | None, expected: list[int]
+def test_each_version_has_one_line_of_metrics_after_any_crash(
+    tmp_path: Path, text: str, last: int | None, newest: int, expected: list[int]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     file = MetricsFile(path)
-    file.repair(last)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
-    file.append({"step": 9})
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 9}
+    file.repair(None if last is None else {"version": last}, newest)
+    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == expected
+    file.append({"step": 9, "version": 10})
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 9, "version": 10}
 
 
 def test_a_damaged_line_of_metrics_is_named_and_nothing_is_thrown_away(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    text = '{"step": 0}\n\x00\x00\n{"step": 2}\n'
+    text = '{"version": 1}\n\x00\x00\n{"version": 3}\n'
     path.write_text(text)
     with pytest.raises(UserError, match=r"line 2 of .* is no step's line"):
-        MetricsFile(path).repair({"step": 2})
+        MetricsFile(path).repair({"version": 3}, 3)
     assert path.read_text() == text

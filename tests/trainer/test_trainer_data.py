@@ -58,11 +58,11 @@ def test_an_honest_batch_comes_whole_with_the_validators_rewards() -> None:
     assert len(set(batch.keys)) == 4
     expected = {(*r.prompt_tokens, r.sample): r for r in rollouts(1) + rollouts(2, STEP - 2)}
     for row in batch.rollouts:
-        twin = expected.pop((*row.prompt_tokens, row.sample))
+        expected_row = expected.pop((*row.prompt_tokens, row.sample))
         # The file says 0.123 for every row (kit.file_of): the node's word counts for nothing.
-        assert row.reward == pytest.approx(twin.reward, abs=1e-6)
-        assert row.logprobs == twin.logprobs
-        assert row.output_tokens == twin.output_tokens
+        assert row.reward == pytest.approx(expected_row.reward, abs=1e-6)
+        assert row.logprobs == expected_row.logprobs
+        assert row.output_tokens == expected_row.output_tokens
     assert not expected
 
 

@@ -24,7 +24,8 @@ def test_a_run_definition_is_read(path: Path, model: Path) -> None:
     values = tomllib.loads(path.read_text())
     if values["environment"]["name"] == "tasks":  # its dataset is the operator's own
         values["environment"] = {"name": "reverse", "train_size": 1000, "heldout_size": 64}
-    if path.stem == "run-local":
+    values.pop("chat", None)  # the model has no template
+    if path.stem.startswith("run-local"):
         values = {**POOL_ONLY, **values}
     run = define(values, path, model)
     assert run.groups_per_batch * run.samples_per_group in (128, 512, 4096)

@@ -115,11 +115,11 @@ def test_a_metrics_line_that_does_not_fit_is_one_sentence_and_written_at_the_res
     tmp_path: Path,
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.append({"step": 0})
-    long = {"step": 1, "words": "x" * 20_000}
+    file.append({"step": 0, "version": 1})
+    long = {"step": 1, "version": 2, "words": "x" * 20_000}
     with full_disk(10_000), pytest.raises(UnavailableError, match="metrics of step 1"):
         file.append(long)
     with full_disk(10_000), pytest.raises(UnavailableError, match="the metrics file"):
-        file.repair(long)
-    file.repair(long)
+        file.repair(long, 2)
+    file.repair(long, 2)
     assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import tomllib
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,29 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from prime_core.errors import FatalError, UserError
+from prime_core.gateway import Recording
+from prime_core.rollout import Rollout
 from prime_core.run import MICRO
 from prime_core.run_file import read_run
 from prime_core.waiting import StoppedError
-from prime_envs.registry import environment_for
+from prime_envs.base import Problem
+from prime_envs.registry import BUILT_IN, environment_for
+from prime_envs.reverse import Reverse
+from prime_envs.tools import TOOL_ERROR, Observation
 from prime_orchestrator.cli.run import define
 from prime_trainer import local as local_module
 from prime_trainer.cli import app
 from prime_trainer.config import Settings, load
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import read_lines
-from prime_trainer.observe import Observers
+from prime_trainer.observe import Observers, flat
 from prime_trainer.parallel import World
 from prime_trainer.samples import chosen_samples
 from prime_verify.engines import load_engine
 
 DEMO = Path(__file__).parents[2] / "devnet" / "model"
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "trainer.json"
+ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 RUN = """name = "words"
 max_output_tokens = 24
 samples_per_group = 4
@@ -79,7 +88,11 @@ def command(source: Path, out: Path, *options: str) -> subprocess.CompletedProce
 
 def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) -> None:
     source, out = written(tmp_path / "in"), tmp_path / "out"
-    done = command(source, out, "--steps", "3", "--evaluate-every", "2", "--problems", "8")
+    events = tmp_path / "events"
+    done = command(
+        source, out, "--steps", "3", "--evaluate-every", "2", "--problems", "8",
+        "--tensorboard", str(events),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {
         "run.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "curve.svg", "model",
@@ -90,6 +103,10 @@ def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) ->
     assert all(line["applied"] and line["rows"] == 8 for line in lines)
     assert all(line["generated_rows"] % 8 == 0 and line["kl_mismatch"] < 1e-3 for line in lines)
     assert all(0 <= line["pass_1"] <= line["pass_k"] <= 1 for line in lines)
+    shown = (DASHBOARD.read_text(), ALERTS.read_text())
+    asked = set(re.findall(r"prime_trainer_(\w+)", "\n".join(shown))) - {"waiting"}
+    given = {name.partition("/")[0] for name, _ in flat(lines[0])}
+    assert asked - given <= {"tokens_s", "tokens_s_wall"}, "the pool's trainer adds these"
     assert [text.split(":")[0] for text in done.stdout.splitlines()] == [
         "policy 0, 8 held-out problems", "step 0", "step 1", "policy 2, 8 held-out problems",
         "step 2", "policy 3, 8 held-out problems", "policy 3",
@@ -100,6 +117,8 @@ def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) ->
     tokenizer = load_engine(DEMO, threads=1).tokenizer
     samples = read_lines(out / "samples.jsonl")
     assert {sample["step"] for sample in samples} == {0, 1, 2}
+    (shown_events,) = events.iterdir()
+    assert samples[0]["turns"][0].split("\n")[0].encode() in shown_events.read_bytes()
     for sample in samples:
         problem = environment.problem(int(sample["problem"].removeprefix("reverse-")))
         assert sample["prompt"] == environment.prompt_text(problem, sample["target"])
@@ -144,6 +163,34 @@ def test_answers_that_are_all_rewarded_alike_end_the_run_in_one_sentence(
     local = Local(run, settings_for(out, model), Options(), world, Observers.none(), print)
     with pytest.raises(UserError, match=r"step 0: 40 groups of 4 .* in 40 of them all are"):
         local.batch()
+    local.close()
+
+
+def test_a_step_counts_the_tools_answers(tmp_path: Path, world: World) -> None:
+    source = written(tmp_path / "in")
+    tools = '[conversation]\nturns = 2\ntools = ["calculator-1"]\n'
+    source.write_text(source.read_text() + tools)
+    run = local_run(source, DEMO)
+    assert run.conversation is not None
+    local = Local(
+        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
+    )
+    line = local.step()
+    assert line["tool_calls"] == 0, "this model knows no tool"
+    assert "tool_success" not in line
+    tokenizer, rows = load_engine(DEMO, threads=1).tokenizer, []
+    answers = ["2", f"{TOOL_ERROR}a number is missing"]
+    for texts in (["a", answers[0], "b"], ["a", answers[1], "b", answers[0], "c"], ["d"]):
+        spans = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        output = [token for span in spans for token in span]
+        rows.append(
+            Rollout(
+                "reverse-0", 0, 0, [1], output, [0.0] * len(output), 8, "end", 0, 1.0,
+                tuple(map(len, spans)) if len(spans) > 1 else (),
+            )
+        )  # fmt: skip
+    made = Made([(None, row, None) for row in rows])  # type: ignore[misc]
+    assert made.tool_figures(tokenizer) == {"tool_calls": 1.0, "tool_success": 2 / 3}
     local.close()
 
 
@@ -330,7 +377,7 @@ def test_what_cannot_be_resumed_is_refused(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     source, out = whole[0], tmp_path / "out"
-    with pytest.raises(UserError, match="holds no run to go on with"):
+    with pytest.raises(UserError, match="holds no run to continue"):
         resumable(source, out, resume=True)
     with pytest.raises(UserError, match="is finished"):
         resumable(source, source.parent.parent / "out", resume=True)
@@ -378,3 +425,57 @@ def test_ctrl_c_is_one_sentence_and_130(tmp_path: Path) -> None:
     assert "Traceback" not in said
     assert (out / "checkpoints" / str(number)).is_dir()
     assert (out / "policies" / str(number) / "model.safetensors").is_file()
+
+
+GATEWAY = """[conversation]
+turns = 2
+tools = ["fetch-1"]
+[conversation.gateway]
+url = "http://127.0.0.1:1"
+key = "0x1111111111111111111111111111111111111111"
+tools = ["fetch-1"]
+"""
+
+
+class FetchesWords(Reverse):
+    """Every turn asks for one of two pages: the length of the model's word, odd or even."""
+
+    name = "fetches_words"
+
+    def observe(self, problem: Problem, turns: Any) -> Observation | None:
+        page = len(turns[-1]) % 2
+        return Reverse.observe(self, problem, [f"<fetch>page {page}</fetch>"])
+
+    def observation_text(self, said: str) -> str:
+        return said
+
+
+@pytest.mark.usefixtures("_one_process_group")
+def test_a_run_with_a_gateway_trains_offline_from_a_cassette(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded request is answered; a row that makes another one ends as `tool_limit`."""
+    monkeypatch.setitem(BUILT_IN, "fetches_words", f"{__name__}:FetchesWords")
+    source = written(tmp_path / "in", GATEWAY)
+    source.write_text(source.read_text().replace('"reverse"', '"fetches_words"'))
+    tape = tmp_path / "tape.jsonl"
+    line = Recording(step=0, tool="fetch-1", arguments={"input": "page 0"}, text="04|word>")
+    tape.write_text(line.model_dump_json() + "\n")
+
+    def settings(out: str) -> Settings:
+        flags = {"model": DEMO, "data": tmp_path / out, "steps": 1}
+        return load(flags, source.with_suffix(".trainer.toml"))
+
+    options = Options(evaluate_every=0, samples=1000, threads=1)
+    with pytest.raises(UserError, match="ask a gateway"):
+        run_local(source, settings("none"), options, threading.Event())
+    assert not any((tmp_path / "none").iterdir())
+    run_local(source, settings("out"), replace(options, cassette=tape), threading.Event())
+    samples = read_lines(tmp_path / "out" / "samples.jsonl")
+    said = {turn for one in samples for turn in one["turns"][1::2]}
+    assert said == {"04|word>"}
+    unanswered = [one for one in samples if one["finish"] == "tool_limit"]
+    assert unanswered
+    assert all(len(one["turns"]) == 1 for one in unanswered)
+    [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert step["applied"]

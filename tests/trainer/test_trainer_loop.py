@@ -155,20 +155,22 @@ def test_the_plan_is_printed_and_nothing_is_done(pool: Pool, tmp_path: Path, mod
     command = pool.command(tmp_path / "data", "--dry-run", "--json", f"@{file}")
     ended = finished(command)
     assert ended.returncode == 0, ended.stdout
-    told = json.loads(ended.stdout.strip().splitlines()[-1])
-    assert told["settings"]["beta2"] == {"value": "0.5", "from": str(file)}
-    assert told["settings"]["learning_rate"] == {"value": "0.001", "from": "flag"}
-    assert told["settings"]["beta1"]["from"] == "default"
-    assert told["estimate"]["parameters"] == parameters_of(model)
-    assert told["estimate"]["parameters"] == sum(
+    reported = json.loads(ended.stdout.strip().splitlines()[-1])
+    assert reported["settings"]["beta2"] == {"value": "0.5", "from": str(file)}
+    assert reported["settings"]["learning_rate"] == {"value": "0.001", "from": "flag"}
+    assert reported["settings"]["beta1"]["from"] == "default"
+    assert reported["estimate"]["parameters"] == parameters_of(model)
+    assert reported["estimate"]["parameters"] == sum(
         tensor.numel() for tensor in load_file(model / "model.safetensors").values()
     )
-    assert told["estimate"]["seconds_per_batch"] > 0
-    weights_and_optimizer = 12 * told["estimate"]["parameters"]
-    assert weights_and_optimizer <= told["estimate"]["step"]["kept"] < 1.05 * weights_and_optimizer
-    assert told["estimate"]["step"]["trained"] == told["estimate"]["parameters"]
-    tokens = told["estimate"]["tokens_per_batch"]
-    assert 8 * tokens < told["estimate"]["batches"] < 16 * tokens
+    assert reported["estimate"]["seconds_per_batch"] > 0
+    weights_and_optimizer = 12 * reported["estimate"]["parameters"]
+    assert (
+        weights_and_optimizer <= reported["estimate"]["step"]["kept"] < 1.05 * weights_and_optimizer
+    )
+    assert reported["estimate"]["step"]["trained"] == reported["estimate"]["parameters"]
+    tokens = reported["estimate"]["tokens_per_batch"]
+    assert 8 * tokens < reported["estimate"]["batches"] < 16 * tokens
     assert not (tmp_path / "data").exists()
     assert pool.published() == []
     plain = finished([word for word in command if word != "--json"])

@@ -158,7 +158,9 @@ def test_a_wide_head_gives_the_logits_of_the_published_weights_without_rounding_
     rows, zeros = kit.rows(), [0.0] * 12
     packed, _ = collate([[0, 1, 2]], rows, zeros, zeros, torch.device("cpu"))
     states: list[torch.Tensor] = []
-    policy.decoder.register_forward_hook(lambda *told: states.append(told[2].last_hidden_state))
+    policy.decoder.register_forward_hook(
+        lambda *reported: states.append(reported[2].last_hidden_state)
+    )
     off = []
     with torch.no_grad():
         for policy.head_fp32 in (False, True):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
@@ -37,6 +40,80 @@ def test_tensorboard_gets_each_steps_numbers(tmp_path: Path) -> None:
     }
     assert found["reward"] == (300, 2.0, 0.5)
     assert found["seconds/fetch"] == (300, 2.0, 0.25)
+
+
+SAMPLE = {
+    "step": 20, "prompt": "1 | 2\n<b>", "turns": ["three", "four"], "tokens": 5,
+    "finish": "end", "reward": 0.25, "parts": {"task_micro": 1, "length": 5},
+}  # fmt: skip
+
+
+def test_tensorboard_shows_texts_every_few_steps(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    settings = kit.settings(tmp_path, tmp_path, tensorboard=events, texts_every=10)
+    with Observers.of(settings, True) as observers:
+        observers.texts(19, [SAMPLE])
+        observers.texts(20, [SAMPLE])
+        observers.texts(30, [])
+    (file,) = events.iterdir()
+    shown = [
+        (one.step, one.summary.value[0].tensor.string_val[0].decode())
+        for one in records(file.read_bytes())
+        if one.summary.value
+    ]
+    row = "| 0.250 | length 5, task_micro 1 | end | 5 | 1 &#124; 2<br>&lt;b> | three<br><br>four |"
+    assert [(step, text.splitlines()[-1]) for step, text in shown] == [(20, row)]
+
+
+class _Tracker(ModuleType):
+    """A tracker that remembers its calls, with the interface of wandb and trackio."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, *, project: str, config: dict[str, Any]) -> _Tracker:
+        if project == "refused":
+            raise ValueError("no API key")
+        self.calls.append(("init", project, config["learning_rate"]))
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", values, step))
+
+    def Table(self, *, columns: list[str], data: list[list[str]]) -> list[dict[str, str]]:  # noqa: N802
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+def test_a_tracker_gets_settings_numbers_and_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = _Tracker()
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    settings = kit.settings(tmp_path, tmp_path, tracker="wandb", tracker_project="mine")
+    with Observers.of(settings, True) as observers:
+        observers.step({"time": 2.0, "step": 20, "seconds": {"fetch": 0.25}})
+        observers.texts(20, [SAMPLE])
+    row = {
+        "reward": "0.250", "parts": "length 5, task_micro 1", "finish": "end", "tokens": "5",
+        "prompt": "1 | 2\n<b>", "turns": "three\n\nfour",
+    }  # fmt: skip
+    numbers = {"time": 2.0, "step": 20.0, "seconds/fetch": 0.25}
+    assert tracker.calls == [
+        ("init", "mine", settings.learning_rate),
+        ("log", numbers, 20),
+        ("log", {"rollouts": [row]}, 20),
+        ("finish",),
+    ]
+    tracker.calls.clear()
+    with Observers.of(settings, False):
+        assert tracker.calls == [], "only rank 0 logs"
+    refused = kit.settings(tmp_path, tmp_path, tracker="wandb", tracker_project="refused")
+    with pytest.raises(UserError, match="wandb cannot start: no API key"):
+        Observers.of(refused, True)
 
 
 def test_a_lines_numbers_are_flat_and_words_are_left_out() -> None:
@@ -84,10 +161,10 @@ def test_a_devices_peak_is_its_own_name_longest_first_or_what_the_run_says(tmp_p
 
 
 def test_every_wait_is_told_before_it_begins() -> None:
-    told: list[str] = []
-    watch = Stopwatch(now=iter([0.0, 2.0, 2.0, 5.0]).__next__, begins=told.append)
+    reported: list[str] = []
+    watch = Stopwatch(now=iter([0.0, 2.0, 2.0, 5.0]).__next__, begins=reported.append)
     with watch.timed("wait_batch"):
-        assert told == ["wait_batch"]
+        assert reported == ["wait_batch"]
     with watch.timed("plan"):
         pass
     assert watch.seconds == {"wait_batch": 2.0, "plan": 3.0}

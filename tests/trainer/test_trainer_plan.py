@@ -39,6 +39,18 @@ def test_the_simulated_step_allocates_what_the_real_one_does(
     assert planned.peak > planned.kept
 
 
+def test_with_offload_a_device_holds_only_the_layers_in_use(model: Path, tmp_path: Path) -> None:
+    run, plain = kit.run_definition(), kit.settings(model, tmp_path, bf16=True)
+    offloaded = kit.settings(model, tmp_path, bf16=True, cpu_offload=True)
+    on, off = (plan_step(run, settings, ranks=2, **TOKENS) for settings in (plain, offloaded))
+    weights = parameters_of(model)
+    assert on.host == 0
+    assert 16 * weights / 2 <= off.host < 1.1 * 16 * weights / 2  # with gradients
+    assert off.kept < 0.02 * on.kept
+    assert 0 < off.peak <= on.peak - off.host
+    assert (off.gathered, off.reduced) == (on.gathered, on.reduced)
+
+
 def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None:
     run, settings = kit.run_definition(), kit.settings(model, tmp_path)
     one, four = (plan_step(run, settings, ranks=ranks, **TOKENS) for ranks in (1, 4))

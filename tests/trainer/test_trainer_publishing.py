@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from prime_broadcast import layout
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import Relay
-from prime_core.errors import PolicyError, UserError
+from prime_core.errors import UserError
+from prime_core.ids import Step
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_orchestrator.store import arrivals
 from prime_trainer import carried, publish
 from prime_trainer.config import Settings
+from prime_trainer.data import BadBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.parallel import World
@@ -45,13 +48,15 @@ def settings(pool: Pool, data: Path, **changes: object) -> Settings:
 
 
 @contextmanager
-def trainer_of(pool: Pool, data: Path, world: World) -> Iterator[tuple[Trainer, Origin]]:
+def trainer_of(
+    pool: Pool, data: Path, world: World, **changes: object
+) -> Iterator[tuple[Trainer, Origin]]:
     """A trainer as `trainer run` wires it, whose batches a test hands in itself."""
     set_ = settings(pool, data)
     with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
         facts = pool_facts(client, None)
         learner = kit.learner(
-            pool.model, data, world, pool.run, orchestrator=pool.url, wallet=pool.wallet
+            pool.model, data, world, pool.run, orchestrator=pool.url, wallet=pool.wallet, **changes
         )
         publisher = new_publisher(set_, facts, kit.TRAINER, client)
         with new_origin(set_, publisher.root, kit.TRAINER) as origin:
@@ -63,6 +68,19 @@ def trainer_of(pool: Pool, data: Path, world: World) -> Iterator[tuple[Trainer, 
                 trainer.keeper.shutdown(wait=True)
 
 
+def test_a_bad_batch_after_a_gap_is_skipped_once_by_its_own_number(
+    pool: Pool, tmp_path: Path, world: World
+) -> None:
+    pool.seal(3, kit.rows(3, pool.run.samples_per_group, seed=3, version=4))
+    with trainer_of(pool, tmp_path / "data", world, bad_batch="skip") as (trainer, _):
+        trainer.newest = 3  # batches 1 and 2 were never sealed
+        bad = trainer.verified_batch(1, Stopwatch())
+        assert isinstance(bad, BadBatch)
+        assert (bad.step, "policy 4" in bad.why) == (3, True)
+        state = replace(trainer.resume(), step=1)
+        assert trainer.train(bad, state, Stopwatch())["step"] == 3
+
+
 def begins(origin: Origin, version: int) -> None:
     """A relay begins to fetch a version."""
     httpx.get(f"{origin.url}/policies/{version}/manifest.json").raise_for_status()
@@ -72,7 +90,7 @@ def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for
     pool: Pool, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "FIRST_RELAY_SECONDS", 60.0)
-    batch = PolicyError("a batch that is skipped: its weights are published unchanged")
+    why = "a batch that is skipped: its weights are published unchanged"
     with trainer_of(pool, tmp_path / "data", world) as (trainer, origin):
         state = trainer.resume()
         trainer.publish_first(state, Stopwatch())  # no relay ever came: nobody is waited for
@@ -81,6 +99,7 @@ def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for
 
         def step(watch: Stopwatch) -> None:
             nonlocal state
+            batch = BadBatch(Step(state.step), why)
             state = trainer.keep(state, batch, trainer.train(batch, state, watch), watch)
 
         step(Stopwatch())  # returns, though no relay has begun with policy 1
@@ -138,16 +157,16 @@ def a_node_names(pool: Pool, version: int) -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What the command heard each time that it asked who has the policy."""
-    heard: list[str | None] = []
+    received: list[str | None] = []
     ask = carried.whole_at
 
     def asked(*args: Any) -> str | None:
-        heard.append(ask(*args))
-        return heard[-1]
+        received.append(ask(*args))
+        return received[-1]
 
     monkeypatch.setattr(carried, "whole_at", asked)
     monkeypatch.setattr(carried, "LOOK_SECONDS", 0.02)
-    return heard
+    return received
 
 
 def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
@@ -200,7 +219,7 @@ def test_a_strangers_reading_ends_nothing(
         began = len(looks)
         wait_until(lambda: len(looks) > began + 1, "a look after it")
         assert call.is_alive()
-    assert "nobody is known to have all of policy 0 yet" in capfd.readouterr().err
+    assert "no source is known to have all of policy 0 yet" in capfd.readouterr().err
 
 
 def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
@@ -208,10 +227,10 @@ def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
 ) -> None:
     stop = threading.Event()
     stop.set()
-    told = "nobody is known to have all of policy 0 yet; `trainer run`"
+    reported = "no source is known to have all of policy 0 yet; `trainer run`"
     for _ in range(2):
         publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0, stop=stop)
-        assert told in capfd.readouterr().err
+        assert reported in capfd.readouterr().err
     assert len(pool.published()) == 1
 
 
@@ -229,7 +248,7 @@ def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> 
         assert any(line.startswith("serving policy 0 at") for line in child.stdout)
         code, said = told_to_stop(child, signal.SIGINT)
         assert code == 0
-        assert "nobody is known to have all of policy 0 yet" in said
+        assert "no source is known to have all of policy 0 yet" in said
 
 
 def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:

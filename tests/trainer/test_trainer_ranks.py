@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -23,11 +24,15 @@ HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launched(ranks: int, model: Path, data: Path, *, resume: bool = False) -> dict[str, Any]:
-    data.mkdir(exist_ok=resume)
-    script = [str(HERE / "trainer_ranks.py"), str(model), str(data), *["resume"] * resume]
+def launched(ranks: int, model: Path, data: Path, *more: str) -> dict[str, Any]:
+    data.mkdir(exist_ok="resume" in more)
+    script = [str(HERE / "trainer_ranks.py"), str(model), str(data), *more]
     ended = finished([*TORCHRUN, str(ranks), *script])
     assert ended.returncode == 0, ended.stdout
+    return found_in(data, ranks)
+
+
+def found_in(data: Path, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(data / "found.pt", weights_only=True)
     assert found["size"] == ranks
     return found
@@ -51,7 +56,7 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(
     model: Path,
 ) -> None:
     root, one, _ = both
-    found = launched(2, model, root / "one", resume=True)
+    found = launched(2, model, root / "one", "resume")
     assert all(torch.equal(found["weights"][name], one["weights"][name]) for name in one["weights"])
 
 
@@ -85,6 +90,32 @@ def test_checkpoints_are_named_by_global_rank_and_load_into_another_number_of_ra
     assert state.step == 2
     weights = full_state(alone.policy)
     assert all(torch.equal(weights[name], two["weights"][name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_two_launchers_as_on_two_machines_and_weights_in_host_memory_give_the_same_bits(
+    both: tuple[Path, dict, dict],  # type: ignore[type-arg]
+    model: Path,
+) -> None:
+    root, _, two = both
+    data = root / "launchers"
+    data.mkdir()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    commands = [
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+         "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port),
+         str(HERE / "trainer_ranks.py"), str(model), str(data), "offload"]
+        for number in (0, 1)
+    ]  # fmt: skip
+    with started(commands[0]) as child:
+        ended = finished(commands[1])
+        said, _ = child.communicate(timeout=120)
+    assert (ended.returncode, child.returncode) == (0, 0), ended.stdout + said
+    found = found_in(data, 2)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(found["files"])
+    assert all(torch.equal(found["weights"][name], two["weights"][name]) for name in two["weights"])
 
 
 STEPS = 3

@@ -17,6 +17,8 @@ from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wai
 from prime_broadcast.manifest import verify_folder
 from prime_chain.keystore import save_keystore
 from prime_core.errors import UserError
+from prime_orchestrator.store import batches
+from prime_trainer import checkpoint
 from prime_trainer.run import publish_by_hand
 
 STEPS = 4
@@ -218,3 +220,39 @@ def test_a_users_mistake_is_one_sentence_and_an_exit_code(
     assert words in ended.stdout
     assert "Traceback" not in ended.stdout
     assert ended.stdout.strip().splitlines()[-1].startswith("trainer: ")
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_between_publication_and_checkpoint_makes_no_version_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    command = pool.command(data, "--checkpoint-every", "2")
+    for step in range(3):
+        pool.seal_random(step)
+    with started(command) as child:
+        wait_until(lambda: len(pool.published()) == 4, "policy 3")
+        child.send_signal(signal.SIGKILL)  # batch 2 is trained and published, not in a checkpoint
+        child.wait()
+    assert [path.name for path in (data / "checkpoints").iterdir()] == ["2"]
+    before = [signed.manifest.digest() for signed in pool.published()]
+    weights = data / "origin" / "policies" / "3" / "model.safetensors"
+    bits = weights.read_bytes()
+    with started([*command, "--learning-rate", "1e-2"]) as child:
+        wait_until(lambda: len(pool.published()) == 5, "policy 4")
+        with pool.store.read() as connection:
+            assert batches.next_step(connection) == 4  # no batch 3: policy 4 exists already
+        pool.seal(4, kit.rows(3, pool.run.samples_per_group, seed=9, version=4))
+        wait_until(lambda: len(pool.published()) == 6, "policy 5")
+        code, said = told_to_stop(child)
+        assert code == 0, said
+    assert [signed.manifest.digest() for signed in pool.published()][:4] == before
+    assert weights.read_bytes() == bits
+    made = [(line["step"], line["version"], line["staleness_mean"]) for line in lines(data)]
+    assert [one[:2] for one in made] == [(0, 1), (1, 2), (2, 3), (2, 4), (4, 5)]
+    origins = [
+        json.loads((data / "origin" / "policies" / str(version) / "trainer.json").read_text())
+        for version in (3, 4, 5)
+    ]
+    assert [(one["batch"], one["before"]) for one in origins] == [(2, 2), (2, 2), (4, 4)]
+    assert checkpoint.latest(data) == data / "checkpoints" / "5"  # written at SIGTERM

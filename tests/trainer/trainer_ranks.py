@@ -22,6 +22,7 @@ def main() -> None:
     model, data = Path(sys.argv[1]), Path(sys.argv[2])
     run = kit.run_definition()
     wanted = Objective(kl=0.001, entropy=1e-4)
+    offload = "offload" in sys.argv[3:]
     with joined_world() as world:
         if "resume" in sys.argv[3:]:
             learner = kit.learner(
@@ -34,8 +35,9 @@ def main() -> None:
             return
         # Five rows on two ranks: one rank has a micro-batch more than the other.
         learner = kit.learner(
-            model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30
-        )
+            model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30,
+            cpu_offload=offload,
+        )  # fmt: skip
         statistics = backward(learner, kit.rows())
         gradients = kit.gradients(learner.policy)
         learner.policy.zero_grad()

@@ -75,7 +75,7 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     ("words", "named"),
     [
         (["--wallet", "w.json"], "both a keystore and a network"),
-        (["--sign", "c.json"], "nobody is there to sign it"),
+        (["--sign", "c.json"], "no key is given to sign it"),
         (["--python", "other=/bin/true"], "names no engine"),
         (["--python", "vllm"], "names no engine"),
         (["--python", "vllm=/nowhere/python"], "no interpreter"),

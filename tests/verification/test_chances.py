@@ -33,7 +33,7 @@ def test_a_file_of_improbable_tokens_alone_is_stated_with_the_least_chance(obser
     engine: Any = SimpleNamespace(vocabulary=VOCABULARY)
     with pytest.raises(RulingError) as said:
         check_humps(rows, engine)
-    assert (said.value.reason, said.value.chance) == (Reason.TWO_HUMPED, LEAST_CHANCE)
+    assert (said.value.reason, said.value.chance) == (Reason.IMPROBABLE_TOKENS, LEAST_CHANCE)
 
 
 @pytest.mark.parametrize("margin", [0.0, 2.0])
@@ -44,4 +44,4 @@ def test_a_replay_that_finds_two_humps_states_no_chance_below_the_least(
     limits = Limits({"row": {"margin_max": 1.0}})
     found = accuse([row_of(observed, margin)], limits)
     assert found is not None
-    assert (found.reason, found.chance) == (Reason.TWO_HUMPED, LEAST_CHANCE)
+    assert (found.reason, found.chance) == (Reason.IMPROBABLE_TOKENS, LEAST_CHANCE)

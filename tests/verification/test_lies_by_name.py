@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,16 @@ import pytest
 
 from bench.attacks import ATTACKS
 from prime_core.ids import digest
+from prime_core.run import Conversation
 from prime_core.verdict import Outcome, Reason
 from prime_engine.variants import VARIANTS
+from prime_envs.base import Problem
+from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.reverse import Reverse
+from prime_envs.tools import Observation
 from prime_verify.calibrate import HonestFile
 from prime_verify.canaries.lies import LIES
-from prime_verify.canaries.scene import Scene
+from prime_verify.canaries.scene import Scene, Text
 from prime_verify.engines import load_engine
 from prime_verify.rollout_file import FileRow, read_rollout_file
 from prime_verify.verify import Finding, verify_file
@@ -90,13 +96,74 @@ def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
     assert ended == due, (found.reason, found.detail)
 
 
+class Words(Reverse):
+    """Asks for the same word again after each turn, in the words of the prompt."""
+
+    name = "words"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Observation(self.prompt_text(problem, 2 * len(turns)))
+
+    def observation_text(self, said: str) -> str:
+        return said
+
+
+@pytest.fixture(scope="module")
+def talking(small: Any) -> Iterator[Any]:
+    """The same world in conversations of three turns."""
+    BUILT_IN["words"] = f"{__name__}:Words"
+    run = small.run.model_copy(
+        update={
+            "environment": environment_ref(
+                "words", {}, small.run.budgets, train_size=100, heldout_size=0
+            ),
+            "conversation": Conversation(turns=3),
+            "max_output_tokens": 64,
+            "schema_version": 3,
+        }
+    )
+    yield type(small)(run, environment_for(run), small.engine)
+    del BUILT_IN["words"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["t11", "greedy", "other_seed", "best_of_4", "int4", "small_model", "half_small", "foreign5",
+     "early_end", "padded", "tampered_reward", "tampered_logprobs", "copied_rows", "made_up_proof",
+     "sign_flip", "after_end"],
+)  # fmt: skip
+def test_lies_go_on_past_the_first_turn(talking: Any, name: str) -> None:
+    due, several = LIES[name].ends, False
+    for number in LEASES:
+        scene = _scene(talking, number)
+        data = LIES[name].make(scene)
+        several = several or any(len(row.spans) > 1 for row in _rows(data))
+        found = _verified(talking, scene, data)
+        if ENDINGS[found.outcome] == due:
+            break
+        assert found.outcome is Outcome.ACCEPTED, (found.reason, found.detail)
+    assert ENDINGS[found.outcome] == due, (found.reason, found.detail)
+    assert found.reason is not Reason.WRONG_OBSERVATION
+    assert several or name == "greedy"  # its first turns do not end
+
+
+def test_a_conversation_without_a_lie_is_accepted(talking: Any) -> None:
+    scene = _scene(talking, LEASES[0])
+    honest = scene.generate()
+    made = scene.file(honest)
+    assert _verified(talking, scene, made).outcome is Outcome.ACCEPTED
+    texts = [Text(one.output_tokens, one.spans) for one in honest]
+    scored = _verified(talking, scene, scene.file(scene.score(texts)))
+    assert scored.outcome is Outcome.ACCEPTED, scored.detail
+
+
 @pytest.mark.parametrize(
     ("name", "reasons"),
     [
         ("best_of_4", {Reason.WRONG_SAMPLING}),
         ("copied_proof", {Reason.COPIED_ROWS}),
         ("copied_rows", {Reason.COPIED_ROWS}),
-        ("copied_earlier", {Reason.WRONG_SAMPLING, Reason.TWO_HUMPED}),
+        ("copied_earlier", {Reason.WRONG_SAMPLING, Reason.IMPROBABLE_TOKENS}),
         ("made_up_proof", {Reason.FORGED_PROOF}),
         ("sign_flip", {Reason.FORGED_PROOF}),
         ("early_end", {Reason.EARLY_END}),

@@ -32,7 +32,7 @@ from prime_verify.rollout_file import (
 )
 
 METADATA = FileMetadata(ZERO_DIGEST, "plain/1", "float32", "cpu")
-PAIRS = {"schema_version": "1", **vars(METADATA)}
+PAIRS = METADATA.pairs
 
 
 ROWS = [made_up_row(i, 3 + i) for i in range(12)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_core.errors import UserError
+from prime_core.errors import UntrustedError, UserError
 from prime_core.rollout import Rollout
-from prime_core.run import Conversation, RunDefinition
+from prime_core.run import Conversation, Corpus, RunDefinition
 from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.base import Generation
 from prime_envs.base import Problem
 from prime_envs.definition import run_from
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
 from prime_envs.reverse import Reverse
+from prime_envs.search import NOTHING
+from prime_envs.sources import file_digest
 from prime_envs.tools import Observation
 from prime_verify import build
 from prime_verify.build import PlannedRow
@@ -40,20 +43,30 @@ class Words(Reverse):
     name = "words"
 
     exact = True
-    given_up: str | None = None
+    limit: Any = ""
 
     def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)), self.exact, self.given_up)
+        return Observation(self.prompt_text(problem, 2 * len(turns)), self.exact, self.limit)
 
     def observation_text(self, said: str) -> str:
         return said
 
 
+class Searches(Words):
+    """Searches the run's corpus for each answer; the last hit ends with the next prompt."""
+
+    name = "searches"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    BUILT_IN["words"] = f"{__name__}:Words"
+    for environment in (Words, Searches):
+        BUILT_IN[environment.name] = f"{__name__}:{environment.__name__}"
     yield
-    del BUILT_IN["words"]
+    del BUILT_IN["words"], BUILT_IN["searches"]
 
 
 def talking_run(**changes: Any) -> RunDefinition:
@@ -161,18 +174,33 @@ def test_a_tool_that_is_not_exact_accuses_no_one(
     assert "or its tools gave other answers" in finding.detail
 
 
-def test_what_a_slow_machine_says_instead_is_accepted(
-    talking: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_ended_by_its_limit_ends_its_row_and_accuses_no_one(
+    talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's tool gave up where the validator's came close to it."""
+    """A worker's tool reached its limit: paid where the validator's came close to it or reached it
+    too, else not paid. An exact tool has no such limit, so a claim of one is a lie."""
     slow = environment_for(talking.run)
-    slow.observe = lambda problem, turns: Observation("02|slow>")  # type: ignore[method-assign]
+    slow.observe = lambda problem, turns: Observation(  # type: ignore[method-assign]
+        "", exact=False, limit="reached"
+    )
     worker = type(talking)(talking.run, slow, talking.engine)
     file = worker.honest(2)
+    rows = read_rollout_file(file.data).rows
+    assert {row.finish_reason for row in rows} & {"tool_limit"}
+    assert not any(row.spans for row in rows)
+    assert talking.judge(file).outcome is Outcome.REJECTED
+    with monkeypatch.context() as patched:  # its tools have limits, and this call was exact here
+        patched.setattr(Words, "tools_may_give_up", True)
+        assert talking.judge(file).outcome is Outcome.VOID
     monkeypatch.setattr(talking.environment, "exact", False, raising=False)
-    assert talking.judge(file).reason is Reason.WRONG_ROWS
-    monkeypatch.setattr(talking.environment, "given_up", "02|slow>", raising=False)
-    assert talking.judge(file).outcome is Outcome.ACCEPTED
+    for limit, file_that_ended, whole_file in (
+        ("", Outcome.VOID, Outcome.ACCEPTED),
+        ("near", Outcome.ACCEPTED, Outcome.ACCEPTED),
+        ("reached", Outcome.ACCEPTED, Outcome.VOID),
+    ):
+        monkeypatch.setattr(talking.environment, "limit", limit, raising=False)
+        assert talking.judge(file).outcome is file_that_ended
+        assert talking.judge(honest).outcome is whole_file
 
 
 def test_tools_with_a_limit_run_only_for_files_that_the_replay_accepts(
@@ -286,7 +314,7 @@ def test_each_run_has_files_of_its_own_schema(talking: Any, world: Any) -> None:
 
 
 def test_another_dtype_is_judged_by_the_models_tokens(talking: Any, world: Any) -> None:
-    file = talking.honest(1, engine=world.engine.twin("bfloat16"))
+    file = talking.honest(1, engine=world.engine.in_dtype("bfloat16"))
     finding = talking.judge(file)
     assert finding.outcome is Outcome.ACCEPTED, finding
     assert finding.statistics["tokens"] == sum(row.tokens for row in finding.row_statistics)
@@ -303,6 +331,63 @@ def test_the_trainer_gets_spans_and_counts_the_models_tokens(
     for rollout, row in zip(rollouts, rows_of(honest), strict=True):
         assert rollout.spans == row.spans
         assert rollout.generated == len(row.model_tokens)
+
+
+def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
+    world: Any, tmp_path: Path
+) -> None:
+    reverse = world.environment
+    corpus = tmp_path / "corpus.jsonl"
+    problems = [reverse.problem(number) for number in range(100)]
+    corpus.write_text(
+        "".join(
+            json.dumps({"title": p.answer, "text": reverse.prompt_text(p, 2)}) + "\n"
+            for p in problems
+        )
+    )
+    pinned = Corpus(sha256=file_digest(corpus), path=str(corpus))
+    base = synthetic_run(64)
+    run = talking_run(
+        environment=environment_ref("searches", {}, base.budgets, train_size=100, heldout_size=0),
+        conversation=Conversation(turns=TURNS, tools=("search-1",), corpus=pinned),
+    )
+    searching = type(world)(run, environment_for(run), world.engine)
+    file = searching.honest(0)
+    found = [
+        world.engine.tokenizer.decode(row.output_tokens[row.spans[0] :][: row.spans[1]])
+        for row in rows_of(file)
+        if several(row)
+    ]
+    assert any(NOTHING not in text and text.rstrip().endswith(">") for text in found), found
+    assert searching.judge(file).outcome is Outcome.ACCEPTED
+
+    def forged(row: FileRow) -> FileRow:
+        tokens = list(row.output_tokens)
+        tokens[row.spans[0] + row.spans[1] // 2] ^= 1
+        return replace(row, output_tokens=tuple(tokens))
+
+    finding = searching.judge(changed(file, forged))
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
+    corpus.write_text(corpus.read_text() + "\n")
+    with pytest.raises(UntrustedError, match="but the run pins"):
+        environment_for(run)
+
+
+def test_rewards_of_turns_are_computed_again(talking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of a row's turns is part of the reward that a validator pays and refutes."""
+    plain = talking.judge(talking.honest(0)).table
+    monkeypatch.setattr(
+        talking.environment, "turn_rewards", lambda problem, turns: [1000] * len(turns)
+    )
+    file = talking.honest(0)
+    finding = talking.judge(file)
+    assert finding.outcome is Outcome.ACCEPTED, finding
+    gained = [
+        row.reward_micro - old.reward_micro for row, old in zip(finding.table, plain, strict=True)
+    ]
+    assert gained == [1000 * (len(row.spans) // 2 + 1) for row in rows_of(file)]
+    raised = changed(file, lambda row: replace(row, reward=row.reward + 0.001))
+    assert talking.judge(raised).reason is Reason.TAMPERED_REWARD
 
 
 def test_a_conversation_that_nothing_answers_is_refused(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_a_log_probability_that_no_noise_draws_is_a_lie_in_a_row_that_nobody_rep
 
     for value in (-3e38, floor - 0.1):
         said = claims(value)
-        assert (said.reason, said.chance) == (Reason.TWO_HUMPED, 0), said
+        assert (said.reason, said.chance) == (Reason.IMPROBABLE_TOKENS, 0), said
         assert f"row {hidden} claims" in said.detail
     assert claims(floor + 0.1).outcome is Outcome.ACCEPTED  # as far as one row's claim goes
 
@@ -332,16 +332,18 @@ def test_the_right_answers_written_by_hand_are_rejected(world: Any) -> None:
     _rejected(
         world,
         lambda n: world.made(n, generate=_forced(world, gold)),
-        {Reason.WRONG_SAMPLING, Reason.TWO_HUMPED, Reason.EARLY_END},
+        {Reason.WRONG_SAMPLING, Reason.IMPROBABLE_TOKENS, Reason.EARLY_END},
     )
 
 
-def test_text_that_the_policy_finds_impossible_is_two_humped(world: Any) -> None:
+def test_text_that_the_policy_finds_impossible_is_found(world: Any) -> None:
     def odd(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
         text = "zq,:+-zq0\n"
         return tuple(world.engine.tokenizer.encode(text, add_special_tokens=False))
 
-    _rejected(world, lambda n: world.made(n, generate=_forced(world, odd)), {Reason.TWO_HUMPED})
+    _rejected(
+        world, lambda n: world.made(n, generate=_forced(world, odd)), {Reason.IMPROBABLE_TOKENS}
+    )
 
 
 def test_one_lying_row_is_found_when_it_is_drawn(world: Any) -> None:

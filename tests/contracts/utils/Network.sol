@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
+import { Court } from "../../../contracts/src/Court.sol";
 import { Pools } from "../../../contracts/src/Pools.sol";
 import { PrimeToken } from "../../../contracts/src/PrimeToken.sol";
 import { Registry } from "../../../contracts/src/Registry.sol";
@@ -13,6 +14,7 @@ import { Errors } from "../../../contracts/src/libraries/Errors.sol";
 import { Periods } from "../../../contracts/src/libraries/Periods.sol";
 import {
     Invite,
+    Law,
     NodeConsent,
     Opinion,
     Opinions,
@@ -40,6 +42,7 @@ abstract contract Network {
     uint256 internal constant BOND = 50e18;
     /// @dev What each validator has: bonds for ten open proposals.
     uint256 internal constant BONDS = 10 * BOND;
+    uint256 internal constant JUROR_BOND = 20e18;
     uint256 internal constant CAP = 1e24;
     IUptimeFeed internal constant NO_FEED = IUptimeFeed(address(0));
     uint32 internal constant CAPACITY = 4;
@@ -53,7 +56,13 @@ abstract contract Network {
     uint256 internal constant PROVIDER_KEY = 0x9807;
     uint256 internal constant VALIDATOR_KEY = 0x7A1;
     uint256 internal constant VALIDATOR2_KEY = 0x7A2;
-    bytes32 internal constant LAW = keccak256("law");
+    bytes32 internal constant CLASS = keccak256("class");
+    /// @dev Struct hash of `law()`.
+    bytes32 internal constant LAW = keccak256(
+        abi.encode(
+            Statements.LAW, keccak256("lease"), RUN, CLASS, keccak256("verifier"), bytes32(0)
+        )
+    );
     bytes32 internal constant REASON = keccak256("WRONG_SAMPLING");
 
     address internal manager = vm.addr(MANAGER_KEY);
@@ -76,6 +85,7 @@ abstract contract Network {
     Work internal work;
     Rewards internal rewards;
     Slasher internal slasher;
+    Court internal court;
     uint256 internal pool;
 
     uint64 private _inviteDeadline;
@@ -92,10 +102,14 @@ abstract contract Network {
         vault = new StakeVault(token, periods(), treasury, CAP, feed());
         pools = new Pools(registry, vault);
         work = new Work(pools, vault);
-        slasher = new Slasher(vault, pools, work, Slasher.Roles(arbiter, DEPOSIT, BOND, governor));
+        court = new Court(vault, pools, work, JUROR_BOND);
+        slasher = new Slasher(
+            vault, pools, work, court, Slasher.Roles(arbiter, DEPOSIT, BOND, governor)
+        );
         rewards = new Rewards(token, registry, pools, vault, slasher);
         vault.wire(address(registry), address(pools), address(slasher));
         pools.wire(address(slasher));
+        court.wire(slasher);
         registry.wire(vault, pools);
         pool = createPool();
         bondValidator(validator);
@@ -273,6 +287,11 @@ abstract contract Network {
         return underWork(Statements.hash(s));
     }
 
+    /// @dev The law under which the validators judge.
+    function law() internal pure returns (Law memory) {
+        return Law(keccak256("lease"), RUN, CLASS, keccak256("verifier"), 0);
+    }
+
     /// @dev What the keys say of a submission, in this order.
     function opinions(Submission memory s, uint8 outcome, uint256[] memory keys_)
         internal
@@ -335,6 +354,38 @@ abstract contract Network {
         token.approve(address(slasher), DEPOSIT);
         slasher.dispute(id);
         vm.stopPrank();
+    }
+
+    /// @dev The account takes a seat in the register of the class.
+    function registerJuror(address who) internal {
+        give(who, JUROR_BOND);
+        vm.startPrank(who);
+        token.approve(address(court), JUROR_BOND);
+        court.register(CLASS);
+        vm.stopPrank();
+    }
+
+    /// @dev The provider asks for the court, naming the first seven seats.
+    function openCase(Submission memory s) internal {
+        openCase(s, rejections(s), law(), firstSeats(7), 2);
+    }
+
+    function openCase(
+        Submission memory s,
+        Opinions memory o,
+        Law memory l,
+        uint256[] memory seats,
+        uint8 validators
+    ) internal {
+        vm.prank(provider);
+        court.open(s, o, l, seats, validators);
+    }
+
+    function firstSeats(uint256 n) internal pure returns (uint256[] memory seats) {
+        seats = new uint256[](n);
+        for (uint256 i; i < n; ++i) {
+            seats[i] = i;
+        }
     }
 
     /// @dev The earliest time at which `epoch`'s reward root can be posted.

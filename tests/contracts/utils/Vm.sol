@@ -12,6 +12,8 @@ interface Vm {
     function addr(uint256 key) external pure returns (address);
     function sign(uint256 key, bytes32 digest) external pure returns (uint8 v, bytes32 r, bytes32 s);
     function warp(uint256 timestamp) external;
+    function roll(uint256 number) external;
+    function getBlockNumber() external view returns (uint256);
     function getBlockTimestamp() external view returns (uint256);
     function chainId(uint256 id) external;
     function prank(address caller) external;

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from judges import Bench, arm, bench
-from money_kit import MANAGER, TRAINER, VALIDATOR, Shop, key, open_shop
+from money_kit import MANAGER, TRAINER, VALIDATOR, ManagerSide, key, open_manager
 
 from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.history import Slash
@@ -57,10 +57,10 @@ def small_run() -> RunDefinition:
 
 
 @dataclass
-class Court:
-    """A shop with a validator that judges for real."""
+class JudgedPool:
+    """A pool with a validator that judges for real."""
 
-    shop: Shop
+    mgr: ManagerSide
     environment: Environment
     engines: FolderEngines
     validator: Bench
@@ -68,18 +68,18 @@ class Court:
 
     def another(self, signer: LocalSigner) -> Bench:
         """One more validator, with a key and draws of its own: from now on, leases name both."""
-        made = bench(self.shop.backend, signer, self.shop.folder, seed=int(signer.address[:10], 16))
+        made = bench(self.mgr.backend, signer, self.mgr.folder, seed=int(signer.address[:10], 16))
         return arm(made, self.policies, self.engines)
 
     def honest(self, signed: SignedLease, lease_digest: Digest) -> bytes:
         engine = self.engines.engine(0, signed.lease.policy_digest)
         return build.build_rollout_file(
-            signed, lease_digest, self.shop.context.run, engine, self.environment
+            signed, lease_digest, self.mgr.context.run, engine, self.environment
         )
 
     def tampered(self, signed: SignedLease, lease_digest: Digest) -> bytes:
         """Every reward raised to one."""
-        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        run, engine = self.mgr.context.run, self.engines.engine(0, signed.lease.policy_digest)
         plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
         rows = build.generate_rows(plan, run, engine)
         proofs = build.prove_rows(lease_digest, plan, rows)
@@ -88,7 +88,7 @@ class Court:
 
     def forged(self, signed: SignedLease, lease_digest: Digest) -> bytes:
         """Honest text with another policy's arithmetic: log-probabilities moved by a tenth."""
-        run, engine = self.shop.context.run, self.engines.engine(0, signed.lease.policy_digest)
+        run, engine = self.mgr.context.run, self.engines.engine(0, signed.lease.policy_digest)
         plan = build.plan_rows(signed.lease, lease_digest, run, self.environment, engine.tokenizer)
         rows = [
             dataclasses.replace(row, logprobs=row.logprobs - 0.3)
@@ -100,16 +100,16 @@ class Court:
         return write_rollout_file(made, build.metadata_of(lease_digest, engine))
 
     def judged(self, make: Make, node: object = HONEST) -> SubmissionRow:
-        row = self.shop.submit(node, make=make)  # type: ignore[arg-type]
+        row = self.mgr.submit(node, make=make)  # type: ignore[arg-type]
         assert self.validator.judge_next() == row.digest
-        return self.shop.row(row.digest)
+        return self.mgr.row(row.digest)
 
     def file(self, row: SubmissionRow) -> bytes:
-        return self.shop.objects.get(digest_key(row.sha256), 1 << 20)
+        return self.mgr.objects.get(digest_key(row.sha256), 1 << 20)
 
     def evidence(self, row: SubmissionRow) -> Evidence:
         assert row.evidence is not None
-        raw = self.shop.objects.get(digest_key(row.evidence), 1 << 20)
+        raw = self.mgr.objects.get(digest_key(row.evidence), 1 << 20)
         return Evidence.model_validate_json(raw)
 
     def slash(self, row: SubmissionRow, evidence: Digest | None = None) -> Slash:
@@ -129,10 +129,10 @@ class Court:
         )
 
     def audit(self, slash: Slash) -> Audit:
-        return audit_slash(slash, self.setting(), Shelf(self.shop))
+        return audit_slash(slash, self.setting(), StoreReader(self.mgr))
 
     def setting(self) -> Setting:
-        context = self.shop.context
+        context = self.mgr.context
         return Setting(
             deployment=context.deployment,
             pool=1,
@@ -141,24 +141,24 @@ class Court:
             runs=RunHistory(context.run),
             environments=lambda _: self.environment,
             engines=self.engines,
-            now=self.shop.now(),
+            now=self.mgr.now(),
         )
 
 
-class Shelf:
+class StoreReader:
     """What the orchestrator publishes, read from its store."""
 
-    def __init__(self, shop: Shop) -> None:
-        self._shop = shop
+    def __init__(self, mgr: ManagerSide) -> None:
+        self._mgr = mgr
 
     def object(self, digest: Digest, limit: int) -> bytes:
-        return self._shop.objects.get(digest_key(digest), limit)
+        return self._mgr.objects.get(digest_key(digest), limit)
 
     def submission(self, digest: Digest) -> SubmissionInfo:
         raise NotFoundError("not asked here")
 
     def lease(self, digest: Digest) -> SignedLease:
-        with self._shop.store.read() as connection:
+        with self._mgr.store.read() as connection:
             row = leases.get(connection, digest)
         assert row is not None
         return row.signed()
@@ -181,30 +181,30 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store_url() -> str | None:
-    """Where the court's store lies: in SQLite, unless a module says otherwise."""
+    """Where the pool's store lies: in SQLite, unless a module says otherwise."""
     return None
 
 
 @pytest.fixture
-def court_run() -> RunDefinition:
-    """The court's run, unless a module says otherwise."""
+def panel_run() -> RunDefinition:
+    """The pool's run, unless a module says otherwise."""
     return small_run()
 
 
 @pytest.fixture
-def court(
-    tmp_path: Path, policy_folder: Path, store_url: str | None, court_run: RunDefinition
-) -> Iterator[Court]:
+def panel(
+    tmp_path: Path, policy_folder: Path, store_url: str | None, panel_run: RunDefinition
+) -> Iterator[JudgedPool]:
     import torch
 
     torch.set_num_threads(1)
-    shop = open_shop(tmp_path, run=court_run, url=store_url)
+    mgr = open_manager(tmp_path, run=panel_run, url=store_url)
     signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
-    shop.add_policy(signed)
-    shop.admit(HONEST)
-    shop.admit(LIAR)
-    environment = environment_for(shop.context.run)
+    mgr.add_policy(signed)
+    mgr.admit(HONEST)
+    mgr.admit(LIAR)
+    environment = environment_for(mgr.context.run)
     engines = FolderEngines(policy_folder, load_engine)
-    validator = arm(shop.bench, policy_folder, engines)
-    yield Court(shop, environment, engines, validator, policy_folder)
-    shop.store.close()
+    validator = arm(mgr.bench, policy_folder, engines)
+    yield JudgedPool(mgr, environment, engines, validator, policy_folder)
+    mgr.store.close()

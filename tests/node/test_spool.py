@@ -14,13 +14,13 @@ import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, NodeWorld
 
-from prime_core.errors import ConflictError, PrimeError, UnavailableError
+from prime_core.errors import ConflictError, PrimeError, UnavailableError, UntrustedError
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Statement
 from prime_node.api import NodeApi
-from prime_node.courier import Courier, deliver
-from prime_node.outbox import Outbox
+from prime_node.spool import Spool
+from prime_node.uploader import Uploader, deliver
 
 
 @pytest.fixture
@@ -33,17 +33,17 @@ def api(kit: Kit) -> NodeApi:
     return NodeApi(kit.world.url, NODE)
 
 
-def restarted(kit: Kit) -> Outbox:
-    return Outbox(kit.folder.parent / "outbox", now=time.time)
+def restarted(kit: Kit) -> Spool:
+    return Spool(kit.folder.parent / "spool", now=time.time)
 
 
 def test_file_is_delivered_by_the_next_agent(kit: Kit) -> None:
     lease = hand_in(kit)
     again = restarted(kit)
-    courier = Courier(again, lambda: api(kit), rng=random.Random(0))
-    courier.start()
-    courier.drain(20, time.monotonic)
-    assert courier.stop(10) == 0
+    uploader = Uploader(again, lambda: api(kit), rng=random.Random(0))
+    uploader.start()
+    uploader.drain(20, time.monotonic)
+    assert uploader.stop(10) == 0
     entry = again.find(lease)
     assert entry is not None
     assert entry.state == "receipted"
@@ -61,7 +61,7 @@ def test_delivery_killed_after_any_step_is_finished_and_counts_once(
     kit: Kit, dies_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = hand_in(kit)
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     real = getattr(NodeApi, dies_in)
 
     def does_and_dies(*arguments: object) -> object:
@@ -70,7 +70,7 @@ def test_delivery_killed_after_any_step_is_finished_and_counts_once(
 
     monkeypatch.setattr(NodeApi, dies_in, does_and_dies)
     with pytest.raises(_Killed):
-        deliver(entry, kit.outbox, api(kit))
+        deliver(entry, kit.spool, api(kit))
     monkeypatch.undo()
 
     again = restarted(kit)
@@ -83,24 +83,24 @@ def test_delivery_killed_after_any_step_is_finished_and_counts_once(
 def test_orchestrator_down_keeps_the_file(kit: Kit) -> None:
     hand_in(kit)
     kit.world.stop_api()
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     with pytest.raises(UnavailableError):
-        deliver(entry, kit.outbox, api(kit))
+        deliver(entry, kit.spool, api(kit))
     assert entry.path.exists()
     kit.world.start_api()
-    assert deliver(entry, kit.outbox, api(kit)) is not None
+    assert deliver(entry, kit.spool, api(kit)) is not None
 
 
 def test_refusal_is_final_and_says_why(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = hand_in(kit)
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     late = time.time() + 10_000
     object.__setattr__(kit.world.backend, "now", lambda: late)
     monkeypatch.setattr(time, "time", lambda: late)
     late_api = NodeApi(kit.world.url, NODE)
     late_api.client._now = lambda: late
-    assert deliver(entry, kit.outbox, late_api) is None
-    refused = kit.outbox.find(lease)
+    assert deliver(entry, kit.spool, late_api) is None
+    refused = kit.spool.find(lease)
     assert refused is not None
     assert refused.state == "refused"
     assert "deadline" in refused.reason
@@ -122,7 +122,7 @@ def test_answer_that_is_not_the_orchestrators_keeps_the_file(
     kit: Kit, answer: httpx.Response, route: str
 ) -> None:
     hand_in(kit)
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     between, network = api(kit), httpx.HTTPTransport()
 
     def proxy(request: httpx.Request) -> httpx.Response:
@@ -132,14 +132,14 @@ def test_answer_that_is_not_the_orchestrators_keeps_the_file(
 
     between.client._http = httpx.Client(transport=httpx.MockTransport(proxy))
     with pytest.raises(PrimeError):
-        deliver(entry, kit.outbox, between)
+        deliver(entry, kit.spool, between)
     assert entry.path.exists()
-    assert deliver(entry, kit.outbox, api(kit)) is not None
+    assert deliver(entry, kit.spool, api(kit)) is not None
 
 
 def test_receipt_of_another_key_is_not_taken(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     hand_in(kit)
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     backend = kit.world.backend
 
     def forged(statement: Statement) -> object:
@@ -147,38 +147,48 @@ def test_receipt_of_another_key_is_not_taken(kit: Kit, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(type(backend), "sign", lambda self, statement: forged(statement))
-        courier = Courier(kit.outbox, lambda: api(kit), rng=random.Random(0))
+        uploader = Uploader(kit.spool, lambda: api(kit), rng=random.Random(0))
         with pytest.raises(Exception, match="receipt is not the pool manager's"):
-            deliver(entry, kit.outbox, api(kit))
-    assert kit.outbox.waiting(), "it is kept until a true receipt comes"
-    del courier
+            deliver(entry, kit.spool, api(kit))
+    assert kit.spool.waiting(), "it is kept until a true receipt comes"
+    del uploader
+
+
+def test_receipt_from_the_future_is_not_taken(kit: Kit) -> None:
+    """It would put off the time from which the node may post its own leaf."""
+    hand_in(kit)
+    (entry,) = kit.spool.waiting()
+    early = NodeApi(kit.world.url, NODE, now=lambda: time.time() - 3600)
+    with pytest.raises(UntrustedError, match="s ahead"):
+        deliver(entry, kit.spool, early)
+    assert kit.spool.waiting(), "it is kept until a true receipt comes"
 
 
 def test_one_lease_takes_one_file(kit: Kit) -> None:
     lease = hand_in(kit)
-    (entry,) = kit.outbox.waiting()
+    (entry,) = kit.spool.waiting()
     other = entry.body.model_copy(
         update={"submission": entry.body.submission.model_copy(update={"sha256": "0x" + "33" * 32})}
     )
     with pytest.raises(ConflictError, match="another file"):
-        kit.outbox.add(entry.submission_digest, SignedSubmission.model_validate(other))
-    again = kit.outbox.add(entry.submission_digest, entry.body)
+        kit.spool.add(entry.submission_digest, SignedSubmission.model_validate(other))
+    again = kit.spool.add(entry.submission_digest, entry.body)
     assert again.lease_digest == lease
 
 
 def test_copy_that_was_never_journalled_is_swept_away(tmp_path: Path) -> None:
-    folder = tmp_path / "outbox"
-    Outbox(folder, now=time.time)
+    folder = tmp_path / "spool"
+    Spool(folder, now=time.time)
     (folder / ("ab" * 32 + ".parquet")).write_bytes(b"left by a crash")
     (folder / "incoming-1.parquet.part").write_bytes(b"left by a crash")
-    Outbox(folder, now=time.time)
+    Spool(folder, now=time.time)
     assert sorted(path.suffix for path in folder.iterdir() if "parquet" in path.name) == []
 
 
 def test_full_disk_is_said_and_leaves_no_half_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox = Outbox(tmp_path / "outbox", now=time.time)
+    spool = Spool(tmp_path / "spool", now=time.time)
     (tmp_path / "f").write_bytes(b"x" * 100)
 
     def full(descriptor: int) -> None:
@@ -186,14 +196,14 @@ def test_full_disk_is_said_and_leaves_no_half_file(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UnavailableError, match="No space left on device"):
-        outbox.take_in(tmp_path, "f")
-    assert not list((tmp_path / "outbox").glob("*.parquet*"))
+        spool.take_in(tmp_path, "f")
+    assert not list((tmp_path / "spool").glob("*.parquet*"))
 
 
 def test_receipt_is_kept_with_its_entry(kit: Kit) -> None:
     lease = hand_in(kit)
-    (entry,) = kit.outbox.waiting()
-    receipt = deliver(entry, kit.outbox, api(kit))
+    (entry,) = kit.spool.waiting()
+    receipt = deliver(entry, kit.spool, api(kit))
     kept = restarted(kit).find(lease)
     assert kept is not None
     assert isinstance(kept.receipt, ReceiptAnswer)

@@ -1,0 +1,103 @@
+"""What every program answers: -h, --version, completion, and one sentence where an extra lacks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points, version
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from prime_core.command_line import run
+
+PROGRAMS = sorted(
+    (one for one in entry_points(group="console_scripts") if one.dist is not None
+     and one.dist.name == "prime-open"),
+    key=lambda one: one.name,
+)  # fmt: skip
+HANDED_ON = {("validate",)}
+"""`orchestrator validate` becomes the process `validator run`, which is looked at as that."""
+by_name = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+
+
+def called(program: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Calls the program's entry point as a shell does; returns its exit status."""
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program.name}", *words])
+    try:
+        program.load()()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_all_programs_are_looked_at() -> None:
+    assert {"prime-node", "orchestrator", "validator", "trainer"} <= {p.name for p in PROGRAMS}
+
+
+@by_name
+def test_version_names_the_program(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called(program, monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"{program.name} {version('prime-open')}\n"
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command below a Click group, as the words that call it."""
+    yield path
+    if hasattr(group, "list_commands"):
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            _, command, _ = group.resolve_command(context, [name])
+            yield from commands(command, (*path, name))
+
+
+@by_name
+def test_every_command_has_short_help(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = importlib.import_module(program.module).app
+    found = set(commands(typer.main.get_command(app))) - HANDED_ON
+    for words in sorted(found):
+        assert called(program, monkeypatch, *words, "-h") == 0, words
+        shown = capsys.readouterr()
+        assert shown.out.lstrip().startswith(f"Usage: {' '.join([program.name, *words])}"), words
+        assert shown.err == ""
+
+
+@by_name
+def test_completion_offers_the_commands_in_bash(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = importlib.import_module(program.module).app
+    command = typer.main.get_command(app)
+    names = getattr(command, "list_commands", lambda _: ["--version"])(click.Context(command))
+    variable = f"_{program.name}_COMPLETE".replace("-", "_").upper()
+    monkeypatch.setenv(variable, "complete_bash")
+    typed = "--ver" if names == ["--version"] else names[0][:2]
+    monkeypatch.setenv("COMP_WORDS", f"{program.name} {typed}")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert called(program, monkeypatch) == 0
+    assert names[0] in capsys.readouterr().out.split()
+
+
+def test_a_missing_extra_is_one_sentence_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def needs() -> None:
+        importlib.import_module("docker")
+
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with pytest.raises(SystemExit) as ended:
+        run(app, "prime-node", [])
+    assert ended.value.code == 69
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "pip install 'prime-open[node]'" in said

@@ -1,0 +1,111 @@
+"""`orchestrator quickstart` on a chain configured like Base Sepolia: it checks, waits for ether,
+goes on after a kill, and starts a pool that serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from e2e_kit import ROOT, processes_of, require_anvil, until
+
+from devnet.chain import Anvil, free_port
+from prime_chain.costs import GAS_PRICE_ORACLE
+from prime_chain.keystore import named_address
+from prime_chain.networks import BASE_SEPOLIA
+
+ORACLE = "0x366103e8025f5260205ff3"
+"""1,000 wei for each byte of calldata: see tests/chain/test_chain_costs.py."""
+
+
+def transactions(chain: Anvil, wallet: Path) -> int:
+    """How many transactions a keystore's account has sent."""
+    return int(chain.rpc("eth_getTransactionCount", named_address(wallet), "latest"), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.forge
+@pytest.mark.timeout(600)
+def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
+    require_anvil()
+    folder, port = tmp_path / "pool", free_port()
+    fees = ("--block-base-fee-per-gas", "5000000")
+    chain = Anvil(block_time=2, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)
+    with chain:
+        chain.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
+        until(lambda: int(chain.rpc("eth_blockNumber"), 16) > 0, "a block")
+        words = [
+            sys.executable, "-m", "prime_orchestrator.cli.main", "quickstart", str(folder),
+            "--network", "base-sepolia", "--rpc", chain.url, "--port", str(port), "--json",
+            "--run", str(ROOT / "docs/examples/run-devnet.toml"),
+            "--model", str(ROOT / "devnet/model"),
+        ]  # fmt: skip
+
+        def typed(*more: str, code: int) -> list[dict[str, Any]]:
+            done = subprocess.run(
+                [*words, *more], capture_output=True, text=True, timeout=300, check=False
+            )
+            assert done.returncode == code, done.stdout + done.stderr
+            return [json.loads(line) for line in done.stdout.splitlines()]
+
+        def states(found: list[dict[str, Any]]) -> dict[str, str]:
+            return {one["name"]: one["state"] for one in found if "name" in one}
+
+        looked = typed("--check", code=0)
+        assert not folder.exists()
+        assert states(looked) | {"keys": "to do", "public URL": "note"} == states(looked)
+        assert "with an L1 data fee" in next(one["said"] for one in looked if one["name"] == "fees")
+        assert states(looked)["deployment"] == "done"
+
+        waits = typed(code=64)
+        assert states(waits) == {"network": "done", "keys": "done", "ether": "waits"}
+        keys = sorted(folder.glob("*.json"))
+        assert len(keys) == 6
+        assert all(file.stat().st_mode & 0o077 == 0 for file in [*keys, folder / "password"])
+        for file in keys:
+            account = named_address(file)
+            assert (account.lower() in waits[-1]["said"].lower()) == (
+                file.stem not in ("relay", "trainer")
+            )
+            chain.fund(account, 0.2)
+
+        with (tmp_path / "killed.log").open("w") as log:
+            killed = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+            until(lambda: list(folder.glob("deployment.journal.sqlite")) != [], "a transaction")
+            os.killpg(killed.pid, signal.SIGKILL)
+            killed.wait()
+        assert not (folder / "pool.json").exists()
+        done = typed(code=0)
+        assert set(states(done).values()) == {"done"}
+        sent = [transactions(chain, file) for file in keys]
+        assert states(typed(code=0)) == states(done), "typed again, it does nothing"
+        assert [transactions(chain, file) for file in keys] == sent
+        assert set(states(typed("--check", code=0)).values()) <= {"done", "note"}
+
+        with (tmp_path / "started.log").open("w") as log:
+            started = subprocess.Popen([*words, "--start"], stdout=log, stderr=log)
+        try:
+
+            def serves() -> bool:
+                assert started.poll() is None, (tmp_path / "started.log").read_text()
+                try:
+                    answer = httpx.get(f"http://127.0.0.1:{port}/v1/pool")
+                except httpx.TransportError:
+                    return False
+                return answer.status_code == 200
+
+            until(serves, "an answer")
+            pool = httpx.get(f"http://127.0.0.1:{port}/v1/pool").json()
+            assert (pool["chain_id"], pool["pool"]) == (BASE_SEPOLIA.chain_id, 1)
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(60) == 0
+        finally:
+            started.kill()
+            started.wait()
+        assert processes_of(folder) == []

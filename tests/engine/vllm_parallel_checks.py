@@ -1,0 +1,62 @@
+"""What test_vllm_parallel.py runs under vLLM's own interpreter: one JSON object on stdout.
+
+python vllm_parallel_checks.py TRAINED SCRATCH        TRAINED a policy folder, SCRATCH an empty one
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_checks import altered, refusal
+
+from prime_engine.base import GenerationRequest
+from prime_verify.engines import load_engine
+
+REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 24, 7 * i - 50) for i in range(12)]
+
+
+def main() -> None:
+    trained, scratch = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    plain = load_engine(trained)
+    own = plain.generate(REQUESTS, 0.9)
+    found["unsplit"] = refusal(lambda: load_engine(trained, engine="vllm", tensor_parallel=3))
+
+    engine: Any = load_engine(trained, engine="vllm", tensor_parallel=2)
+    found["children"] = len(mp.active_children())
+    made = engine.generate(REQUESTS, 0.9)
+    again = engine.generate(REQUESTS[:3], 0.9)
+    found["same_rows"] = [
+        a.output_tokens == b.output_tokens for a, b in zip(made, own, strict=True)
+    ]
+    found["same_again"] = [
+        a.output_tokens == b.output_tokens for a, b in zip(made, again, strict=False)
+    ]
+    found["logprob_gap"] = max(
+        float(abs(a.logprobs - b.logprobs).max()) for a, b in zip(made, own, strict=True)
+    )
+    found["states_equal"] = min(
+        float((a.states == b.states).mean()) for a, b in zip(made, own, strict=True)
+    )
+    from prime_engine.policy_weights import require_policy
+
+    for tensor in ("mlp.down_proj", "self_attn.v_proj", "mlp.up_proj"):
+        other = altered(trained, scratch / tensor, f"model.layers.2.{tensor}.weight")
+        found[tensor] = refusal(
+            lambda other=other: engine._llm.apply_model(
+                lambda model: require_policy(model, other, plain.model.config, "float32")
+            )
+        )
+    engine.close()
+    found["children_left"] = len(mp.active_children())
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A mirror of a pool: what it copies, and rewards paid from it when the manager is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from anvil_kit import needs_anvil
+from chain_kit import World
+from fastapi.testclient import TestClient
+from money_kit import RUN, VALIDATOR, key
+from walk_kit import HONEST, LIAR, OWNER, one, settled
+
+from prime_chain.contracts import Claim
+from prime_chain.history import read_events
+from prime_chain.mirror import Copied, Follower, HttpSource, Mirror, MirrorServer
+from prime_chain.rewards import Rebuilder, history_of
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
+from prime_core.ids import Digest
+from prime_core.settlement import load_settlement
+from prime_core.storage.base import digest_key
+from prime_core.storage.directory import DirectoryStore
+from prime_core.transport.client import OrchestratorClient, run_bytes
+from prime_core.verdict import Reason
+from prime_orchestrator.api.app import create_app
+from prime_orchestrator.store import schema
+
+pytestmark = needs_anvil
+STRANGER = key(30)
+
+
+class Orchestrator(HttpSource):
+    """The API itself, without a socket."""
+
+    def __init__(self, world: World) -> None:
+        client = OrchestratorClient("http://testserver")
+        client._http = TestClient(create_app(world.mgr.backend), follow_redirects=False)
+        super().__init__(client)
+
+
+def follower(world: World, source: HttpSource, *, max_bytes: int = 10**8) -> Follower:
+    mirror = Mirror(world.folder / "mirror", world.deployment, 1, source, max_bytes=max_bytes)
+    return Follower(mirror, world.client, world.deployment)
+
+
+@pytest.fixture
+def worked(members: World) -> World:
+    """One epoch that the manager settled, and a second whose work it rooted and did not settle."""
+    world, mgr = members, members.mgr
+    world.start_of_an_epoch()
+    mgr.judge(mgr.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    world.start_of_an_epoch()
+    mgr.judge(mgr.submit(HONEST))
+    mgr.judge(mgr.submit(LIAR), Reason.WRONG_SKETCH)
+    mgr.submit(HONEST)  # never judged
+    world.until_rooted()
+    return world
+
+
+@pytest.fixture
+def mirrored(worked: World) -> Iterator[str]:
+    """URL of a mirror, after the orchestrator's objects are gone."""
+    follower(worked, Orchestrator(worked)).tick()
+    shutil.rmtree(worked.folder / "objects")
+    server = MirrorServer(worked.folder / "mirror", "127.0.0.1:0")
+    yield f"http://127.0.0.1:{server.port}"
+    server.close()
+
+
+def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirror(
+    worked: World, mirrored: str
+) -> None:
+    world, c = worked, worked.contracts
+    with OrchestratorClient(mirrored) as client:
+        events = read_events(world.client, world.deployment)
+        runs = history_of(events, 1, lambda name: run_bytes(client, name))
+        books = Rebuilder(events, world.deployment, 1, runs, client)
+        first = books.posted()[-1]
+        assert books.rebuild(first.epoch).match
+        with pytest.raises(NotFoundError, match="is settled"):
+            books.settle(first.epoch, HttpSource(client).submission)
+        roots = [e.epoch for e in events if type(e).__name__ == "RootPosted"]
+        found = books.settle(max(roots), HttpSource(client).submission)
+    assert sorted(f.state for f in found.files) == ["paid", "rejected", "unjudged"]
+    assert found.amounts()[HONEST.address] == 2 * 20 * RUN.price_per_unit
+    assert found.previous == first.object
+
+    table = found.table()
+    signature = VALIDATOR.sign(table, world.deployment.domain_of(table))
+    silent = c.rewards.silent_from(1)
+    assert silent is not None
+    world.anvil.forward(silent - world.client.block("latest").time)
+    world.send(STRANGER, c.rewards.post_table(table, [signature]))
+    world.anvil.forward(world.deployment.periods.reward_delay + 1)
+    before = c.token.balance_of(OWNER.address)
+    amount, proof = found.proof(HONEST.address)
+    claim = Claim(1, found.epoch, HONEST.address, amount, tuple(proof))
+    world.send(STRANGER, c.rewards.claim(claim))
+    assert c.token.balance_of(OWNER.address) - before == amount
+
+
+def test_a_mirrors_settlement_is_the_managers_own(
+    worked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 1)
+    world, source = worked, Orchestrator(worked)
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    published = settled(world)
+    events = read_events(world.client, world.deployment)
+    until_then = [e for e in events if e.block <= published.as_of_block]
+    runs = history_of(events, 1, source.run)
+    books = Rebuilder(until_then, world.deployment, 1, runs, source._client)
+    mine = books.settle(published.epoch, source.submission, published.as_of_block)
+    assert mine.digest() == published.digest()
+
+    follower(world, source).tick()
+    copy = DirectoryStore(world.folder / "mirror")
+    kept = load_settlement(published.digest(), lambda name: copy.get(digest_key(name), 10**6))
+    assert len(kept.files) == 3
+    assert kept == published
+
+
+def test_a_slashs_evidence_file_and_lease_outlive_the_orchestrator(
+    worked: World, mirrored: str
+) -> None:
+    leaf = one(worked, schema.slashes)["submission_digest"]
+    with OrchestratorClient(mirrored) as client:
+        source = HttpSource(client)
+        info = source.submission(leaf)
+        assert info.receipt is not None
+        assert info.evidence is not None
+        evidence = json.loads(source.object(info.evidence, 1 << 20))
+        assert evidence["submission"]["submission"]["sha256"] == info.sha256
+        assert source.object(info.sha256, 1 << 20)
+        assert source.lease(info.lease_digest).lease.pool == 1
+        with pytest.raises(NotFoundError, match="this mirror has no"):
+            source.object(Digest("0x" + "ab" * 32), 1)
+        for path in ("/v1/pool", "/v1/objects/../../etc/passwd", "/v1/objects/0x12", "/"):
+            with pytest.raises(NotFoundError):
+                client.request("GET", path, b"", signed=False)
+
+
+def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World) -> None:
+    world = worked
+    settlement = settled(world).digest()
+    evidence = next(
+        e.evidence for e in read_events(world.client, world.deployment)
+        if type(e).__name__ == "SlashProposed"
+    )  # fmt: skip
+
+    class Withholding(Orchestrator):
+        hidden: tuple[Digest, ...] = (settlement, evidence)
+        fetched = 0
+
+        def object(self, digest: Digest, limit: int) -> bytes:
+            if digest in self.hidden:
+                raise MalformedError("another answer")
+            data = super().object(digest, limit)
+            self.fetched += 1
+            return data
+
+    source = Withholding(world)
+    following = follower(world, source)
+    first = following.tick()
+    assert set(first.missing) == {digest_key(settlement), digest_key(evidence)}
+    assert first.waiting == 1
+    source.hidden = ()
+    again = following.tick()
+    assert (again.missing, again.waiting) == ({}, 1)
+    # a later start fetches no byte twice
+    source.fetched = 0
+    later = follower(world, source).tick()
+    assert (later.new, later.bytes, source.fetched) == (0, 0, 0)
+
+
+def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> None:
+    found = follower(worked, Orchestrator(worked), max_bytes=2000).tick()
+    assert found.missing
+    assert all("full" in why for why in found.missing.values())
+    with pytest.raises(UnavailableError), OrchestratorClient(unused_url()) as client:
+        follower(worked, HttpSource(client)).tick()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UserError, match="cannot listen"),
+    ):
+        MirrorServer(Path(worked.folder), f"127.0.0.1:{taken.getsockname()[1]}")
+    assert Copied().as_json()["missing"] == {}
+
+
+def unused_url() -> str:
+    """Of a port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"

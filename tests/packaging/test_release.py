@@ -1,0 +1,58 @@
+"""`scripts/release --dry-run`: what a release consists of, and that it changes nothing here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.slow
+def test_a_dry_run_makes_everything_and_changes_nothing(tmp_path: Path) -> None:
+    before = git("tag"), git("status", "--porcelain")
+    out = tmp_path / "release"
+    command = [ROOT / "scripts/release", "--dry-run", "--no-image", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (git("tag"), git("status", "--porcelain")) == before
+
+    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as held:
+        examples = {name for name in held.namelist() if "/examples/" in name}
+    assert any(name.endswith("run-local.toml") for name in examples)
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"pyproject.toml", "docs/examples/run-local.toml", "LICENSE"} <= names
+
+    bill = json.loads((out / "sbom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == "prime-open"
+    versions = {one["name"].lower(): one["version"] for one in bill["components"]}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith(("coincurve==", "httpx==", "pydantic==")):
+            name, _, version = line.partition("==")
+            assert versions[name] == version
+    assert str(ROOT) not in (out / "sbom.cdx.json").read_text()
+
+    assert "### Added" in (out / "notes.md").read_text()
+    assert (out / "commit.txt").read_text() == git("rev-parse", "HEAD")
+    sums = dict(line.split()[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
+    assert sums.keys() == {file.name for file in out.iterdir()} - {"SHA256SUMS"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, "exists already" in again.stderr) == (64, True)

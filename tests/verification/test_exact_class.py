@@ -1,0 +1,247 @@
+"""The exact class: proof passes are compared bit for bit, and only proven classes accuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prime_core.draws import SaltOpening
+from prime_core.errors import UnavailableError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.verdict import Outcome, Reason
+from prime_engine.exact import PROOF_CHUNK
+from prime_engine.plain import PlainEngine
+from prime_engine.tiny import write_tiny_model
+from prime_engine.variants import VARIANTS
+from prime_verify import build
+from prime_verify.calibrate import HonestFile, synthetic_run
+from prime_verify.engines import load_engine
+from prime_verify.proofs.sampling_torch import gumbel
+from prime_verify.proofs.thresholds import Calibration, ProvenClass, shipped
+from prime_verify.rollout_file import read_rollout_file, write_rollout_file
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+
+DTYPES = ("float32", "bfloat16")
+
+
+@cache
+def _engine(dtype: str, variant: str = "") -> PlainEngine:
+    prepare = VARIANTS[variant] if variant else None
+    return PlainEngine(TRAINED, noise=gumbel, dtype=dtype, prepare=prepare)
+
+
+@pytest.fixture(scope="module")
+def small(world: Any) -> Any:
+    """Leases of 16 rows, of which 4 are drawn."""
+    run = synthetic_run(24, groups=2, samples=8)
+    return type(world)(run, world.environment, world.engine)
+
+
+def _calibration(*keys: str) -> Calibration:
+    proven = tuple(ProvenClass(key=key, rows=10_000, providers=3, longest=256) for key in keys)
+    return shipped().model_copy(update={"proven": proven})
+
+
+@cache
+def _proven() -> Calibration:
+    return _calibration(*(_engine(dtype).numeric_class().key for dtype in DTYPES))
+
+
+def _lease(small: Any, number: int, dtype: str) -> HonestFile:
+    """A lease in the exact class of the honest engine of `dtype`."""
+    lease = small.lease(number)
+    opening = SaltOpening(
+        random=ZERO_DIGEST,
+        draws=ZERO_DIGEST,
+        numeric_class=_engine(dtype).numeric_class().digest(),
+    )
+    return replace(lease, signed=lease.signed.model_copy(update={"opening": opening}))
+
+
+def _honest(small: Any, number: int, dtype: str) -> HonestFile:
+    lease = _lease(small, number, dtype)
+    data = build.build_rollout_file(
+        lease.signed, lease.lease_digest, small.run, _engine(dtype), small.environment
+    )
+    return replace(lease, data=data)
+
+
+def _proved_by(small: Any, number: int, dtype: str, variant: str, decoder: str = "") -> HonestFile:
+    """A file whose proof pass used altered weights, and whose decoding those of `decoder`."""
+    lease = _lease(small, number, dtype)
+    liar = _engine(dtype, variant)
+    plan = small.plan(lease)
+    made, proofs = build.generate_proved(
+        lease.lease_digest, plan, small.run, _engine(dtype, decoder)
+    )
+    made, digests = build.prove_exactly(lease.lease_digest, plan, small.run, liar, made)
+    rewards = build.grade_rows(plan, made, small.environment, liar.tokenizer)
+    rows = build.assemble_rows(lease.signed, plan, made, rewards, proofs, digests)
+    described = build.metadata_of(lease.lease_digest, liar, small.run, lease.signed.numeric_class())
+    return replace(lease, data=write_rollout_file(rows, described))
+
+
+def _changed(file: HonestFile, change: Callable[[list], list]) -> HonestFile:
+    found = read_rollout_file(file.data)
+    return replace(file, data=write_rollout_file(change(list(found.rows)), found.metadata))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_honest_files_are_accepted_and_hold_the_log_probabilities_of_the_proof_pass(
+    small: Any, dtype: str
+) -> None:
+    for number in range(400, 404):
+        file = _honest(small, number, dtype)
+        found = small.judge(file, secret=number, calibration=_proven())
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert found.statistics["exact_rows"] == len(found.rows_drawn) == 4
+        assert found.statistics["exact_mismatches"] == 0
+        row = read_rollout_file(file.data).rows[5]
+        parts = _engine(dtype).proof_pass(row.prompt_tokens, row.output_tokens, 1.0)
+        logprobs = np.concatenate([values for values, _ in parts])
+        assert logprobs.tobytes() == row.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["int8", "kv8", "old1_1e6"])
+def test_every_file_whose_proof_pass_used_other_weights_is_rejected(
+    small: Any, dtype: str, variant: str
+) -> None:
+    """Decoding is honest, so that statistics find nothing."""
+    for number in range(410, 413):
+        file = _proved_by(small, number, dtype, variant)
+        found = small.judge(file, secret=number, calibration=_proven())
+        assert found.outcome is Outcome.REJECTED, found
+        assert found.reason is Reason.WRONG_PROOF_PASS or variant != "old1_1e6", found
+        assert found.statistics["exact_mismatches"] == found.statistics["exact_rows"]
+
+
+def test_a_class_that_is_not_proven_never_accuses(small: Any) -> None:
+    file = _proved_by(small, 420, "float32", "old1_1e6")
+    found = small.judge(file)
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNPROVEN_MISMATCH)
+    assert found.statistics["exact_mismatches"] == 4
+    assert "not proven" in found.detail
+
+
+def _flip(row: Any, window: int) -> Any:
+    digests = bytearray(row.digests)
+    digests[16 * window] ^= 1
+    return replace(row, digests=bytes(digests))
+
+
+def test_one_row_or_later_windows_are_void_and_two_first_windows_are_evidence(small: Any) -> None:
+    honest = _honest(small, 430, "float32")
+    drawn = small.judge(honest, calibration=_proven()).rows_drawn
+
+    def judged(changes: dict[int, Callable[[Any], Any]]) -> Reason:
+        file = _changed(
+            honest,
+            lambda rows: [changes.get(n, lambda row: row)(row) for n, row in enumerate(rows)],
+        )
+        return small.judge(file, calibration=_proven()).reason
+
+    assert judged({drawn[0]: lambda row: _flip(row, 0)}) is Reason.UNPROVEN_MISMATCH
+    assert judged({n: lambda row: _flip(row, 0) for n in drawn[:2]}) is Reason.WRONG_PROOF_PASS
+    undrawn = next(n for n in range(16) if n not in drawn)
+    assert judged({undrawn: lambda row: _flip(row, 0)}) is Reason.NONE
+
+    def nudged(row: Any) -> Any:
+        """The last log-probability moved by one unit in the last place."""
+        values = row.logprobs.copy()
+        values[-1] = np.nextafter(values[-1], np.float32(-1e9), dtype=np.float32)
+        return replace(row, logprobs=values)
+
+    assert judged({drawn[0]: nudged}) is Reason.UNPROVEN_MISMATCH
+    assert judged(dict.fromkeys(drawn[:2], nudged)) is Reason.TAMPERED_LOGPROBS
+
+
+def test_windows_after_the_first_do_not_accuse() -> None:
+    from prime_verify.proofs.exact import Committed, compare
+
+    logprobs = np.zeros(40, dtype=np.float32)
+    own = [Committed(logprobs, bytes(32))] * 3
+    found = compare([3, 5, 9], [bytes(16) + b"x" * 16] * 3, [logprobs] * 3, own)
+    assert (found.first, found.rows) == ((), (3, 5, 9))
+    ruling = found.ruling(proven=True)
+    assert ruling is not None
+    assert ruling[0] is Reason.UNPROVEN_MISMATCH
+
+
+def test_a_validator_of_another_class_judges_by_statistics(small: Any) -> None:
+    """The lease names a class that this machine does not have: the file is paid all the same."""
+    file = _proved_by(small, 440, "float32", "")
+    other = file.signed.opening.model_copy(update={"numeric_class": "0x" + "ab" * 32})
+    signed = file.signed.model_copy(update={"opening": other})
+    content = read_rollout_file(file.data)
+    metadata = replace(content.metadata, numeric_class="0x" + "ab" * 32)
+    moved = replace(file, signed=signed, data=write_rollout_file(content.rows, metadata))
+    found = small.judge(moved, calibration=_proven())
+    assert found.outcome is Outcome.ACCEPTED
+    assert "exact_rows" not in found.statistics
+
+
+def test_a_file_states_the_class_of_its_lease_and_no_other(small: Any) -> None:
+    exact, plain = _honest(small, 450, "float32"), small.honest(451)
+    for file, lease in ((exact, small.lease(450)), (plain, _lease(small, 451, "float32"))):
+        found = small.judge(replace(file, signed=lease.signed), calibration=_proven())
+        assert found.reason is Reason.WRONG_CLASS, found
+    cut = _changed(exact, lambda rows: [replace(rows[0], digests=b""), *rows[1:]])
+    assert small.judge(cut, calibration=_proven()).reason is Reason.MALFORMED
+    long = _changed(exact, lambda rows: [replace(rows[0], digests=bytes(64)), *rows[1:]])
+    assert small.judge(long, calibration=_proven()).reason is Reason.OVERSIZED
+
+
+def test_a_node_whose_weights_are_others_is_not_of_the_class(small: Any) -> None:
+    lease = _lease(small, 460, "float32")
+    liar = _engine("float32", "int8")
+    assert liar.numeric_class().key == _engine("float32").numeric_class().key
+    with pytest.raises(UnavailableError, match="exact class"):
+        build.build_rollout_file(
+            lease.signed, lease.lease_digest, small.run, liar, small.environment
+        )
+
+
+def test_classes_differ_by_dtype_and_by_every_weight_and_not_by_the_batch() -> None:
+    one = _engine("float32").numeric_class()
+    assert load_engine(TRAINED, batch_rows=1).numeric_class() == one
+    assert _engine("bfloat16").numeric_class().key != one.key
+    fingerprints = {one.fingerprint} | {
+        _engine("float32", name).numeric_class().fingerprint for name in ("int8", "old1_1e6")
+    }
+    assert len(fingerprints) == 3
+
+
+def test_a_pass_over_several_chunks_is_that_of_one_prefill_up_to_rounding(tmp_path: Path) -> None:
+    engine = load_engine(write_tiny_model(tmp_path, positions=3 * PROOF_CHUNK))
+    prompt, output = [5] * (PROOF_CHUNK - 7), [(3 * i) % 40 for i in range(PROOF_CHUNK + 60)]
+    parts = list(engine.proof_pass(prompt, output, 0.7))
+    assert len(parts) == 3
+    logprobs = np.concatenate([values for values, _ in parts])
+    states = np.concatenate([rows for _, rows in parts]).view(np.float32)
+    with torch.inference_mode():
+        whole = engine.model.model(torch.tensor([prompt + output[:-1]])).last_hidden_state[0]
+        expected = whole[len(prompt) - 1 :]
+        scaled = (engine.model.lm_head(expected) / 0.7).log_softmax(dim=1)
+    chosen = scaled.gather(1, torch.tensor(output)[:, None])[:, 0]
+    np.testing.assert_allclose(states, expected.numpy(), atol=1e-4)
+    np.testing.assert_allclose(logprobs, chosen.numpy(), atol=1e-4)
+
+
+def test_the_salt_binds_the_class() -> None:
+    """No opening with a class has the salt of one without for any seed of its problems."""
+    one, other = "0x" + "11" * 32, "0x" + "22" * 32
+    openings = [
+        SaltOpening(random=ZERO_DIGEST, draws=ZERO_DIGEST, problems=problems, numeric_class=named)
+        for problems in (None, one, other)
+        for named in (None, one, other)
+    ]
+    assert len({opening.salt() for opening in openings}) == len(openings)
