@@ -27,7 +27,7 @@ class BuildPy(build_py):
             return
         target = Path(self.build_lib) / EXAMPLES
         target.mkdir(parents=True, exist_ok=True)
-        for file in sorted((ROOT / "docs" / "examples").glob("*.toml")):
+        for file in sorted((ROOT / "docs" / "examples").glob("*.*")):
             shutil.copyfile(file, target / file.name)
 
 
