@@ -182,12 +182,25 @@ class Watcher:
     def read_again(self, first: int, last: int) -> list[Event]:
         """The events of blocks first … last, asked for once more; for what is found missing.
 
-        Raises UnavailableError, also if the chain changed meanwhile.
+        A range that is too much for one answer is halved. Raises UnavailableError, also if the
+        chain changed meanwhile.
         """
-        events = self._events(self._logs(first, last), {}, None)
-        if events is None:
-            raise UnavailableError("the chain changed while it was read")
-        return events
+        found: list[Event] = []
+        span = self._max_span
+        while first <= last:
+            until = min(last, first + span - 1)
+            try:
+                events = self._events(self._logs(first, until), {}, None)
+            except RpcError:
+                if until == first:
+                    raise
+                span = next_span(until - first + 1, False, self._max_span)
+                continue
+            if events is None:
+                raise UnavailableError("the chain changed while it was read")
+            found += events
+            first = until + 1
+        return found
 
     def block_of(self, tx_hash: Digest) -> int | None:
         """The block that holds a transaction, as a quorum shows it; None if none does."""

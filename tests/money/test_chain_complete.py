@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import World
+from money_kit import RUN
 from walk_kit import HONEST, OWNER, one
 
 from devnet.chain import CHAIN_ID, dev_signer
@@ -19,24 +20,29 @@ from prime_chain.events import RootPosted
 from prime_chain.faulty import FaultyRpc
 from prime_chain.watcher import Watcher
 from prime_core.errors import UnavailableError
-from prime_orchestrator.manager.indexer import run_indexer_tick
+from prime_orchestrator.manager.indexer import check_reward_roots, run_indexer_tick
 from prime_orchestrator.manager.members import active_stake
 from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.store import chain, meta, schema
 from prime_orchestrator.store.chain import STATE_EVENTS
 
 pytestmark = needs_anvil
-ROOT_POSTED = next(
-    "0x" + item.selector.hex()
-    for item in codec.artifact("Work").events.values()
-    if item.name == "RootPosted"
-)
+
+
+def _topic(contract: str, name: str) -> str:
+    events = codec.artifact(contract).events.values()
+    return next("0x" + item.selector.hex() for item in events if item.name == name)
+
+
+ROOT_POSTED = _topic("Work", "RootPosted")
+REWARD_ROOT_POSTED = _topic("Rewards", "RewardRootPosted")
 
 
 class Hiding(FaultyRpc):
-    """Leaves the logs of chosen work roots out."""
+    """Leaves the logs of chosen work roots out, or those of every event `kind`."""
 
     hidden: frozenset[int] = frozenset()
+    kind: str | None = None
     hid = 0
 
     def _falsified(self, method: str, result: Any, kinds: Any) -> Any:
@@ -44,7 +50,10 @@ class Hiding(FaultyRpc):
             kept = [
                 log
                 for log in result
-                if log["topics"][0] != ROOT_POSTED or int(log["topics"][2], 16) not in self.hidden
+                if log["topics"][0] != self.kind
+                and (
+                    log["topics"][0] != ROOT_POSTED or int(log["topics"][2], 16) not in self.hidden
+                )
             ]
             self.hid += len(result) - len(kept)
             return kept
@@ -132,6 +141,43 @@ def test_a_work_root_that_was_left_out_is_found_by_its_number(
     seen = [event.seq for event in taken if isinstance(event, RootPosted)]
     assert sorted(seen) == [1, 2]
     assert _gaps(world) >= 1
+
+
+def test_a_reward_root_of_others_that_was_left_out_is_found_by_the_contracts_total(
+    members: World, hiding: Hiding
+) -> None:
+    world, store = members, members.mgr.store
+    world.start_of_an_epoch()
+    world.mgr.judge(world.mgr.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    posted = one(world, schema.reward_roots)
+    with store.begin() as connection:  # as if another account had posted it, in a table
+        chain.forget_all(connection)
+        for table in (schema.cursors, schema.intents, schema.reward_roots):
+            connection.execute(sa.delete(table))
+    world.forward(RUN.epoch_seconds)
+    world.anvil.mine(2)
+    rewards = world.contracts.rewards
+
+    def tick(*urls: str) -> list[Any]:
+        watcher = _watch(world, *urls)
+        found = _tick(world, watcher)
+        return found + check_reward_roots(store, world.mgr.context, watcher, rewards, world.mgr.now)
+
+    hiding.kind = REWARD_ROOT_POSTED
+    with pytest.raises(UnavailableError, match="reward roots of pool 1 are missing"):
+        tick(hiding.url)
+    assert _gaps(world) == 1
+    tick(hiding.url, world.anvil.url)
+    found = one(world, schema.reward_roots)
+    assert _gaps(world) == 2
+    assert [found[name] for name in ("epoch", "object", "claimable_at")] == [
+        posted[name] for name in ("epoch", "object", "claimable_at")
+    ]
+    world.ticks()
+    assert _gaps(world) == 2, "once it is known nothing is missing"
 
 
 def test_events_of_strangers_leave_one_row_an_account(members: World) -> None:

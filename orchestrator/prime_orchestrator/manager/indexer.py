@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from prime_chain.contracts import Rewards
 from prime_chain.events import Event, RootPosted
 from prime_chain.watcher import BlockRef, Confirmed, Watcher
 from prime_core.errors import UnavailableError
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
 CURSOR = "chain"
 RECEIPTS_CHECKED = "receipts_checked"
+REWARDS_CHECKED = "reward_roots_checked"
+"""Key in `meta`: the epoch in which the reward roots were last compared with the contract."""
 LATE_BLOCKS = 64
 SEEN_SECONDS = 2.0
 """Interval at which polls are recorded while the chain does not advance."""
@@ -188,6 +191,68 @@ def _check_receipts(
         with store.begin() as connection:
             meta.put(connection, RECEIPTS_CHECKED, str(until))
     return taken
+
+
+def check_reward_roots(
+    store: Store,
+    context: PoolContext,
+    watcher: Watcher,
+    rewards: Rewards,
+    now: Callable[[], float],
+) -> list[Event]:
+    """Compares the reward roots of the store, which others may post too (`Rewards.postTable`), with
+    the contract's total and next epoch, once an epoch. If they differ, the blocks since the newest
+    root are read again from another endpoint. Returns the events found.
+
+    Raises UnavailableError if they still differ; then the next call compares again.
+    """
+    with store.read() as connection:
+        cursor = chain.cursor(connection, CURSOR)
+        epoch = int(meta.get(connection, CHAIN_TIME) or 0) // context.run.epoch_seconds
+        checked = int(meta.get(connection, REWARDS_CHECKED) or -1)
+    if cursor is None or epoch <= checked:
+        return []
+    block = cursor[0]
+    if rewards.client.block_number() - block > LATE_BLOCKS:
+        return []  # still catching up; endpoints need not keep states of old blocks
+    expected, taken = rewards.progress(context.pool, block), list[Event]()
+    known, since = _known_progress(store)
+    if known != expected:
+        why = (
+            f"reward roots of pool {context.pool} are missing from its logs: the contract's total "
+            f"and next epoch are {expected}, by the logs {known}"
+        )
+        first = max(since, watcher.start.number + 1)
+        log.error("%s; blocks %d to %d are read again", why, first, block)
+        count_gap(store)
+        watcher.distrust(why)
+        taken = _of_pool(watcher.read_again(first, block), context.pool)
+        with store.begin() as connection:
+            lock(connection, CHAIN_LOCK)
+            derive(connection, context, _take(connection, taken), now())
+        if _known_progress(store)[0] != expected:
+            raise UnavailableError(f"{why}, and no endpoint shows them")
+    with store.begin() as connection:
+        meta.put(connection, REWARDS_CHECKED, str(epoch))
+    return taken
+
+
+def _known_progress(store: Store) -> tuple[tuple[int, int], int]:
+    """Returns what `Rewards.progress` should be by the stored events (zeros before the first root),
+    and the block of the newest reward root that stands (0 if none does)."""
+    table = schema.reward_roots.c
+    with store.read() as connection:
+        newest = connection.execute(
+            sa.select(table.epoch, table.cumulative_total)
+            .where(table.claimable_at.is_not(None))
+            .order_by(table.epoch.desc())
+            .limit(1)
+        ).first()
+        if newest is None:
+            return (0, 0), 0
+        posted = chain.events(connection, "RewardRootPosted", subject=newest.epoch)
+    block = posted[-1].block if posted else 0
+    return (int(newest.cumulative_total), newest.epoch + 1), block
 
 
 def count_gap(store: Store) -> None:

@@ -27,7 +27,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import targets
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
-from prime_orchestrator.manager.indexer import run_indexer_tick
+from prime_orchestrator.manager.indexer import check_reward_roots, run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.revisions import current, settle_revisions
@@ -59,6 +59,9 @@ class ManagerLoops:
         run_transactions_tick(self.store, self.context, self.contracts, self.sender, self.now)
         events = run_indexer_tick(
             self.store, self.context, self.watcher, self.now, self.window_time
+        )
+        events += check_reward_roots(
+            self.store, self.context, self.watcher, self.contracts.rewards, self.now
         )
         settle_revisions(self.store, self.contracts)
         return events

@@ -57,6 +57,12 @@ class Rewards(Contract):
         found = RewardRoot(*self.read("rewardRoot", pool, epoch, block=block))
         return None if found.root == ZERO_DIGEST else found
 
+    def progress(self, pool: int, block: BlockId = "latest") -> tuple[int, int]:
+        """The cumulative total of the newest root that stands, in wei, and the earliest epoch of
+        the next one."""
+        total, next_epoch = self.read("progress", pool, block=block)
+        return total, next_epoch
+
     def fund(self, pool: int, amount: int) -> Call:
         """Needs an allowance for this contract."""
         return self.write("fund", pool, amount, what=f"fund pool {pool} with {prime(amount)}")
