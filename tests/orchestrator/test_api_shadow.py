@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -13,6 +14,7 @@ from prime_core.errors import PolicyError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.messages import (
     AdmissionAnswer,
+    AdmissionRequest,
     ChallengeAnswer,
     HeartbeatAnswer,
     LeaseAnswer,
@@ -22,12 +24,13 @@ from prime_core.messages import (
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import shadow_pool
 from prime_core.verdict import Law, Opinion, SignedOpinion
-from prime_orchestrator.api import leasing, shadow
+from prime_orchestrator.api import admission, leasing, shadow
 from prime_orchestrator.api.leasing import rules_of, supply_of
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.api.shadow import Load
 from prime_orchestrator.manager import uploads
+from prime_orchestrator.manager.speed import Turns
 from prime_orchestrator.store import Store, intents, jobs, leases, nodes, schema, shadows
 from prime_verify.proofs import hardware
 
@@ -206,7 +209,7 @@ def test_a_shadows_word_of_a_policy_is_no_arrival(world: World) -> None:
     assert [policy.after_ms for policy in status_of(world).reach] == [()]
 
 
-def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: World) -> None:
+def test_shadow_nodes_are_forgotten_when_silent(world: World) -> None:
     first, second = enter(world, 1), enter(world, 2)
     world.clock.advance(shadow.FORGOTTEN_AFTER - 10)
     assert world.post("/v1/heartbeat", b'{"policy_version":null}', second).status_code == 200
@@ -216,14 +219,25 @@ def test_shadow_nodes_are_forgotten_when_silent_and_few_of_one_address(world: Wo
     assert listed == {second.account.address}
     assert first.account.address not in listed
 
-    crowd = shadow.Newcomers()
-    for number in range(shadow.NODES_EACH):
-        crowd.take("203.0.113.7", signer(number + 1).address, 0.0)
-    crowd.take("203.0.113.7", signer(1).address, 1.0)
+
+def test_one_address_adds_few_shadow_nodes_at_all_processes_and_after_a_restart(
+    world: World,
+) -> None:
+    wish = AdmissionRequest.model_validate_json(json.dumps(WISH))
+
+    def challenge(number: int, address: str) -> None:
+        process = replace(world.backend, turns=Turns())  # shares nothing but the store
+        admission.challenge(process, signer(number).address, wish, address)
+
+    for number in range(1, shadow.NODES_EACH + 1):
+        challenge(number, f"2001:db8:1:2::{number}")
+    challenge(1, "2001:db8:1:2::9")
     with pytest.raises(PolicyError, match="from this address"):
-        crowd.take("203.0.113.7", signer(99).address, 1.0)
-    crowd.take("203.0.113.8", signer(99).address, 1.0)
-    crowd.take("203.0.113.7", signer(99).address, shadow.HOUR + 2.0)
+        challenge(99, "2001:db8:1:2::9")
+    challenge(99, "2001:db8:1:3::9")
+    world.clock.advance(shadow.HOUR + 1)
+    LifeTicks(world.backend).tick()
+    challenge(99, "2001:db8:1:2::9")
 
 
 def test_one_address_cannot_take_the_whole_budget_of_shadow_leases(world: World) -> None:

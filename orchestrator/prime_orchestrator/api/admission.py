@@ -36,7 +36,7 @@ from prime_orchestrator.manager.members import (
     slashed_sibling,
 )
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK
-from prime_orchestrator.store import challenges, meta, nodes
+from prime_orchestrator.store import challenges, lock, meta, nodes
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow
@@ -79,10 +79,9 @@ def challenge(
         hardware=request.hardware.model_dump_json(),
         runtime=request.task_runtime,
         shadow=request.shadow,
+        place=place_of(address) if request.shadow and is_bounded(address) else None,
     )
-    _look(backend, account, row.shadow)
-    if row.shadow:
-        backend.newcomers.take(place_of(address) if is_bounded(address) else "", account, now)
+    _look(backend, account, row.shadow, row.place)
     if not backend.turns.take(address or account, account, now):
         return ChallengeAnswer(
             challenge=None,
@@ -90,6 +89,9 @@ def challenge(
             reason="another node behind this address is being measured",
         )
     with backend.store.begin() as connection:
+        if row.place is not None:
+            lock(connection, shadow_work.LOCK)
+            shadow_work.check_place(connection, row.place, account, now)
         if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
             raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
         challenges.add(connection, row)
@@ -100,11 +102,12 @@ def challenge(
     )
 
 
-def _look(backend: Backend, account: Address, shadow: bool) -> None:
-    """Refuses as `_check_admissible` does, but in a read transaction that does not block writers:
-    anyone may ask, and reading the chain's events takes time. The binding check is made with the
-    invite."""
+def _look(backend: Backend, account: Address, shadow: bool, place: str | None = None) -> None:
+    """Refuses as `_check_admissible` and `shadow.check_place` do, but in a read transaction that
+    does not block writers: anyone may ask, and reading the chain's events takes time. The binding
+    checks are made with the invite, and with the challenge."""
     with backend.store.read() as connection:
+        shadow_work.check_place(connection, place, account, backend.now())
         _check_admissible(connection, backend, account, nodes.get(connection, account), shadow)
 
 
@@ -219,6 +222,8 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
     _look(backend, account, row.shadow)
     measured = AdmissionAnswer(mmacs_per_second=int(rate))
     with backend.store.begin() as connection:
+        if row.shadow:
+            lock(connection, shadow_work.LOCK)
         node = nodes.lock_row(connection, account)
         _check_admissible(connection, backend, account, node, row.shadow)
         challenges.set_rate(connection, row.id, rate)

@@ -17,7 +17,6 @@ from prime_core.ids import Address, Digest, Signature
 from prime_core.signing import Signer, Statement
 from prime_core.storage.base import ObjectStore
 from prime_core.transport.addresses import DEFAULT_PORTS, authority
-from prime_orchestrator.api.shadow import Newcomers
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
@@ -47,7 +46,6 @@ class Backend:
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
     planted: Planted = field(default_factory=Planted)
-    newcomers: Newcomers = field(default_factory=Newcomers)
     lies: LiesReported = field(default_factory=LiesReported)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)

@@ -15,8 +15,7 @@ left is deleted.
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
@@ -25,7 +24,7 @@ from prime_core.ids import Address
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.context import MAX_OBJECT_BYTES
-from prime_orchestrator.store import Store, leases, policies, shadows
+from prime_orchestrator.store import Store, challenges, leases, policies, shadows
 
 log = logging.getLogger(__name__)
 
@@ -46,30 +45,21 @@ FORGOTTEN_AFTER = HOUR
 """Seconds of silence after which a shadow node is deleted."""
 
 
-@dataclass
-class Newcomers:
-    """Tracks, in memory, which accounts each address added as shadow nodes in the last hour."""
+LOCK = "shadow nodes"
+"""Name of the lock under which shadow nodes are counted and one is added."""
 
-    _seen: dict[str, dict[Address, float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, address: str, account: Address, now: float) -> None:
-        """Records `account` at `address` (empty: not limited). Raises PolicyError if the address
-        added NODES_EACH others within the hour."""
-        if not address:
-            return
-        with self._lock:
-            for place in [p for p, known in self._seen.items() if max(known.values()) < now - HOUR]:
-                del self._seen[place]
-            known = self._seen.setdefault(address, {})
-            for one in [one for one, at in known.items() if at < now - HOUR]:
-                del known[one]
-            if account not in known and len(known) >= NODES_EACH:
-                raise PolicyError(
-                    f"{NODES_EACH} shadow nodes came from this address within the hour; more may "
-                    "come later, or take a seat"
-                )
-            known[account] = now
+def check_place(connection: Connection, place: str | None, account: Address, now: float) -> None:
+    """Raises PolicyError if NODES_EACH other accounts asked for shadow work at the address `place`
+    (None: not limited) within the hour, at any process of the pool."""
+    if place is None:
+        return
+    others = challenges.asked_from(connection, place, now - HOUR) - {account}
+    if len(others) >= NODES_EACH:
+        raise PolicyError(
+            f"{NODES_EACH} shadow nodes came from this address within the hour; more may "
+            "come later, or take a seat"
+        )
 
 
 @dataclass(frozen=True)

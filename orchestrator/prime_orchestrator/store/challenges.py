@@ -31,6 +31,7 @@ class ChallengeRow:
     used: bool = False
     shadow: bool = False
     rate: float | None = None
+    place: str | None = None
 
 
 def add(connection: Connection, challenge: ChallengeRow) -> None:
@@ -44,6 +45,17 @@ def open_for(connection: Connection, node: Address, now: float) -> int:
         _challenges.node == node, _challenges.used.is_(False), _challenges.deadline >= now
     )
     return connection.execute(query).scalar_one()
+
+
+def asked_from(connection: Connection, place: str, since: float) -> set[Address]:
+    """Returns the accounts that were challenged for shadow work at `place` since `since` (Unix
+    seconds, at most an hour ago)."""
+    query = (
+        sa.select(_challenges.node)
+        .where(_challenges.place == place, _challenges.issued_at >= since)
+        .distinct()
+    )
+    return set(map(Address, connection.execute(query).scalars()))
 
 
 def get(connection: Connection, challenge_id: str) -> ChallengeRow | None:

@@ -95,7 +95,9 @@ challenges = Table(
     Column("used", Boolean, nullable=False, default=False),
     Column("shadow", Boolean, nullable=False, default=False),  # asked for shadow work
     Column("rate", Float),  # of a correct answer, in million multiply-adds/s
+    Column("place", Text),  # address (an IPv6 /64) that asked for shadow work; None: not limited
     Index("challenges_node", "node", "issued_at"),
+    Index("challenges_place", "place", "issued_at"),
 )
 
 leases = Table(
