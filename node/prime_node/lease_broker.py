@@ -328,8 +328,7 @@ class LeaseBroker:
             signature=self._signer.sign(submission, self._domain),
         )
         with self._noting(signed):
-            worth = min(self._run.worth(hand_in.tokens, 0), self._run.most_worth)
-            worth = 0 if signed.lease.shadow else worth
+            worth = 0 if signed.lease.shadow else self._run.unjudged_worth(hand_in.tokens)
             self._spool.add(digest, body, signed, worth=worth)
         self._open = None
         (self._task_uploads.folder / hand_in.file).unlink(missing_ok=True)

@@ -1,8 +1,7 @@
 """Stops a node from working for more than it can be paid: no new lease while too much is owed.
 
-    owed     files with the manager's receipt, received after the last epoch that a reward root on
-             chain settles for this node, less those that ended rejected or void; at the run's price
-             for generated tokens
+    owed     this node's files, by prime_core.settlement.is_short, since the last epoch that a
+             reward root on chain settles for this node; at the run's price for generated tokens
     limits   the owner's `max_unpaid`, and the pool's bond + free funds on chain
 
 The chain is read in a thread. While it cannot be read, the limits are unknown and work goes on.
@@ -21,6 +20,7 @@ from prime_chain.contracts import Claim
 from prime_core.encoding import merkle_verify, reward_leaf
 from prime_core.errors import PrimeError
 from prime_core.ids import Address
+from prime_core.settlement import is_short, settled_until
 from prime_node.api import NodeApi
 from prime_node.link import Link
 from prime_node.spool import Spool
@@ -44,7 +44,7 @@ def objection(owed: int, limit: int | None, money: int) -> str:
     if limit is not None and owed > limit:
         over = f"more than --max-unpaid {prime(limit)}"
         then = "work resumes once a reward root settles it; see: prime-node rewards show"
-    elif owed > money:
+    elif is_short(owed, money):
         over = f"more than the pool's bond and free funds, {prime(money)}"
         then = (
             "work resumes once the manager settles it or adds funds; to give the seat up: "
@@ -128,7 +128,7 @@ class BackingReader:
         rewards, pool = self._link.contracts.rewards, self._link.pool
         self._kept = next((one for one in self._claims() if self._settled(one)), None)
         length = self._link.deployment.periods.epoch_length
-        until = 0 if self._kept is None else (self._kept.epoch + 1) * length
+        until = settled_until(None if self._kept is None else self._kept.epoch, length)
         return Backing(until, rewards.funds(pool).free + rewards.bond_of(pool))
 
     def _claims(self) -> Iterator[Claim]:

@@ -469,5 +469,9 @@ class Status(Answer):
     times the longest pause between recent batches. Ended: the pool ended on chain."""
     activity_since: int | None = None
     """When it ended, or when the last batch or policy came; None before the first policy."""
+    owed: str | None = None
+    """What the pool owes for files that no reward root settles, in wei; None if not known."""
+    money: str | None = None
+    """Its bond and free funds, in wei. While `owed` is more, it gives no lease."""
     explorer: str = ""
     """URL of the chain's block explorer, without a slash at its end; empty if there is none."""

@@ -332,6 +332,10 @@ class RunDefinition(Strict):
         """Earnings for the given numbers of tokens, in wei."""
         return units * self.price_per_unit + prompt_units * self.price_per_prompt_token
 
+    def unjudged_worth(self, tokens: int) -> int:
+        """What a file without a verdict, with so many generated tokens, counts as owed, in wei."""
+        return min(self.worth(tokens, 0), self.most_worth)
+
     def covered(self, stake: int) -> int:
         """The work at risk that `stake` covers; both in wei."""
         return stake * self.risk_factor_micro // MICRO

@@ -272,6 +272,19 @@ def read_settlement(path: Path) -> Settlement:
         raise UserError(f"{path} holds no settlement") from error
 
 
+def settled_until(epoch: int | None, epoch_seconds: int) -> int:
+    """Returns the time (Unix seconds) before which received files count as settled, if the newest
+    reward root is of `epoch` (None: there is none)."""
+    return 0 if epoch is None else (epoch + 1) * epoch_seconds
+
+
+def is_short(owed: int, money: int) -> bool:
+    """Whether a pool owes more than its bond and free funds (`money`), so that no lease is given
+    or taken. In wei. Owed are the files received since `settled_until` that did not end rejected
+    or void; one without a verdict counts as RunDefinition.unjudged_worth."""
+    return owed > money
+
+
 @dataclass(frozen=True)
 class JudgedFact:
     """A verdict on a leaf. `judged_at` is in Unix seconds; `verdict` and `table` name objects."""

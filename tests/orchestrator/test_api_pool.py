@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from orchestrator_world import World, run_definition, signer
 
+from prime_chain.amounts import ETHER
 from prime_core.batch import BatchFile, BatchManifest, SignedBatch
 from prime_core.encoding import merkle_verify, reward_leaf, sha256
 from prime_core.ids import ZERO_DIGEST, Digest
@@ -27,6 +28,7 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.watch import MAX_WATCHERS, StatusFeed
 from prime_orchestrator.cli import status as status_cli
 from prime_orchestrator.manager import voids
+from prime_orchestrator.manager.funding import Funding
 from prime_orchestrator.store import batches, intents, meta, nodes, policies, schema
 from prime_orchestrator.store.batches import BatchRow
 
@@ -268,6 +270,21 @@ def test_status_is_one_picture_of_the_store(world: World) -> None:
     assert [(t["kind"], t["status"]) for t in seen.transactions] == [("root", "sent")]
     assert [(s["reason"], s["status"]) for s in seen.slashes] == [("wrong_activations", "queued")]
     assert not seen.chain_reachable
+    assert (seen.owed, "owed" in status_cli.text(seen)) == (None, False)
+
+
+def test_status_and_metrics_show_what_the_pool_owes_and_that_it_gives_no_lease(
+    world: World,
+) -> None:
+    for owed, warned in ((5, False), (6, True)):
+        found = Funding(owed=owed * ETHER, money=5 * ETHER, at=world.clock())
+        with world.backend.store.begin() as connection:
+            meta.put(connection, "funding", found.model_dump_json())
+        world.clock.advance(5)
+        shown = status_cli.text(status(world))
+        assert f"owed: {owed} PRIME; bond and free funds: 5 PRIME" in shown
+        assert ("NO LEASE IS GIVEN" in shown) == warned
+    assert 'prime_pool_money{kind="owed"} 6.0' in world.http.get("/metrics").text
 
 
 def test_the_chain_is_reachable_while_it_was_seen_lately(world: World) -> None:

@@ -29,6 +29,7 @@ from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pauses import pause_of
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
 from prime_orchestrator.manager import members, revisions, speed, standing, targets, uploads
+from prime_orchestrator.manager.funding import funding
 from prime_orchestrator.store import (
     batches,
     groups,
@@ -109,6 +110,8 @@ def lease(
             return waiting
         if waiting := _uncovered(connection, backend, own, now):
             return waiting
+        if (money := funding(connection)) and (why := money.objection()):
+            return LeaseAnswer(lease=None, retry_after_ms=10 * WAIT_MS, reason=why)
         if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
             wait = int(1000 * pause.retry_after(now)) + 1
             return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))

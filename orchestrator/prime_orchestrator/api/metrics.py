@@ -10,11 +10,13 @@ from typing import get_args
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from prime_chain.amounts import ETHER
 from prime_core.messages import TargetShare
 from prime_core.node import NodeStatus
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets, uploads
+from prime_orchestrator.manager.funding import funding
 from prime_orchestrator.manager.history import Totals, excess, others_of
 from prime_orchestrator.store import (
     batches,
@@ -147,6 +149,15 @@ class PoolMetrics:
                 "Gaps found in the chain's events. Unit: gaps.",
                 int(meta.get(connection, meta.CHAIN_GAPS) or 0),
             )
+            money = funding(connection)
+            if money is not None:
+                yield _gauges(
+                    "prime_pool_money",
+                    "Owed: for files that no reward root settles. Held: bond and free funds. "
+                    "No lease is given while owed exceeds held. Unit: PRIME.",
+                    "kind",
+                    {"owed": money.owed / ETHER, "held": money.money / ETHER},
+                )
             seen = meta.get(connection, meta.CHAIN_SEEN_AT)
             if seen is not None:
                 yield GaugeMetricFamily(

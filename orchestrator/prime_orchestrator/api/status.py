@@ -31,6 +31,7 @@ from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets
+from prime_orchestrator.manager.funding import funding
 from prime_orchestrator.manager.settlement import newest_settlement, pending_units
 from prime_orchestrator.store import (
     batches,
@@ -87,6 +88,7 @@ def status(backend: Backend) -> Status:
         versions = sorted(policies.newest_versions(connection, MAX_VERSIONS))
         sealed = batches.latest(connection, MAX_BATCHES)
         run = revisions.current(connection, context)
+        money = funding(connection)
         activity, since = _activity(
             chain.pool_ended(connection, context.pool), sealed, published, run, now
         )
@@ -112,6 +114,8 @@ def status(backend: Backend) -> Status:
             targets=targets.shares_of(connection, run, now),
             activity=activity,
             activity_since=since,
+            owed=None if money is None else str(money.owed),
+            money=None if money is None else str(money.money),
             explorer=_EXPLORERS.get(context.deployment.chain_id, ""),
             chain_reachable=seen is not None and now - float(seen) < CHAIN_SILENT_SECONDS,
         )

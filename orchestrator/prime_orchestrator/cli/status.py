@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from prime_chain.amounts import prime
 from prime_core.command_line import command
 from prime_core.messages import Status
 from prime_core.printing import printable
+from prime_core.settlement import is_short
 from prime_core.times import utc
 from prime_core.transport.client import OrchestratorClient
 
@@ -42,6 +44,7 @@ def text(status: Status) -> str:
         f"pool {status.pool} ({status.name}), step {status.step}, policy {policy}, "
         f"chain {'reachable' if status.chain_reachable else 'NOT REACHABLE'}{activity}",
         f"files: {', '.join(files) or 'none'}",
+        *_money(status),
         "",
         f"{'node':44}{'state':13}{'class':>5}{'policy':>8}{'accepted':>10}{'rejected':>10}",
     ]
@@ -72,3 +75,14 @@ def text(status: Status) -> str:
         )
         lines.append(f"{share.target:>8}{cells}{late}{alarms}")
     return "\n".join(lines)
+
+
+def _money(status: Status) -> list[str]:
+    """What the pool owes and holds, with a warning if it gives no lease for it."""
+    if status.owed is None or status.money is None:
+        return []
+    owed, money = int(status.owed), int(status.money)
+    lines = [f"owed: {prime(owed)}; bond and free funds: {prime(money)}"]
+    if is_short(owed, money):
+        lines.append("WARNING: NO LEASE IS GIVEN until funds are added: orchestrator pool fund")
+    return lines

@@ -18,11 +18,21 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_chain.certainty import Purpose, block_for, counted_stake
+from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_core import ids
 from prime_core.ids import Address
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.store import schema
+
+STATE_BLOCKS = 64
+"""Endpoints are asked for states of blocks at most this far below the newest."""
+
+
+def has_state(client: ChainClient, block: int) -> bool:
+    """Whether endpoints still hold the state of `block`: those without an archive drop old ones.
+    Raises UnavailableError."""
+    return client.block_number() - block <= STATE_BLOCKS
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.verdict import Reason, reason_of
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.depth import has_state
 from prime_orchestrator.manager.members import MEMBERSHIP_EVENTS, derive_node
 from prime_orchestrator.manager.settlement import (
     CHAIN_BLOCK,
@@ -213,8 +214,8 @@ def check_reward_roots(
     if cursor is None or epoch <= checked:
         return []
     block = cursor[0]
-    if rewards.client.block_number() - block > LATE_BLOCKS:
-        return []  # still catching up; endpoints need not keep states of old blocks
+    if not has_state(rewards.client, block):
+        return []  # still catching up
     expected, taken = rewards.progress(context.pool, block), list[Event]()
     known, since = _known_progress(store)
     if known != expected:

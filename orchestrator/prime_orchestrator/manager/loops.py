@@ -27,6 +27,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import targets
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
+from prime_orchestrator.manager.funding import compare_funding
 from prime_orchestrator.manager.indexer import check_reward_roots, run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
 from prime_orchestrator.manager.planting import Planted, reveal
@@ -64,6 +65,9 @@ class ManagerLoops:
             self.store, self.context, self.watcher, self.contracts.rewards, self.now
         )
         settle_revisions(self.store, self.contracts)
+        compare_funding(
+            self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now
+        )
         return events
 
     @cached_property

@@ -254,6 +254,65 @@ def at_risk(
     return int(unjudged or 0), int(units or 0), int(prompts or 0)
 
 
+@dataclass(frozen=True)
+class UnsettledFiles:
+    """Files of one step, status and target length: how many, their paid tokens and prompt tokens
+    (0 without a verdict), and the opinions on them."""
+
+    step: int
+    status: str
+    target: int
+    files: int
+    units: int
+    prompt_units: int
+    opinions: int
+
+
+def unsettled(
+    connection: Connection, since: float, without: Collection[Address]
+) -> list[UnsettledFiles]:
+    """Returns the files received at `since` or later that the pool may owe for, or owes validators
+    for. No shadow files, no files of the nodes `without`."""
+    opinions, leases = schema.opinions.c, schema.leases.c
+    judged = (
+        sa.select(sa.func.count())
+        .where(opinions.submission_digest == _submissions.digest)
+        .scalar_subquery()
+    )
+    forfeited = sa.exists().where(
+        schema.credits.c.submission_digest == _submissions.digest,
+        schema.credits.c.status == "forfeited",
+    )
+    files = (
+        sa.select(
+            *(_submissions.step, _submissions.units, _submissions.prompt_units, leases.target),
+            sa.case((forfeited, "forfeited"), else_=_submissions.status).label("status"),
+            judged.label("opinions"),
+        )
+        .join(schema.leases, leases.digest == _submissions.lease_digest)
+        .where(
+            _submissions.received_at >= since,
+            _submissions.shadow.is_(False),
+            _submissions.node.not_in(without),
+        )
+        .subquery()
+    ).c
+    query = sa.select(
+        *(files.step, files.status, files.target, sa.func.count().label("files")),
+        *(
+            sa.func.sum(column).label(column.name)
+            for column in (files.units, files.prompt_units, files.opinions)
+        ),
+    ).group_by(files.step, files.status, files.target)
+    return [
+        UnsettledFiles(
+            *(row.step, row.status, row.target, row.files),
+            *(int(value) for value in (row.units, row.prompt_units, row.opinions)),
+        )
+        for row in connection.execute(query)
+    ]
+
+
 def ended_badly(
     connection: Connection, node: Address, *, since: float, limit: int
 ) -> list[SubmissionRow]:

@@ -1,0 +1,102 @@
+"""Stops leases while the pool owes more than its bond and free funds (prime_core.settlement).
+
+    owed     accepted files, files without a verdict, and validators' fees since the newest settled
+             epoch, at the prices of the files' revisions
+    money    bond + free funds on chain, at the block up to which the store holds the events
+
+The manager's loop compares them; the API reads the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import Connection
+
+from prime_chain.amounts import prime
+from prime_chain.contracts import Rewards
+from prime_core.ids import Address
+from prime_core.settlement import is_short, settled_until
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager.depth import has_state
+from prime_orchestrator.manager.settlement import chain_clock
+from prime_orchestrator.store import meta, schema, submissions
+from prime_orchestrator.store.engine import Store
+
+log = logging.getLogger(__name__)
+CHECK_SECONDS = 15.0
+_FUNDING = "funding"
+"""Key in `meta`: JSON of Funding."""
+
+
+class Funding(BaseModel):
+    """What the pool owes and what it can pay with, in wei, as compared at `at` (Unix seconds)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    owed: int
+    money: int
+    at: float
+
+    def objection(self) -> str:
+        """Returns why no lease is given; empty if leases are given."""
+        if not is_short(self.owed, self.money):
+            return ""
+        return (
+            f"the pool gives no lease: it owes {prime(self.owed)}, more than its bond and free "
+            f"funds, {prime(self.money)}; leases go on once the manager adds funds (orchestrator "
+            "pool fund) or a reward root settles what it owes"
+        )
+
+
+def funding(connection: Connection) -> Funding | None:
+    """Returns the latest comparison; None before the first."""
+    found = meta.get(connection, _FUNDING)
+    return None if found is None else Funding.model_validate_json(found)
+
+
+def compare_funding(
+    store: Store,
+    context: PoolContext,
+    rewards: Rewards,
+    planted: Collection[Address],
+    now: Callable[[], float],
+) -> None:
+    """Compares what the pool owes with its money every CHECK_SECONDS, and logs a change. `planted`:
+    nodes that are not paid. Raises UnavailableError if the chain cannot be read."""
+    moment = now()
+    with store.read() as connection:
+        before, clock = funding(connection), chain_clock(connection)
+        if clock is None or (before is not None and 0 <= moment - before.at < CHECK_SECONDS):
+            return
+        owed = owed_by(connection, context, planted)
+    if not has_state(rewards.client, clock.block):
+        return  # still catching up
+    pool = context.pool
+    money = rewards.funds(pool, clock.block).free + rewards.bond_of(pool, clock.block)
+    found = Funding(owed=owed, money=money, at=moment)
+    with store.begin() as connection:
+        meta.put(connection, _FUNDING, found.model_dump_json())
+    why = found.objection()
+    if bool(why) != bool(before is not None and before.objection()):
+        log.warning("%s", why or "the pool gives leases again: its money covers what it owes")
+
+
+def owed_by(connection: Connection, context: PoolContext, planted: Collection[Address]) -> int:
+    """Returns what the pool owes and may owe for files handed in, in wei."""
+    roots = schema.reward_roots.c
+    newest = sa.select(sa.func.max(roots.epoch)).where(roots.claimable_at.is_not(None))
+    since = settled_until(connection.execute(newest).scalar(), context.run.epoch_seconds)
+    history, owed = revisions.history(connection, context), 0
+    for some in submissions.unsettled(connection, since, planted):
+        run = history.at(some.step)
+        owed += some.opinions * run.price_per_judged_file
+        if some.status == "accepted":
+            owed += run.worth(some.units, some.prompt_units)
+        elif some.status == "submitted":
+            owed += some.files * run.unjudged_worth(run.rows_per_lease * some.target)
+    return owed
