@@ -23,12 +23,12 @@ demo-stop: ## Ends a demo left running
 	@if [ -x $(PY) ]; then $(PY) -m devnet stop; else echo "nothing was left running"; fi
 
 test: setup ## The tests (≤ 12 minutes); what lacks its engine is skipped by name
-	@$(PY) -m pytest -rfEs -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	@$(PY) -m pytest -rfEs -n 2 --dist loadfile -m "not slow and not soak and not gpu" $(ARGS)
 
-test-all: setup ## Every test but those that need a GPU (≤ 60 minutes); the slow ones one at a time
+test-all: setup ## Every test but those of `make gpu` and `make soak` (≤ 60 minutes); whole networks one at a time
 	@export PRIME_TESTS_SKIP_NOTHING=1; failed=0; \
-	$(PY) -m pytest -rfEs -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS) || failed=$$?; \
-	$(PY) -m pytest -rfEs --durations=25 -m "slow and not gpu" $(ARGS) || failed=$$?; exit $$failed
+	$(PY) -m pytest -rfEs --durations=25 -n 2 --dist loadfile --ignore tests/e2e -m "not soak and not gpu" $(ARGS) || failed=$$?; \
+	$(PY) -m pytest -rfEs --durations=25 -m "not soak and not gpu" tests/e2e $(ARGS) || failed=$$?; exit $$failed
 
 soak: setup ## Long runs by name: make soak ARGS="demo-runs"; without ARGS it lists them
 	@$(PY) -m devnet soak $(ARGS)

@@ -61,6 +61,10 @@ SOAKS = {
         "1,000,000 events of strangers, and other attacks on the chain layer",
         ("bench", "attacks", "--json"),
     ),
+    "tests": (
+        "the tests that are too long for make test-all (15 minutes)",
+        ("pytest", "-rfEs", "-m", "soak", "--durations=0"),
+    ),
     "lies": ("every lie on whole networks, and what came of it", ("devnet", "lies", "--json")),
 }
 """Name → (what it is, the module and words that run it)."""

@@ -40,7 +40,7 @@ def test_sources_are_formatted() -> None:
     assert done.returncode == 0, f"run `scripts/forge fmt`\n{done.stdout[-3000:]}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_money_invariants_hold_in_long_runs() -> None:
     """1,024 runs of 64 calls; forge makes one after the other, so two of it share them."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,23 +24,34 @@ from prime_core.run import MICRO, RunDefinition
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A demo that has ended: its folder, its exit code and its output."""
+
+    root: Path
+    returncode: int
+    output: str
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The folder of a short demo that has ended, and its exit code."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A short demo. Every program asks three RPC endpoints, of which one at a time fails in some
+    way for a minute."""
     require_anvil()
     root = tmp_path_factory.mktemp("demo") / "run"
     words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1")
-    return root, run(devnet(*words, "--root", str(root)), 580).returncode
+    done = run(devnet(*words, "--rpc-faults", "60", "--root", str(root)), 850)
+    return Ended(root, done.returncode, done.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(
-    ended: tuple[Path, int],
+    ended: Ended,
 ) -> None:
-    root, returncode = ended
-    assert findings(root) == dict.fromkeys(SIX, True)
-    assert returncode == 0
+    root = ended.root
+    assert findings(root) == dict.fromkeys(SIX, True), ended.output
+    assert ended.returncode == 0
     assert "<svg" in (root / "report.html").read_text()
     assert not (root / "pids.json").exists()
     assert processes_of(root) == []
@@ -61,12 +73,6 @@ def shares_hold(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_target_length_starves_in_a_short_demo(ended: tuple[Path, int]) -> None:
-    shares_hold(ended[0])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_target_length_starves_with_one_node(tmp_path: Path) -> None:
     require_anvil()
@@ -79,21 +85,18 @@ def test_no_target_length_starves_with_one_node(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once(
-    tmp_path: Path,
+    ended: Ended,
 ) -> None:
-    """Every program asks three RPC endpoints, of which one at a time fails in some way for a minute
-    (`make soak ARGS=rpc-faults`: ten). A slow and a fast node, and a liar."""
-    require_anvil()
-    root = tmp_path / "run"
-    words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1")
-    done = run(devnet(*words, "--rpc-faults", "60", "--root", str(root)), 850)
-    assert findings(root) == dict.fromkeys(SIX, True)
-    assert done.returncode == 0
-    (said,) = [line for line in done.stdout.splitlines() if "faults: {" in line]
-    injected = ast.literal_eval(said.partition("faults: ")[2])
+    """A slow node, a fast one and a liar. Ten minutes of faults: `make soak ARGS=rpc-faults`."""
+    assert ended.output.count("faults: {") == 1
+    injected = ast.literal_eval(
+        next(line for line in ended.output.splitlines() if "faults: {" in line).partition(
+            "faults: "
+        )[2]
+    )
     assert len(injected) >= 5
-    shares_hold(root)
-    network = Network.recorded(root)
+    shares_hold(ended.root)
+    network = Network.recorded(ended.root)
     liars = {network.accounts[node.name].address for node in network.plan.nodes if node.liar}
     network.anvil.start()
     try:
@@ -115,10 +118,10 @@ def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_o
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_check_derives_the_findings_anew_from_a_run_that_has_ended(
-    ended: tuple[Path, int], tmp_path: Path
+    ended: Ended, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    shutil.copytree(ended[0], root)
+    shutil.copytree(ended.root, root)
     (root / "findings.json").unlink()
     assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 0
     assert findings(root) == dict.fromkeys(SIX, True)

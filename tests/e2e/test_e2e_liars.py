@@ -58,7 +58,7 @@ def test_each_kind_of_node_ends_as_it_should(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_lies_are_played_on_a_network_and_recorded_with_their_audits(tmp_path: Path) -> None:
     require_anvil()

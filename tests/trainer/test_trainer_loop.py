@@ -195,8 +195,11 @@ def test_at_names_the_settings_file(words: list[str]) -> None:
     assert with_file(words) == ["run", "--config", "f.toml"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(0, marks=pytest.mark.slow)]
+    + [pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2)],
+)
 def test_killed_at_random_instants_it_publishes_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, model: Path, seed: int
 ) -> None:
