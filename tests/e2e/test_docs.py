@@ -32,7 +32,7 @@ RUNBOOKS = tuple(
 )  # fmt: skip
 NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
 NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
-SECONDS = 280
+SECONDS = 570
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def test_each_block_is_executed_or_says_why_not() -> None:
     assert not faults, "\n".join(faults)
 
 
-def run_session(parts: list[str], folder: Path, seconds: int = SECONDS) -> None:
-    """Runs the blocks in one bash session below `folder`, for at most `seconds`, and ends every
+def run_session(parts: list[str], folder: Path) -> None:
+    """Runs the blocks in one bash session below `folder`, for at most SECONDS, and ends every
     process it started."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
@@ -98,7 +98,7 @@ def run_session(parts: list[str], folder: Path, seconds: int = SECONDS) -> None:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            status = shell.wait(seconds)
+            status = shell.wait(SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -119,6 +119,7 @@ def _end_group(group: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.forge
+@pytest.mark.timeout(600)
 def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
     *first, last = console("README.md")
     inside = [text for page in IN_THE_POOL for text in console(page)]
@@ -126,6 +127,7 @@ def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", ALONE)
 def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
     run_session(console(page), tmp_path)
@@ -135,4 +137,4 @@ def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
 @pytest.mark.forge
 @pytest.mark.timeout(600)
 def test_the_runbooks(tmp_path: Path) -> None:
-    run_session([text for page in RUNBOOKS for text in console(page)], tmp_path, 570)
+    run_session([text for page in RUNBOOKS for text in console(page)], tmp_path)
