@@ -32,7 +32,7 @@ BENCHES = {
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
-    "attacks": "What attacks on the chain layer cost an honest party, before and now",
+    "attacks": "What attacks on the chain layer cost an honest party",
     "orchestrator": "What two API processes carry: heartbeats, files, verdicts, watchers, history",
     "population": "10,000 nodes for a simulated day: trainer, staleness, cheats, validators, pay",
     "cli": "CPU seconds of the commands that people and shells call often",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from bench.form import ROOT
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "performance.md"
 HEAD = """# Figures
 
-Written by `python -m bench report` from `bench/results`; `python -m bench NAME --json` measures
-one of them anew. A row with a bar is held to it; one beside a peer was measured with it in the same
-run, unless the peer's name says otherwise.
+`python -m bench report` writes this page from `bench/results`; `python -m bench NAME --json`
+measures one bench again. A peer was measured in the same run, unless its name says otherwise.
 """
+LIES = ("caught_", "caught256_", "tokens_")
+"""Rows of `bench detection` for one lie: share of its files and of its rows that are found, tokens
+that one statistic needs. They are shown as one row of a table."""
+AS_VLLM = "_as_vllm"
 
 
 def write(results: Path = RESULTS, page: Path = PAGE) -> int:
@@ -36,26 +39,74 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
 
 
 def section(found: Mapping[str, Any]) -> str:
-    """One bench: where and when, beside what (`load`, a sentence written by whoever kept it), and
-    its rows."""
+    """One bench: where and when, with what else running (`load`, a sentence), and its rows."""
     machine, load = found["machine"], found.get("load")
     lines = [
         f"## {found['bench']}",
         f"{found.get('date', 'undated')}, commit {found['commit']}, {machine['cores']} cores of "
         f"{machine['cpu']}{', at the quick size' if found['quick'] else ''}"
         f"{f' ({load})' if load else ''}.",
-        "",
-        "| row | measured | bar | peer |",
-        "|---|---|---|---|",
     ]
+    of_lies = found["bench"] == "detection"
+    lies = [row for row in found["rows"] if of_lies and row["name"].startswith(LIES)]
+    lines += ["", "| row | measured | bar | peer |", "|---|---|---|---|"]
     for row in found["rows"]:
-        bar = "" if row["bar"] is None else f"{_sign(row)} {_short(row['bar'])}"
+        if row in lies:
+            continue
+        bar = _bar(row)
         missed = "" if row["ok"] else " **not met**"
         peer = "" if row["peer"] is None else f"{_short(row['peer'])} ({row['peer_name']})"
         lines.append(
             f"| `{row['name']}` | {_short(row['value'])} {row['unit']}{missed} | {bar} | {peer} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_lies(lies)]) + "\n"
+
+
+def _lies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table with one lie a row, from the rows named by `LIES`."""
+    if not rows:
+        return []
+    found = {row["name"]: row for row in rows}
+    names = {row["name"].removesuffix(AS_VLLM).partition("_")[2]: None for row in rows}
+    lines = [
+        "",
+        "Share of a lie's files and of its single rows that are found (declared as the plain "
+        "engine's, and as vLLM's work), and the tokens that one statistic needs to find it:",
+        "",
+        "| lie | files | rows | files as vLLM's | rows as vLLM's | tokens | bar for files |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        cells = [
+            *(_share(found.get(f"{kind}_{name}{suffix}"))
+              for suffix in ("", AS_VLLM) for kind in ("caught", "caught256")),
+            _tokens(found.get(f"tokens_{name}")),
+        ]  # fmt: skip
+        files = (found.get(f"caught_{name}{suffix}") for suffix in ("", AS_VLLM))
+        bars = {_bar(row) for row in files if row is not None}
+        lines.append(f"| {' | '.join([f'`{name}`', *cells, ' '.join(sorted(bars))])} |")
+    return lines
+
+
+def _share(row: Mapping[str, Any] | None) -> str:
+    """A share found, with the reasons where a row's unit names them: "0.8 WRONG_SAMPLING 20"."""
+    if row is None:
+        return ""
+    reasons = row["unit"].partition(": ")[2]
+    missed = "" if row["ok"] else " **not met**"
+    return f"{_short(row['value'])} {reasons}".strip() + missed
+
+
+def _tokens(row: Mapping[str, Any] | None) -> str:
+    """How many tokens a statistic needs, and which: "256 (margin)"."""
+    if row is None:
+        return ""
+    statistic = row["unit"].removeprefix("tokens ")
+    return statistic if row["value"] < 0 else f"{_short(row['value'])} {statistic}"
+
+
+def _bar(row: Mapping[str, Any]) -> str:
+    return "" if row["bar"] is None else f"{_sign(row)} {_short(row['bar'])}"
 
 
 def _sign(row: Mapping[str, Any]) -> str:

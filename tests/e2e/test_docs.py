@@ -77,6 +77,42 @@ def test_each_block_is_executed_or_says_why_not() -> None:
     assert not faults, "\n".join(faults)
 
 
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = (one.lower() for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w -]", "", one).replace(" ", "-") for one in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    faults = []
+    for page in (*pages(), ROOT / "CONTRIBUTING.md", ROOT / "contracts/README.md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            file, _, anchor = target.partition("#")
+            place = (page.parent / file).resolve() if file else page
+            if not place.exists() or (anchor and anchor not in anchors(place)):
+                faults.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not faults, "\n".join(faults)
+
+
+def test_every_page_that_a_source_names_exists() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    kinds = (".py", ".toml", ".sh", ".sol", ".yml", ".yaml", ".md", ".service", ".css", ".js")
+    faults = []
+    for name in listed.stdout.splitlines():
+        file = ROOT / name
+        if not name.endswith(kinds) or name == "CHANGELOG.md" or not file.exists():
+            continue
+        for page in re.findall(r"\bdocs/adr/\d{4}|\bdocs/[\w/-]+\.md", file.read_text()):
+            if not (ROOT / page).exists() and not [*ROOT.glob(f"{page}-*.md")]:
+                faults.append(f"{name}: {page}")
+    assert not faults, "\n".join(faults)
+
+
 def run_session(parts: list[str], folder: Path) -> None:
     """Runs the blocks in one bash session below `folder`, for at most SECONDS, and ends every
     process it started."""
