@@ -4,21 +4,26 @@ answers that it states, and never a defect. `make soak ARGS=fuzz` goes on for lo
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 import schemathesis
+from api_walk import Call, Walk, walked
+from httpx import Response
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from judges import appoint
-from orchestrator_world import AUDIENCE, VERSIONED, Session, World, signer
+from orchestrator_world import AUDIENCE, VERSIONED, MakeWorld, Session, World, signer
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from strategies import altered, as_bytes
 
 from prime_core.draws import DrawReveal
 from prime_core.ids import ZERO_DIGEST
@@ -35,19 +40,18 @@ CONFORMS = (
 )
 SECONDS = 240
 """For one answer: a hang fails, a busy machine does not."""
-EXAMPLES = 9
+EXAMPLES, ALTERED = 6, 4
 
 
 class Peers:
     """Signs each request: mostly as the party that may make it, else as another or not at all.
     Where a request names digests and accounts, it mostly puts in some that there are."""
 
-    def __init__(self, app: ASGIApp, world: World) -> None:
+    def __init__(self, app: ASGIApp, walk: Walk) -> None:
         self._app = app
-        self._world = world
-        appoint(world.backend.store, world.backend.context.pool, signer(202).address)
+        self._world = world = walk.world
         node, newcomer = world.member(1), world.newcomer(2)
-        validator = world.login(signer(202), "validator")
+        validator = walk.validator
         trainer = world.login(world.trainer, "trainer")
         self._by_path: dict[str, list[Session | None]] = {
             "/v1/validators": [validator],
@@ -59,16 +63,12 @@ class Peers:
             "/": [None],
         }
         self._others: list[Session | None] = [node, validator, trainer, None]
-        lease = world.lease(world.member(3))
-        self._digests = [
-            world.lease_digest(lease), world.hand_in(world.member(4)), lease.lease.policy_digest,
-            lease.lease.run_digest, ZERO_DIGEST,
-        ]  # fmt: skip
-        self._accounts = [signer(number).address for number in (1, 2, 3, 4, 202)]
+        self._digests = [*walk.digests, ZERO_DIGEST]
+        self._accounts = [signer(number).address for number in (1, 2, 22, *range(30, 37), 202)]
         self._numbers = itertools.count()
 
     def _known(self, text: bytes) -> bytes:
-        def of(choices: list[Any]) -> Callable[[re.Match[bytes]], bytes]:
+        def of(choices: Sequence[str]) -> Callable[[re.Match[bytes]], bytes]:
             return lambda found: choices[zlib.crc32(found[0]) % len(choices)].encode()
 
         text = re.sub(rb"0x[0-9a-fA-F]{64}(?![0-9a-fA-F])", of(self._digests), text)
@@ -103,7 +103,8 @@ class Peers:
                 break
         body = self._known(body)
         number = next(self._numbers)
-        raw_path = self._known(self._known_path(scope["raw_path"].partition(b"?")[0], number))
+        raw_path = scope["raw_path"].partition(b"?")[0]
+        raw_path = self._known(self._known_path(raw_path, number))
         session = self._session(raw_path.decode("latin-1"), number)
         target = raw_path.decode("latin-1")
         if query := scope["query_string"].decode("latin-1"):
@@ -140,40 +141,77 @@ def store(either_store: Store) -> Store:
     return either_store
 
 
-def operations(world: World) -> Iterator[Any]:
-    app = Peers(create_app(world.backend), world)
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-    for found in schema.get_all_operations():
-        operation = found.ok()
-        if operation.path != ENDLESS:
-            yield operation
+@pytest.fixture
+def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
+    world = make_world(max_staleness=4)
+    world.publish(0)
+    with walked(world, tmp_path / "validator") as done:
+        yield done
+
+
+def reseeded(number: int, examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Hypothesis' settings of one operation's requests."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        health = list(HealthCheck)
+        bounds = settings(
+            max_examples=examples, deadline=None, database=None, suppress_health_check=health,
+            phases=[Phase.generate],
+        )  # fmt: skip
+        return seed(number)(bounds(test))
+
+    return decorate
 
 
 @pytest.mark.slow
 def test_every_operation_answers_as_its_document_says(
-    world: World, request: pytest.FixtureRequest
+    walk: Walk, request: pytest.FixtureRequest
 ) -> None:
+    """First valid requests, each of which succeeds; then those with one value changed, signed by
+    the same party; then any that the document allows, and others."""
+    peers = Peers(create_app(walk.world.backend), walk)
+    document = schemathesis.openapi.from_asgi("/openapi.json", peers)
+    every = {found.ok().label: found.ok() for found in document.get_all_operations()}
+    del every[f"GET {ENDLESS}"]
+    assert {call.operation for call in walk.calls} == every.keys()
+
+    def check(call: Call, answer: Response) -> None:
+        case = every[call.operation].Case()
+        case.validate_response(answer, checks=CONFORMS)
+
+    for call in walk.calls:
+        check(call, call.answer)
+    with_json = {
+        call.operation: call
+        for call in walk.calls
+        if every[call.operation].get_request_payload_content_types() == ["application/json"]
+    }
+
+    def change(call: Call, number: int) -> None:
+        method = call.operation.partition(" ")[0]
+
+        @reseeded(number, ALTERED)
+        @given(body=altered(json.loads(call.body or b"{}")))
+        def attempt(body: Any) -> None:
+            check(call, walk.world.send(method, call.path, as_bytes(body), call.session))
+
+        attempt()
+
+    def make(operation: Any, number: int) -> None:
+        @reseeded(number, EXAMPLES)
+        @given(case=operation.as_strategy())
+        def attempt(case: Any) -> None:
+            case.call_and_validate(checks=CONFORMS, timeout=SECONDS)
+
+        attempt()
+
     seconds = request.config.getoption("--fuzz-seconds")
-    end, number = time.monotonic() + seconds, 0
-    every = list(operations(world))
-    assert len(every) > 40
-    while number == 0 or time.monotonic() < end:
-        for operation in every:
-            number += 1
-
-            @seed(number)
-            @settings(
-                max_examples=EXAMPLES,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate],
-            )
-            @given(case=operation.as_strategy())
-            def attempt(case: Any) -> None:
-                case.call_and_validate(checks=CONFORMS, timeout=SECONDS)
-
-            attempt()
+    end, numbers = time.monotonic() + seconds, itertools.count()
+    while next(numbers) == 0 or time.monotonic() < end:
+        for call in with_json.values():
+            change(call, next(numbers))
+        for operation in every.values():
+            make(operation, next(numbers))
 
 
 def test_what_no_database_holds_is_the_senders_mistake(world: World) -> None:
