@@ -285,6 +285,8 @@ def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = Fals
         [
             ("settled up to epoch", info.epoch),
             ("earned in all", prime(int(info.cumulative))),
+            ("by this machine's files", prime(found.own) if found.own is not None else None),
+            ("difference", prime(found.difference) if found.difference is not None else None),
             ("paid so far", "unknown (no --rpc)" if found.paid is None else prime(found.paid)),
             ("payable", prime(found.payable) if found.payable is not None else None),
             ("payable from", when),

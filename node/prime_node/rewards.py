@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,28 +16,43 @@ from prime_chain.rewards import Rebuilder, history_of
 from prime_core.errors import UserError
 from prime_core.ids import Address
 from prime_core.messages import RewardInfo
+from prime_core.settlement import settled_until
 from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_node.config import Settings
 from prime_node.link import Link, connect
+from prime_node.spool import Spool
+from prime_node.state import DataFolder
 
 
 @dataclass(frozen=True)
 class NodeRewards:
-    """`paid`: wei paid on chain, None without an RPC."""
+    """In wei; None without an RPC. `paid`: paid on chain. `own`: what the files in this machine's
+    journal earned up to the end of the newest settled epoch, without prompts' pay; None also if
+    there is no journal."""
 
     info: RewardInfo
     paid: int | None
+    own: int | None = None
 
     @property
     def payable(self) -> int | None:
         """Wei that a claim would pay, now or once it is claimable."""
         return None if self.paid is None else int(self.info.cumulative) - self.paid
 
+    @property
+    def difference(self) -> int | None:
+        """What the reward root gives more (or, below 0, less) than the node's own files."""
+        return None if self.own is None else int(self.info.cumulative) - self.own
+
     def as_json(self) -> dict[str, Any]:
         known: dict[str, Any] = self.info.model_dump(mode="json")
         paid = None if self.paid is None else str(self.paid)
         payable = None if self.payable is None else str(self.payable)
-        return known | {"paid": paid, "payable": payable}
+        own = None if self.own is None else str(self.own)
+        difference = None if self.difference is None else str(self.difference)
+        return known | {
+            "paid": paid, "payable": payable, "own_files": own, "difference": difference,
+        }  # fmt: skip
 
 
 def read_rewards(settings: Settings, node: Address) -> NodeRewards:
@@ -47,9 +63,15 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
             return NodeRewards(info, None)
         link = connect(settings, client.pool())
         try:
-            return NodeRewards(info, link.contracts.rewards.claimed(link.pool, node))
+            paid = link.contracts.rewards.claimed(link.pool, node)
+            until = settled_until(info.epoch, link.deployment.periods.epoch_length)
         finally:
             link.close()
+    data = DataFolder(settings.data)
+    if not (data.spool / "journal.sqlite").is_file():
+        return NodeRewards(info, paid)
+    spool = Spool(data.spool, now=time.time, sweep=False)
+    return NodeRewards(info, paid, spool.worth_before(until, node))
 
 
 def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> list[Call]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from prime_core.errors import ConflictError, MalformedError, UnavailableError
-from prime_core.ids import Digest, digest
+from prime_core.ids import Address, Digest, digest
 from prime_core.messages import FileEnding, ReceiptAnswer
 from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
 from prime_core.task import SignedLease
@@ -42,6 +42,12 @@ PIECE_BYTES = 1 << 20
 _RECEIVING = ".receiving"
 """Cannot clash with a FILE_NAME, which never begins with a dot."""
 
+_RECEIVED_AT = "json_extract(receipt, '$.receipt.received_at')"
+_EARNING = (
+    "FROM entries WHERE state = 'receipted' AND worth != '0' "
+    "AND submission_digest NOT IN (SELECT submission_digest FROM endings)"
+)
+"""The files that are paid, or are to be paid if they are accepted."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   lease_digest TEXT PRIMARY KEY,
@@ -58,6 +64,10 @@ CREATE TABLE IF NOT EXISTS endings (
   submission_digest TEXT PRIMARY KEY,
   judged_at INTEGER NOT NULL,
   body TEXT NOT NULL           -- JSON of FileEnding
+);
+CREATE TABLE IF NOT EXISTS deleted (
+  node TEXT PRIMARY KEY,
+  worth TEXT NOT NULL          -- of entries that were deleted, in wei, as worth_before counts them
 );
 """
 
@@ -127,7 +137,17 @@ class Spool:
         for file in self._folder.glob("*.parquet*"):
             if file.name not in kept:
                 file.unlink()
+        newest = "(SELECT lease_digest FROM entries ORDER BY created_at DESC LIMIT ?)"
+        old = f"lease_digest NOT IN {newest}"
+        query = f"SELECT json_extract(body, '$.node'), worth {_EARNING} AND {old}"
         with self._journal() as db:
+            db.execute("BEGIN IMMEDIATE")
+            worth: dict[str, int] = {}
+            for node, one in db.execute(query, (KEPT_RECEIPTS,)):
+                worth[node] = worth.get(node, 0) + int(one)
+            for node, more in worth.items():
+                total = more + self._deleted(db, node)
+                db.execute("INSERT OR REPLACE INTO deleted VALUES (?, ?)", (node, str(total)))
             db.execute(
                 "DELETE FROM entries WHERE state != 'spooled' AND lease_digest NOT IN "
                 "(SELECT lease_digest FROM entries ORDER BY created_at DESC LIMIT ?)",
@@ -137,6 +157,12 @@ class Spool:
                 "DELETE FROM endings WHERE submission_digest NOT IN "
                 "(SELECT submission_digest FROM entries)"
             )
+            db.execute("COMMIT")
+
+    @staticmethod
+    def _deleted(db: sqlite3.Connection, node: str) -> int:
+        row = db.execute("SELECT worth FROM deleted WHERE node = ?", (node,)).fetchone()
+        return 0 if row is None else int(row[0])
 
     def take_in(self, source_folder: Path, name: str) -> SpooledFile:
         """Copies `name` from a folder that the task can write, hashing it on the way.
@@ -271,13 +297,19 @@ class Spool:
     def worth_since(self, since: int) -> int:
         """Returns the worth in wei of the files whose receipt is dated `since` (Unix seconds) or
         later, without those that ended rejected or void."""
-        query = (
-            "SELECT worth FROM entries WHERE state = 'receipted' AND worth != '0' "
-            "AND json_extract(receipt, '$.receipt.received_at') >= ? "
-            "AND submission_digest NOT IN (SELECT submission_digest FROM endings)"
-        )
+        query = f"SELECT worth {_EARNING} AND {_RECEIVED_AT} >= ?"
         with self._journal() as db:
             return sum(int(worth) for (worth,) in db.execute(query, (since,)))
+
+    def worth_before(self, until: int, node: Address) -> int:
+        """Returns the worth in wei of the files of `node` whose receipt is dated before `until`
+        (Unix seconds), without those that ended rejected or void. Deleted entries are included."""
+        query = (
+            f"SELECT worth {_EARNING} AND json_extract(body, '$.node') = ? AND {_RECEIVED_AT} < ?"
+        )
+        with self._journal() as db:
+            kept = sum(int(worth) for (worth,) in db.execute(query, (node, until)))
+            return kept + self._deleted(db, node)
 
     def note(self, ending: FileEnding) -> bool:
         """Stores how one of our files ended; returns False if that is known already or the file is

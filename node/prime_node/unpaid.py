@@ -4,6 +4,8 @@
              reward root on chain settles for this node; at the run's price for generated tokens
     limits   the owner's `max_unpaid`, and the pool's bond + free funds on chain
 
+A reward root on chain that gives the node less in all than its own files earned is logged once.
+
 The chain is read in a thread. While it cannot be read, the limits are unknown and work goes on.
 """
 
@@ -33,10 +35,14 @@ CHECK_SECONDS = 30.0
 @dataclass(frozen=True)
 class Backing:
     """What the chain shows. `settled_until`: files received before (Unix seconds) are settled by a
-    reward root with an amount for this node. `money`: the pool's bond + free funds, in wei."""
+    reward root with an amount for this node. `money`: the pool's bond + free funds, in wei.
+    `cumulative`: that amount, in wei; it includes every accepted file received before
+    `included_until`. A file received later may belong to a later epoch's root."""
 
     settled_until: int
     money: int
+    cumulative: int = 0
+    included_until: int = 0
 
 
 def objection(owed: int, limit: int | None, money: int) -> str:
@@ -55,11 +61,27 @@ def objection(owed: int, limit: int | None, money: int) -> str:
     return f"no new lease is taken: {prime(owed)} of this node's work is unpaid, {over}; {then}"
 
 
+def shortfall(cumulative: int, own: int) -> str:
+    """Returns a warning if a reward root gives a node less than its own files earned (`own`), both
+    in wei; else an empty text."""
+    if cumulative >= own:
+        return ""
+    return (
+        f"the newest reward root gives this node {prime(cumulative)} in all; its own files earned "
+        f"{prime(own)}, {prime(own - cumulative)} more: a slash holds or forfeits them, or the "
+        "manager pays too little; see: prime-node rewards explain"
+    )
+
+
 class UnpaidWork:
     """Thread-safe. `read` reads the chain; it raises PrimeError if it cannot. `limit` in wei."""
 
-    def __init__(self, spool: Spool, limit: int | None, read: Callable[[], Backing]) -> None:
+    def __init__(
+        self, spool: Spool, node: Address, limit: int | None, read: Callable[[], Backing]
+    ) -> None:
         self._spool = spool
+        self._node = node
+        self._short = ""
         self._limit = limit
         self._read = read
         self._backing: Backing | None = None
@@ -97,11 +119,18 @@ class UnpaidWork:
     def check(self) -> None:
         """Reads the chain once."""
         try:
-            self._backing = self._read()
+            backing = self._backing = self._read()
+            why = shortfall(
+                backing.cumulative, self._spool.worth_before(backing.included_until, self._node)
+            )
         except PrimeError as error:
             if self._backing is not None:
                 log.warning("unpaid work is not compared with the chain: %s; work goes on", error)
             self._backing = None
+            return
+        if why and why != self._short:
+            log.warning("%s", why)
+        self._short = why
 
     def _work(self) -> None:
         while not self._stop.is_set():
@@ -128,8 +157,11 @@ class BackingReader:
         rewards, pool = self._link.contracts.rewards, self._link.pool
         self._kept = next((one for one in self._claims() if self._settled(one)), None)
         length = self._link.deployment.periods.epoch_length
-        until = settled_until(None if self._kept is None else self._kept.epoch, length)
-        return Backing(until, rewards.funds(pool).free + rewards.bond_of(pool))
+        money = rewards.funds(pool).free + rewards.bond_of(pool)
+        if self._kept is None:
+            return Backing(0, money)
+        epoch = self._kept.epoch
+        return Backing(settled_until(epoch, length), money, self._kept.cumulative, epoch * length)
 
     def _claims(self) -> Iterator[Claim]:
         known = [one for one in (self._stated(), self._kept) if one is not None]

@@ -32,5 +32,6 @@ def parse_amount(text: str) -> int:
 
 
 def _decimal(amount: int) -> str:
-    whole, part = divmod(amount, ETHER)
-    return f"{whole}" + f".{part:018d}".rstrip("0").rstrip(".")
+    whole, part = divmod(abs(amount), ETHER)
+    sign = "-" if amount < 0 else ""
+    return f"{sign}{whole}" + f".{part:018d}".rstrip("0").rstrip(".")

@@ -16,7 +16,7 @@ from node_world import MANAGER, NODE, TRAINER, NodeWorld
 
 from devnet.deployed import TEST_PERIODS, Deployed, pool_config
 from prime_chain import flows
-from prime_chain.contracts import ETHER
+from prime_chain.amounts import ETHER, prime
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.errors import UnavailableError
 from prime_core.messages import FileEnding, RewardInfo
@@ -25,6 +25,7 @@ from prime_node import config
 from prime_node.bridge_messages import Abandon, LeaseWish
 from prime_node.link import Link
 from prime_node.overview import overview
+from prime_node.rewards import NodeRewards
 from prime_node.spool import Spool
 from prime_node.unpaid import Backing, BackingReader, UnpaidWork, objection
 from prime_node.uploader import deliver
@@ -79,7 +80,7 @@ def limited(
     kit: Kit, backing: Backing | None, limit: int | None
 ) -> tuple[UnpaidWork, ChainAnswers]:
     chain = ChainAnswers(backing)
-    kit.broker.unpaid = UnpaidWork(kit.spool, limit, chain)
+    kit.broker.unpaid = UnpaidWork(kit.spool, NODE.address, limit, chain)
     kit.broker.unpaid.check()
     return kit.broker.unpaid, chain
 
@@ -157,6 +158,46 @@ def test_a_file_that_was_not_accepted_is_not_owed(kit: Kit) -> None:
     assert kit.spool.note(ending)
     assert unpaid.owed() == 0
     assert asked(kit).lease is not None
+
+
+def test_a_reward_root_that_gives_less_than_the_node_s_own_files_earned_is_logged_once(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    unpaid, chain = limited(kit, None, limit=None)
+    received_at = delivered(kit)
+    for cumulative, until, warned in (
+        (0, received_at, 0), (WORTH, received_at + 1, 0), (WORTH - 1, received_at + 1, 1),
+    ):  # fmt: skip
+        chain.backing = Backing(0, ETHER, cumulative, until)
+        unpaid.check()
+        unpaid.check()
+        assert sum("the newest reward root gives" in line for line in caplog.messages) == warned
+    assert "0.000000000000000001 PRIME more" in caplog.text
+    assert "prime-node rewards explain" in caplog.text
+
+
+def test_what_files_earned_is_kept_when_their_entries_are_deleted(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received_at = delivered(kit)
+    monkeypatch.setattr("prime_node.spool.KEPT_RECEIPTS", 0)
+    for _ in range(2):  # a second start deletes nothing more
+        spool = Spool(kit.folder.parent / "spool", now=time.time)
+        assert spool.receipted() == []
+        assert spool.worth_before(received_at + 1, NODE.address) == WORTH
+        assert spool.worth_before(received_at + 1, MANAGER.address) == 0
+
+
+def test_rewards_show_compares_the_root_with_the_files_in_this_machine_s_journal() -> None:
+    info = RewardInfo(
+        node=NODE.address, epoch=1, cumulative="60", proof=(), claimable_at=None, pending_units=0,
+        forfeited="0",
+    )  # fmt: skip
+    shown = NodeRewards(info, paid=10, own=WORTH).as_json()
+    assert (shown["own_files"], shown["difference"]) == ("70", "-10")
+    shown = NodeRewards(info, None).as_json()
+    assert (shown["own_files"], shown["difference"]) == (None, None)
+    assert prime(-WORTH * 10**16) == "-0.7 PRIME"
 
 
 def test_an_open_lease_is_taken_up_above_the_limit_too(kit: Kit) -> None:
@@ -239,7 +280,7 @@ def test_the_chain_decides_what_is_settled_and_what_stands_behind_the_rest(
         pool, epoch, merkle_root(leaves), 9 * ETHER, sha256(b"object")
     )
     deployed.send(MANAGER, post)
-    settled = Backing((epoch + 1) * length, 51 * ETHER)
+    settled = Backing((epoch + 1) * length, 51 * ETHER, 7 * ETHER, epoch * length)
     answers.append(stated.model_copy(update={"cumulative": str(8 * ETHER)}))
     assert read() == Backing(0, 51 * ETHER), "a false amount settles nothing"
     answers.append(stated)
