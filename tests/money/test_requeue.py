@@ -53,7 +53,7 @@ def status(mgr: ManagerSide, intent: str) -> str:
 
 
 def requeue(mgr: ManagerSide) -> int:
-    return requeue_wanted(mgr.store, mgr.now)
+    return requeue_wanted(mgr.store, mgr.context, mgr.now)
 
 
 def test_a_failed_intent_rests_first_and_is_requeued_once(mgr: ManagerSide) -> None:

@@ -25,6 +25,7 @@ from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import targets
+from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
 from prime_orchestrator.manager.funding import compare_funding
@@ -64,11 +65,17 @@ class ManagerLoops:
         events += check_reward_roots(
             self.store, self.context, self.watcher, self.contracts.rewards, self.now
         )
+        end_appointments(self.store, self.context, lambda: self.quorum, self.now)
         settle_revisions(self.store, self.contracts)
         compare_funding(
             self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now
         )
         return events
+
+    @cached_property
+    def quorum(self) -> int:
+        """The pool's quorum of validators, which never changes."""
+        return self.contracts.pools.judgement_of(self.context.pool).quorum
 
     @cached_property
     def window_time(self) -> Callable[[], int] | None:

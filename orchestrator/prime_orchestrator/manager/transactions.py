@@ -46,7 +46,7 @@ S = TypeVar("S", bound=Statement)
 
 REST_SECONDS = 15.0
 """Seconds that a failed intent rests before it is retried."""
-KINDS = ("root", "policy", "propose", "execute", "eject", "join")
+KINDS = ("root", "policy", "propose", "execute", "eject", "join", "dismiss")
 _AT_ONCE = 1000
 
 
@@ -63,7 +63,7 @@ def run_transactions_tick(
     chain once. If the process is killed at any point, the next round completes the work: submitting
     twice is harmless (same id, same call).
     """
-    requeue_wanted(store, now)
+    requeue_wanted(store, context, now)
     _hand_over(store, context, contracts, sender, now())
     sender.tick()
     with store.read() as connection:
@@ -104,21 +104,21 @@ def _hand_over(
                 log.error("intent %s failed: %s", intent, why)
 
 
-def requeue_wanted(store: Store, now: Callable[[], float]) -> int:
+def requeue_wanted(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
     """Requeues failed intents that are still wanted and have rested; returns how many. Idempotent:
     a waiting intent is no longer failed."""
     moment = now()
     rested = moment - REST_SECONDS
     with store.read() as connection:
         rows = store_intents.failed_of(connection, KINDS, rested, _AT_ONCE)
-        again = sorted(row.id for row in rows if _wanted(connection, row, moment))
+        again = sorted(row.id for row in rows if _wanted(connection, context, row, moment))
     if not again:
         return 0
     with store.begin() as connection:
         return sum(requeue_failed(connection, name, moment, not_before=rested) for name in again)
 
 
-def _wanted(connection: Connection, row: IntentRow, now: float) -> bool:
+def _wanted(connection: Connection, context: PoolContext, row: IntentRow, now: float) -> bool:
     """Whether the intent's purpose is neither fulfilled nor obsolete."""
     payload = row.arguments()
     match row.kind:
@@ -141,6 +141,8 @@ def _wanted(connection: Connection, row: IntentRow, now: float) -> bool:
         case "eject":
             node = nodes.get(connection, ids.address(payload["node"]))
             return node is not None and node.status in ("active", "silent", "quarantined")
+        case "dismiss":
+            return ids.address(payload["validator"]) in chain.appointed(connection, context.pool)
         case "join":
             invite = payload["invite"]
             node = nodes.get(connection, ids.address(invite["node"]))
@@ -212,6 +214,8 @@ def build_call(
             )
         case "eject":
             return contracts.pools.eject(pool, ids.address(payload["node"]))
+        case "dismiss":
+            return contracts.pools.set_validator(pool, ids.address(payload["validator"]), False)
         case "revise":
             digest = ids.digest(payload["run_digest"])
             return contracts.pools.revise(pool, digest, int(payload["from_step"]))

@@ -346,9 +346,18 @@ def set_cursor(connection: Connection, name: str, block: int, block_hash: Digest
 
 def appointed(connection: Connection, pool: int) -> frozenset[Address]:
     """Returns the pool's validators according to the stored events."""
-    state: dict[Address, bool] = {}
+    return frozenset(appointed_at(connection, pool))
+
+
+def appointed_at(connection: Connection, pool: int) -> dict[Address, tuple[int, int]]:
+    """Returns the pool's validators, each with the block and its time (Unix seconds) from which it
+    has been appointed without a break."""
+    since: dict[Address, tuple[int, int]] = {}
     for event in events(connection, "ValidatorSet"):
         args = event.arguments()
-        if args["pool"] == pool:
-            state[Address(args["validator"])] = bool(args["on"])
-    return frozenset(name for name, on in state.items() if on)
+        validator = Address(args["validator"])
+        if args["pool"] == pool and args["on"]:
+            since.setdefault(validator, (event.block, event.block_time))
+        elif args["pool"] == pool:
+            since.pop(validator, None)
+    return since

@@ -21,7 +21,7 @@ from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_new
 
 IntentKind = Literal[
-    "join", "root", "policy", "reward_root", "eject", "propose", "execute", "revise"
+    "join", "root", "policy", "reward_root", "eject", "propose", "execute", "revise", "dismiss"
 ]
 """Payloads (JSON; digests, addresses and signatures as text, wei as decimal text):
 
@@ -34,6 +34,7 @@ eject          {"node"}                                               id eject:<
 propose        {"submission_digest"}                                  id propose:<digest>
 execute        {"submission_digest"}                                  id execute:<digest>
 revise         {"run_digest", "from_step"}                            id revise:<step>:<digest>
+dismiss        {"validator"}                       id dismiss:<validator>:<block of its appointment>
 """
 Status = Literal["waiting", "queued", "sent", "confirmed", "failed"]
 """Waiting: its call is not built yet. The others are the sender's."""

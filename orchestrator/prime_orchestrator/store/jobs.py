@@ -253,6 +253,41 @@ def end_assignment(
         )
 
 
+def abstaining(connection: Connection, least: int) -> set[Address]:
+    """Returns the validators with at least so many abstentions, ever."""
+    query = (
+        sa.select(_work.validator)
+        .where(_work.status == "abstained")
+        .group_by(_work.validator)
+        .having(sa.func.count() >= least)
+    )
+    return {Address(name) for name in connection.execute(query).scalars()}
+
+
+def latest_files(
+    connection: Connection, validator: Address, since: float, limit: int
+) -> tuple[int, int]:
+    """Returns (abstentions, all) of the validator's newest assignments that ended with an opinion
+    or an abstention at `since` or later, of files on which someone gave an opinion."""
+    judged = sa.exists().where(schema.opinions.c.submission_digest == _work.submission_digest)
+    newest = (
+        sa.select(_work.status)
+        .where(
+            _work.validator == validator,
+            _work.status.in_(("given", "abstained")),
+            _work.at >= since,
+            judged,
+        )
+        .order_by(_work.at.desc())
+        .limit(limit)
+        .subquery()
+    )
+    number = sa.func.count()
+    query = sa.select(newest.c.status, number).group_by(newest.c.status)
+    counts = {status: int(files) for status, files in connection.execute(query)}
+    return counts.get("abstained", 0), sum(counts.values())
+
+
 def overdue(connection: Connection, now: float) -> list[AssignmentRow]:
     """Returns assignments of open jobs whose time is over."""
     query = (

@@ -1,0 +1,114 @@
+"""A validator that abstains too often is dismissed; nothing that others cause counts against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import given
+from hypothesis import strategies as st
+from judges import appoint
+from money_kit import VALIDATOR, ManagerSide, key, open_manager
+
+from prime_core.encoding import sha256
+from prime_core.ids import Address
+from prime_orchestrator.manager.appointments import (
+    LEAST,
+    SHARE,
+    WINDOW,
+    abstains_too_often,
+    end_appointments,
+)
+from prime_orchestrator.manager.transactions import requeue_wanted
+from prime_orchestrator.store import intents, opinions, schema
+from prime_orchestrator.store.opinions import OpinionRow
+
+OTHER, THIRD = key(90), key(91)
+
+
+@pytest.fixture
+def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
+    made = open_manager(tmp_path)
+    for one in (VALIDATOR, OTHER, THIRD):
+        appoint(made.store, made.context.pool, one.address)
+    yield made
+    made.store.close()
+
+
+def assigned(
+    mgr: ManagerSide, validator: Address, abstained: int, given: int, *, judged: bool = True
+) -> None:
+    """So many files that a validator abstained from, then so many that it judged."""
+    with mgr.store.begin() as connection:
+        start = connection.execute(
+            sa.select(sa.func.count()).select_from(schema.assignments)
+        ).scalar_one()
+        for number in range(start, start + abstained + given):
+            name = sha256(b"file %d" % number)
+            status = "abstained" if number < start + abstained else "given"
+            connection.execute(
+                sa.insert(schema.assignments).values(
+                    submission_digest=name, validator=validator, status=status, until=0.0,
+                    at=100.0 + number,
+                )
+            )  # fmt: skip
+            if judged:
+                opinions.add(connection, OpinionRow(name, OTHER.address, 0, "{}", 100.0))
+
+
+def dismissed(mgr: ManagerSide, quorum: int = 2) -> list[Address]:
+    return end_appointments(mgr.store, mgr.context, lambda: quorum, mgr.now)
+
+
+@given(st.integers(0, WINDOW), st.integers(0, WINDOW))
+def test_the_share_and_the_least_number_decide(abstained: int, given_: int) -> None:
+    files = abstained + given_
+    due = abstains_too_often(abstained, files)
+    assert due == (abstained >= LEAST and abstained / max(files, 1) > 1 / SHARE)
+    if due:
+        assert abstains_too_often(abstained + 1, files + 1), "one more abstention changes nothing"
+
+
+def test_a_validator_that_abstains_too_often_is_dismissed_once_for_each_appointment(
+    mgr: ManagerSide,
+) -> None:
+    me = VALIDATOR.address
+    assigned(mgr, me, LEAST, SHARE * LEAST - LEAST)
+    assert dismissed(mgr) == [], "a quarter"
+    assigned(mgr, me, 1, 0)
+    assert dismissed(mgr) == [me]
+    assert dismissed(mgr) == [], "once"
+    with mgr.store.read() as connection:
+        (intent,) = intents.pending(connection)
+    assert (intent.kind, intent.arguments()) == ("dismiss", {"validator": me})
+    with mgr.store.begin() as connection:
+        intents.fail(connection, intent.id, "reverted", now=mgr.now())
+    mgr.now.time += 60
+    assert requeue_wanted(mgr.store, mgr.context, mgr.now) == 1
+    appoint(mgr.store, mgr.context.pool, me, on=False)
+    with mgr.store.begin() as connection:
+        intents.fail(connection, intent.id, "reverted", now=mgr.now())
+    mgr.now.time += 60
+    assert requeue_wanted(mgr.store, mgr.context, mgr.now) == 0, "it is no longer appointed"
+
+
+def test_what_happened_before_an_appointment_does_not_count(mgr: ManagerSide) -> None:
+    me = VALIDATOR.address
+    assigned(mgr, me, LEAST, 0)
+    appoint(mgr.store, mgr.context.pool, me, on=False)
+    assert dismissed(mgr) == []
+    with mgr.store.begin() as connection:
+        connection.execute(sa.update(schema.assignments).values(at=0.0))
+    appoint(mgr.store, mgr.context.pool, me)
+    assert dismissed(mgr) == []
+
+
+def test_a_file_that_no_one_judged_and_a_needed_validator_are_left_alone(mgr: ManagerSide) -> None:
+    me = VALIDATOR.address
+    assigned(mgr, me, 2 * LEAST, 0, judged=False)
+    assert dismissed(mgr) == [], "no one could judge them"
+    assigned(mgr, me, LEAST, 0)
+    assert dismissed(mgr, quorum=3) == [], "the quorum needs it"
+    assert dismissed(mgr) == [me]
