@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ LIES = ("caught_", "caught256_", "tokens_")
 """Rows of `bench detection` for one lie: share of its files and of its rows that are found, tokens
 that one statistic needs. They are shown as one row of a table."""
 AS_VLLM = "_as_vllm"
+REASON = re.compile(r"\b(?!NONE)[A-Z_]{2,}\b")
 
 
 def write(results: Path = RESULTS, page: Path = PAGE) -> int:
@@ -70,31 +72,31 @@ def _lies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = {row["name"].removesuffix(AS_VLLM).partition("_")[2]: None for row in rows}
     lines = [
         "",
-        "Share of a lie's files and of its single rows that are found (declared as the plain "
-        "engine's, and as vLLM's work), and the tokens that one statistic needs to find it:",
+        "Share of a lie's files and of its single rows that are found, declared as the plain "
+        "engine's · as vLLM's work; tokens that one statistic needs to find it:",
         "",
-        "| lie | files | rows | files as vLLM's | rows as vLLM's | tokens | bar for files |",
-        "|---|---|---|---|---|---|---|",
+        "| lie | files | rows | reasons | tokens |",
+        "|---|---|---|---|---|",
     ]
     for name in names:
+        files, single = (
+            [found[key] for key in (f"{kind}_{name}", f"{kind}_{name}{AS_VLLM}") if key in found]
+            for kind in ("caught", "caught256")
+        )
+        reasons = {reason: None for row in files for reason in REASON.findall(row["unit"])}
         cells = [
-            *(_share(found.get(f"{kind}_{name}{suffix}"))
-              for suffix in ("", AS_VLLM) for kind in ("caught", "caught256")),
+            " · ".join(map(_share, files)),
+            " · ".join(map(_share, single)),
+            ", ".join(reasons),
             _tokens(found.get(f"tokens_{name}")),
-        ]  # fmt: skip
-        files = (found.get(f"caught_{name}{suffix}") for suffix in ("", AS_VLLM))
-        bars = {_bar(row) for row in files if row is not None}
-        lines.append(f"| {' | '.join([f'`{name}`', *cells, ' '.join(sorted(bars))])} |")
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
 
-def _share(row: Mapping[str, Any] | None) -> str:
-    """A share found, with the reasons where a row's unit names them: "0.8 WRONG_SAMPLING 20"."""
-    if row is None:
-        return ""
-    reasons = row["unit"].partition(": ")[2]
-    missed = "" if row["ok"] else " **not met**"
-    return f"{_short(row['value'])} {reasons}".strip() + missed
+def _share(row: Mapping[str, Any]) -> str:
+    """A share found, and its bar where it is missed: "0.8 (**not met**: ≥ 0.99)"."""
+    return _short(row["value"]) + ("" if row["ok"] else f" (**not met**: {_bar(row)})")
 
 
 def _tokens(row: Mapping[str, Any] | None) -> str:
