@@ -4,8 +4,8 @@ Per file, with W the file's pay, S the slash and d the chance that the file is r
 
     a node that cheats           saves · W − d · (W + S)
     … with a colluding validator the same, with d only where another validator judges as well
-    a validator that accepts     the cost of a replay: settlement takes no fee for a lie that it
-      everything unseen          accepted
+    a validator that accepts     the cost of a replay − planted lies × FAULT_FEES fees, but for
+      everything unseen          those tolerated (prime_core/fees.py)
 
 `saves` is an upper bound: the share of the work that the cheat avoids, if the work costs all that
 it is paid. A cheat that only changes what is trained (another temperature, best of n) earns
@@ -230,8 +230,8 @@ def warnings(run: RunDefinition) -> list[dict[str, Any]]:
     sentence."""
     found = [one.as_json() for one in findings(run)]
     text = (
-        "a validator that accepts every file unseen loses nothing, because validators' fees are "
-        "not taken yet; plant files with `serve --planted`, so that its record shows it"
+        "a validator that accepts every file unseen loses fees only by planted lies: plant files "
+        "with `serve --planted`"
     )
     if not run.price_per_judged_file:
         text += ", and set price_per_judged_file to at least what a replay costs"

@@ -17,7 +17,7 @@ from typing import Any
 from prime_chain.amounts import prime
 from prime_chain.rewards import Rebuilder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.settlement import SettledFile
+from prime_core.settlement import SettledFile, withheld_by
 from prime_core.verdict import Outcome
 
 
@@ -48,9 +48,11 @@ class Explanation:
     root: Digest
     files: tuple[ExplainedFile, ...]
     problems: tuple[str, ...]
+    withheld: int = 0
+    """Of a validator's fees, for planted files that it judged wrongly."""
 
     def as_json(self) -> dict[str, Any]:
-        texts = {name: str(getattr(self, name)) for name in ("cumulative", "claimed")}
+        texts = {name: str(getattr(self, name)) for name in ("cumulative", "claimed", "withheld")}
         files = [
             asdict(file) | {"amount": str(file.amount), "price_per_unit": str(file.price_per_unit)}
             for file in self.files
@@ -75,6 +77,8 @@ class Explanation:
         for file in self.files:
             amount = f"  {prime(file.amount)}" if file.amount else ""
             said.append(f"  {file.submission_digest}  {file.state}{amount}: {file.why}")
+        if self.withheld:
+            said.append(f"{prime(self.withheld)} withheld for planted files judged wrongly")
         if not self.problems:
             said.append(f"adds up to root {self.root} of epoch {self.epoch}: match")
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
@@ -123,8 +127,9 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
     )
     event, newest = history[-1]
     cumulative = newest.amounts().get(node, 0)
+    withheld = withheld_by(newest.fee_records).get(node, 0)
     problems = []
-    if (total := sum(file.amount for file in found)) != cumulative:
+    if (total := sum(file.amount for file in found) - withheld) != cumulative:
         problems.append(
             f"its files add up to {prime(total)}, the reward root gives it {prime(cumulative)}"
         )
@@ -139,6 +144,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
         root=event.root,
         files=found,
         problems=tuple(problems),
+        withheld=withheld,
     )
 
 

@@ -4,6 +4,7 @@
     each, oldest first:
       leaves    from RootPosted of its epochs, each list held to its root, each leaf to its node
       receipts  the manager's signatures; verdicts the validators'; units the tables' token counts
+      fees      less what wrong opinions on planted files cost, each signed by its validator
       slashes   those on chain as of its block, and those that it says are being proposed
       settle()  the same pure function again: the same object, to the byte, or it is a mismatch
 
@@ -31,6 +32,7 @@ from prime_chain.events import (
 from prime_core import encoding
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, NotFoundError, UntrustedError
+from prime_core.fees import Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import SubmissionInfo
 from prime_core.opinions import check_opinions
@@ -48,7 +50,7 @@ from prime_core.settlement import (
     settle,
 )
 from prime_core.signing import Strict
-from prime_core.verdict import Outcome, SignedOpinion, Verdict, VerdictTable
+from prime_core.verdict import Opinion, Outcome, SignedOpinion, Verdict, VerdictTable
 
 M = TypeVar("M", bound=Strict)
 MAX_OBJECT_BYTES = 32 << 20
@@ -151,6 +153,8 @@ class Rebuilder:
             raise UntrustedError("the run definitions are not those that the pool names on chain")
         self._manager = created.manager
         self._leaves: dict[Digest, list[_Leaf]] = {}
+        self._charged: set[tuple[str, str]] = set()
+        """Submission and validator of each fault in the settlements rebuilt so far."""
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
 
     def posted(self) -> list[RewardRootPosted]:
@@ -161,6 +165,7 @@ class Rebuilder:
         """See `rebuild` above."""
         rebuilt: Settlement | None = None
         problems: list[str] = []
+        self._charged.clear()
         history = self.published(epoch)
         for event, published in history:
             rebuilt = self._again(published, rebuilt)
@@ -274,7 +279,43 @@ class Rebuilder:
             leaves,
             claims,
             slashes,
+            self._lies(published, previous),
+            self._faults(published),
         )
+
+    def _lies(self, published: Settlement, previous: Settlement | None) -> dict[Address, int]:
+        """How many planted lies each validator judged since `previous`, which only the manager
+        knows."""
+        before = {r.validator: r.lies for r in previous.fee_records} if previous else {}
+        found = {
+            Address(r.validator): r.lies - before.get(r.validator, 0) for r in published.fee_records
+        }
+        if any(number < 0 for number in found.values()):
+            raise UntrustedError(f"epoch {published.epoch} forgets planted files of a validator")
+        return found
+
+    def _faults(self, published: Settlement) -> Sequence[Fault]:
+        """The wrong opinions on planted files: each signed by a validator, charged once at its
+        run's price, and on a file that no root lists. That the file was planted, and whether it
+        lies, is the manager's word."""
+        domain = self._deployment.domain_of(Opinion)
+        runs = [self._runs.first, *(run for _, run in self._runs.revisions)]
+        prices = {str(run.digest()): str(run.price_per_judged_file) for run in runs}
+        rooted = {leaf.digest for leaves in self._leaves.values() for leaf in leaves}
+        for fault in published.faults:
+            signed = fault.opinion
+            signed.check(domain)
+            said = signed.opinion
+            if signed.validator not in self._validators or said.pool != self._pool:
+                raise UntrustedError("a fault is not a validator's opinion in this pool")
+            if said.submission in rooted or (said.submission, signed.validator) in self._charged:
+                raise UntrustedError(
+                    f"{said.submission} is rooted or charged before: it is no planted file's fault"
+                )
+            if prices.get(signed.law.run) != fault.fee:
+                raise UntrustedError(f"the fault on {said.submission} has another price")
+            self._charged.add((said.submission, signed.validator))
+        return published.faults
 
     def _open_leaves(
         self,
@@ -306,6 +347,8 @@ class Rebuilder:
         leaves: Sequence[tuple[RootPosted, _Leaf]],
         claims: Mapping[Digest, _Claim],
         slashes: Sequence[SlashFact],
+        lies: Mapping[Address, int] | None = None,
+        faults: Sequence[Fault] = (),
     ) -> Settlement:
         with ThreadPoolExecutor(PARALLEL) as pool:
             facts = list(
@@ -320,6 +363,8 @@ class Rebuilder:
             previous_name=previous_name,
             leaves=facts,
             slashes=slashes,
+            lies=lies,
+            faults=faults,
         )
 
     def _leaves_of(self, root: RootPosted, claims: Mapping[Digest, _Claim] | None) -> list[_Leaf]:

@@ -10,7 +10,8 @@ A settlement covers every leaf of the roots of its epochs, so that an omission i
                the file was rooted too late for a slash to be possible (`answered_for`)
     unjudged   no verdict within the validity: the pool's fault; no pay, no penalty
 
-Amounts are cumulative per node and never decrease.
+Validators are paid for judged files, less what planted files cost them (fees.py). Amounts are
+cumulative per node or validator and never decrease.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import Field, model_validator
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UserError
+from prime_core.fees import MAX_FAULTS, Fault, FeeRecord, withhold
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.signing import (
     U64,
@@ -152,6 +154,13 @@ class Settlement(Strict):
     pages: tuple[DigestField, ...] = Field(
         default=(), max_length=MAX_PAGES, exclude_if=lambda pages: not pages
     )
+
+    faults: tuple[Fault, ...] = Field(
+        default=(), max_length=MAX_FAULTS, exclude_if=lambda faults: not faults
+    )
+    """Wrong opinions on planted files since the previous settlement, by submission and author."""
+    fee_records: tuple[FeeRecord, ...] = Field(default=(), exclude_if=lambda records: not records)
+    """Validators that judged planted files, by address."""
 
     @model_validator(mode="after")
     def _whole_or_head(self) -> Settlement:
@@ -405,20 +414,24 @@ def settle(
     previous_name: Digest,
     leaves: Iterable[LeafFact],
     slashes: Sequence[SlashFact],
+    lies: Mapping[Address, int] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Settlement:
     """Computes the settlement of `epoch`. `previous_name` is the object that the previous reward
     root names (ZERO_DIGEST if none). `leaves` are those of the roots since the previous
     settlement plus those it held. A file's validators are paid when it is first settled, if they
-    judged it within its validity, independent of the outcome.
+    judged it within its validity, independent of the outcome, less what planted files since the
+    previous settlement cost them (`lies`, `faults`: see fees.withhold).
 
-    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice
-    or was already final in `previous`.
+    Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
+    was already final in `previous`, or is called a planted file.
     """
     final = (
         {f.submission_digest for f in previous.files if f.state != "held"} if previous else set()
     )
     held = {f.submission_digest for f in previous.files if f.state == "held"} if previous else set()
     amounts = previous.amounts() if previous else {}
+    fees: dict[Address, int] = {}
     files: dict[Digest, SettledFile] = {}
     for leaf in leaves:
         if leaf.submission_digest in files or leaf.submission_digest in final:
@@ -447,10 +460,18 @@ def settle(
             price_per_prompt_token=str(leaf.prompt_price if judged else 0),
         )
         for judge in judges:
-            amounts[judge] = amounts.get(judge, 0) + leaf.judge_price
+            fees[judge] = fees.get(judge, 0) + leaf.judge_price
         if state == "paid":
             earned = files[leaf.submission_digest].earns
             amounts[leaf.node] = amounts.get(leaf.node, 0) + earned
+    if any(fault.opinion.opinion.submission in files.keys() | final for fault in faults):
+        raise MalformedError("a file that is settled cannot be a planted one")
+    before = previous.fee_records if previous else ()
+    records = withhold(before, lies or {}, faults, fees)
+    for judge, fee in fees.items():
+        amounts[judge] = amounts.get(judge, 0) + fee
+    for judge, taken in withheld_by(records).items():
+        amounts[judge] = amounts.get(judge, 0) - taken + withheld_by(before).get(judge, 0)
     return Settlement(
         chain_id=chain_id,
         pool=pool,
@@ -461,7 +482,16 @@ def settle(
         slashes=_standing_slashes(slashes, {file.node for file in files.values()}),
         entries=entries_of(amounts),
         cumulative_total=str(sum(amounts.values())),
+        faults=tuple(
+            sorted(faults, key=lambda one: (one.opinion.opinion.submission, one.validator))
+        ),
+        fee_records=records,
     )
+
+
+def withheld_by(records: Iterable[FeeRecord]) -> dict[Address, int]:
+    """Returns what was withheld of each validator's fees so far, in wei."""
+    return {Address(record.validator): int(record.withheld) for record in records}
 
 
 def _standing_slashes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,19 @@ from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.errors import UntrustedError
+from prime_core.fees import FAULT_FEES
 from prime_core.ids import ZERO_DIGEST
 from prime_core.revisions import RunHistory
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import loops, revisions
 from prime_orchestrator.manager.indexer import derive_root, run_indexer_tick
+from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import pending_units, settle_epochs
 from prime_orchestrator.store import chain, leases, runs, schema
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify.canaries import planting
 
 pytestmark = needs_anvil
 
@@ -179,8 +183,53 @@ def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path:
         claim = Claim(1, settlement.epoch, VALIDATOR.address, amount, tuple(proof))
         world.send(OWNER, world.contracts.rewards.claim(claim))
         assert world.contracts.token.balance_of(VALIDATOR.address) == 2 * TOKEN
+        _an_accused_planted_file_costs_the_validator_its_fees(world)
     finally:
         world.close()
+
+
+def _an_accused_planted_file_costs_the_validator_its_fees(world: World) -> None:
+    mgr, secret = world.mgr, bytes(range(32))
+    mgr.admit(LIAR)
+    planted = Planted(frozenset({LIAR.address}), secret)
+    world.loops = replace(world.loops, planted=planted)
+    world.start_of_an_epoch()
+    lies = 0
+    while planting.kind(secret, (row := mgr.submit(LIAR)).lease_digest) != planting.HONEST:
+        lies += 1
+        mgr.judge(row, Reason.WRONG_SKETCH)
+        reveal(mgr.store, mgr.context, planted, mgr.now)
+    mgr.judge(row, Reason.WRONG_SKETCH)
+    mgr.judge(mgr.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks()
+    settlement = settled(world)
+    assert settlement.amounts()[VALIDATOR.address] == 2 * TOKEN, "nothing was added"
+    (record,) = settlement.fee_records
+    assert (record.lies, record.missed, record.accused, record.charged) == (lies, 0, 1, 1)
+    assert (int(record.due), int(record.withheld)) == ((FAULT_FEES - 1) * TOKEN, TOKEN)
+    rebuilt = rebuild_root(world, settlement.epoch)
+    assert rebuilt.match, rebuilt.problems
+
+    events = read_events(world.client, world.deployment)
+    runs = RunHistory(mgr.context.run)
+    rebuilder = Rebuilder(events, world.deployment, 1, runs, Published(world))
+    said = explain(rebuilder, VALIDATOR.address)
+    assert (said.withheld, said.problems) == (TOKEN, ())
+    (fault,) = settlement.faults
+    stranger = fault.opinion.model_copy(update={"validator": LIAR.address})
+    other_price = fault.model_copy(update={"fee": "1"})
+    paid = settlement.files[0].submission_digest
+    rooted = fault.opinion.model_copy(
+        update={"opinion": fault.opinion.opinion.model_copy(update={"submission": paid})}
+    )
+    for lie in (
+        fault.model_copy(update={"opinion": stranger}), other_price,
+        fault.model_copy(update={"opinion": rooted}),
+    ):  # fmt: skip
+        with pytest.raises(UntrustedError):
+            rebuilder._faults(settlement.model_copy(update={"faults": (lie,)}))
 
 
 def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: Path) -> None:

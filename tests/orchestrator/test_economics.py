@@ -130,10 +130,10 @@ def test_a_pool_in_which_a_cheat_pays_is_named_with_a_cure(
     assert cheat not in blind(cure(run, advice[0].change))
 
 
-def test_one_sentence_says_that_validators_that_accept_everything_lose_no_fee() -> None:
+def test_one_sentence_says_that_only_planted_files_make_accepting_everything_lose() -> None:
     for run in (SHORT, WORDS, changed(price_per_judged_file=0)):
         (said,) = (one["text"] for one in economics.warnings(run) if "validator" in one["text"])
-        assert "fees are not taken yet; plant files with `serve --planted`" in said
+        assert "loses fees only by planted lies: plant files with `serve --planted`" in said
         assert ("price_per_judged_file" in said) == (run.price_per_judged_file == 0)
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
+from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
@@ -35,11 +36,12 @@ from prime_core.settlement import (
     standing,
 )
 from prime_core.storage.base import ObjectStore, put_object
-from prime_core.verdict import Reason, Verdict
+from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.voids import void
 from prime_orchestrator.store import meta as store_meta
+from prime_orchestrator.store import opinions
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent, requeue_failed
 from prime_orchestrator.store.schema import (
@@ -201,6 +203,7 @@ def _settle(
         assert clock is not None
         rooted = _leaves(connection, condition, context)
         slash_facts = _slash_facts(connection)
+        lies, faults = _planted(connection, context, turn)
     leaves = _judged(objects, rooted)
     settlement = settle(
         chain_id=context.deployment.chain_id,
@@ -211,9 +214,30 @@ def _settle(
         previous_name=turn.previous or ZERO_DIGEST,
         leaves=leaves,
         slashes=slash_facts,
+        lies=lies,
+        faults=faults,
     )
     still = [file.submission_digest for file in settlement.files if file.state == "held"]
     return settlement if len(leaves) > len(names) or set(still) != set(names) else None
+
+
+def _planted(
+    connection: Connection, context: PoolContext, turn: _Turn
+) -> tuple[dict[Address, int], list[Fault]]:
+    """Returns how many planted lies each validator judged in the epochs of a turn, and the wrong
+    opinions on them and on honest planted files, at most MAX_FAULTS."""
+    length, history = context.run.epoch_seconds, revisions.history(connection, context)
+    lies: dict[Address, int] = {}
+    faults: list[Fault] = []
+    since, until = (turn.after + 1) * length, (turn.epoch + 1) * length
+    for one in opinions.on_planted(connection, since, until):
+        said, honest = one.opinion, one.kind == opinions.HONEST
+        if not honest:
+            lies[said.validator] = lies.get(said.validator, 0) + 1
+        if said.outcome is (Outcome.REJECTED if honest else Outcome.ACCEPTED):
+            fee = str(history.at(one.step).price_per_judged_file)
+            faults.append(Fault(opinion=said.signed(), fee=fee))
+    return lies, faults[:MAX_FAULTS]
 
 
 def _queue(

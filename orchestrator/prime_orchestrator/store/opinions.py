@@ -113,6 +113,38 @@ def plant(connection: Connection, submission: Digest, kind: str, *, now: float) 
     insert_new(connection, schema.planted, values)
 
 
+@dataclass(frozen=True)
+class PlantedOpinion:
+    """An opinion on a planted file: what the file was, the file's step, and the opinion."""
+
+    kind: str
+    step: int
+    opinion: OpinionRow
+
+
+def on_planted(connection: Connection, since: float, until: float) -> list[PlantedOpinion]:
+    """Returns the opinions on judged planted files received from `since` to before `until` (Unix
+    seconds)."""
+    submissions = schema.submissions.c
+    query = (
+        sa.select(schema.opinions, _planted.kind, submissions.step)
+        .join(schema.planted, _planted.submission_digest == _opinions.submission_digest)
+        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .where(submissions.received_at >= since, submissions.received_at < until)
+        .order_by(_opinions.submission_digest, _opinions.validator)
+    )
+    return [
+        PlantedOpinion(
+            row.kind,
+            row.step,
+            OpinionRow(
+                Digest(row.submission_digest), Address(row.validator), row.reason, row.body, row.at
+            ),
+        )
+        for row in connection.execute(query)
+    ]
+
+
 def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[Digest]:
     """Returns those of these submissions that are judged planted files."""
     query = sa.select(_planted.submission_digest).where(_planted.submission_digest.in_(among))
