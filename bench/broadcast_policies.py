@@ -52,7 +52,7 @@ def run_definition() -> RunDefinition:
         budgets=budgets,
         task=Task(image="process"),
         price_per_unit=1,
-        stake_per_class=1,
+        stake_per_seat=1,
         slash_amount=1,
     )
 

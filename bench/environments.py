@@ -167,6 +167,6 @@ def _run(by_class: dict[str, tuple[int, ...]]) -> RunDefinition:
         budgets=budgets,
         task=Task(image="process"),
         price_per_unit=1,
-        stake_per_class=1,
+        stake_per_seat=1,
         slash_amount=1,
     )

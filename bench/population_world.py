@@ -108,7 +108,7 @@ def definition(count: int) -> RunDefinition:
             "speed": SpeedClasses(ratios_micro=(500_000, 2_000_000)),
             "lease_seconds": 10_800,
             "price_per_unit": 1,
-            "stake_per_class": 10**9,
+            "stake_per_seat": 10**9,
             "slash_amount": 10**6,
         }
     )

@@ -67,7 +67,7 @@ def definition() -> RunDefinition:
         budgets=LengthBudgets(targets=(2, 6), penalty_micro=0),
         task=Task(image="process"),
         price_per_unit=10,
-        stake_per_class=100,
+        stake_per_seat=100,
         slash_amount=50,
         lease_seconds=LIFE,
     )

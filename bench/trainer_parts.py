@@ -88,7 +88,7 @@ def bench_run(
         "budgets": budgets,
         "task": Task(image="process"),
         "price_per_unit": 1,
-        "stake_per_class": 1,
+        "stake_per_seat": 1,
         "slash_amount": 1,
     }
     return RunDefinition(**(values | changes))

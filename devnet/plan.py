@@ -141,7 +141,7 @@ def run_definition(plan: Plan, base_model: Digest) -> RunDefinition:
         price_per_unit=TOKEN // 10_000,
         price_per_prompt_token=TOKEN // 200_000,
         price_per_judged_file=TOKEN // 500,
-        stake_per_class=100 * TOKEN,
+        stake_per_seat=100 * TOKEN,
         slash_amount=50 * TOKEN,
         risk_factor_micro=900_000,
         epoch_seconds=plan.periods.epoch_length,

@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "leaving keeps the stake committed", "Pools.sol",
-        "vault.release(seat.provider, uint256(p.stakePerClass) * seat.speedClass);", "", money=True,
+        "vault.release(seat.provider, p.stakePerSeat);", "", money=True,
     ),
     Mutant(
         "a slashed node is not banned", "Pools.sol",
@@ -86,8 +86,8 @@ MUTANTS = (
         "if (text.length > MAX_URL) revert Errors.BadUrl(text.length);", ""),
     Mutant("a mirror's URL may hold any byte", "Work.sol",
         "if (text[i] < 0x21 || text[i] > 0x7e) revert Errors.BadUrl(text.length);", ""),
-    Mutant("class zero is admitted", "Pools.sol",
-        "if (invite.speedClass == 0) revert Errors.ZeroClass();", ""),
+    Mutant("an ejected key needs no consent of its new provider", "Pools.sol",
+        "last.flags & EJECTED != 0 && last.provider == provider;", "last.flags & EJECTED != 0;"),
     Mutant(
         "leaves are liable for ever", "Work.sol",
         "if (time > until) revert Errors.ValidityOver(until, time);", "",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stranger's stake is committed without its consent", "Pools.sol",
-        "if (!ejected && invite.speedClass > allowedClass[provider][pool]) {", "if (false) {",
+        "if (!ejected && !allows[provider][pool]) revert Errors.NotAgreed(pool, provider);", "",
         money=True,
     ),
     Mutant(
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant("one opinion is enough on a public chain", "Pools.sol",
         "block.chainid == LOCAL_CHAIN ? 1 : 2;", "1;"),
     Mutant("a slash takes more than a seat", "Pools.sol",
-        "if (config.slashAmount > config.stakePerClass) {", "if (false) {"),
+        "if (config.slashAmount > config.stakePerSeat) {", "if (false) {"),
     Mutant("an opinion without evidence slashes", "Work.sol",
         "if (opinions.voices[i].evidence == 0) revert Errors.ZeroDigest();", ""),
     Mutant("one bond stands for all open proposals", "StakeVault.sol",

@@ -16,9 +16,7 @@ abstract contract PoolState is EIP712 {
     /// @notice The manager appointed or dismissed a validator.
     event ValidatorSet(uint256 indexed pool, address indexed validator, bool on);
     /// @notice A node took a seat.
-    event NodeJoined(
-        uint256 indexed pool, address indexed node, address indexed provider, uint8 speedClass
-    );
+    event NodeJoined(uint256 indexed pool, address indexed node, address indexed provider);
     /// @notice A node gave up its seat.
     event NodeLeft(uint256 indexed pool, address indexed node);
     /// @notice A node lost its seat.
@@ -34,8 +32,8 @@ abstract contract PoolState is EIP712 {
     /// @notice The slasher's address was set, for good.
     event SlasherWired(address slasher);
 
-    /// @notice A provider lets a pool seat its nodes, up to a speed class; zero takes that back.
-    event SeatsAllowed(uint256 indexed pool, address indexed provider, uint8 upToClass);
+    /// @notice A provider lets a pool seat its nodes, or takes that back.
+    event SeatsAllowed(uint256 indexed pool, address indexed provider, bool on);
     /// @notice Nobody joins until the pool is started again.
     event PoolPaused(uint256 indexed pool);
     /// @notice Nodes may join again.
@@ -55,7 +53,7 @@ abstract contract PoolState is EIP712 {
     /// @param validators Number of accounts ever appointed.
     struct Pool {
         address manager;
-        uint88 stakePerClass;
+        uint88 stakePerSeat;
         uint8 quorum;
         address trainer;
         uint64 nextVersion;
@@ -94,13 +92,11 @@ abstract contract PoolState is EIP712 {
     /// @notice A node's seat. It stays on record when given up: who answered for the node's work
     /// answers for it until the liability has ended.
     /// @param provider Who answers for the node, zero if it never joined.
-    /// @param speedClass The class of the present or last stay.
     /// @param banned Whether it may not come back.
     /// @param leftAt When the seat was given up, zero while it is taken.
     /// @param inviteDeadline Deadline of the last used invite; a later one is needed to come back.
     struct Seat {
         address provider;
-        uint8 speedClass;
         bool banned;
         uint40 leftAt;
         uint40 inviteDeadline;
@@ -109,7 +105,6 @@ abstract contract PoolState is EIP712 {
     /// @dev A seat as stored: one slot. `flags`: BANNED, EJECTED, MOVED.
     struct Stay {
         address provider;
-        uint8 speedClass;
         uint8 flags;
         uint40 leftAt;
         uint40 inviteDeadline;
@@ -123,7 +118,7 @@ abstract contract PoolState is EIP712 {
 
     /// @dev The node may not come back.
     uint8 internal constant BANNED = 1;
-    /// @dev The seat was taken away, not given up: the provider's consent to its class stands.
+    /// @dev The seat was taken away, not given up: the provider's consent stands.
     uint8 internal constant EJECTED = 2;
     /// @dev A seat of this node went to another key (`_moves`); kept for good.
     uint8 internal constant MOVED = 4;
@@ -140,8 +135,8 @@ abstract contract PoolState is EIP712 {
     mapping(uint256 pool => mapping(uint64 version => bytes32)) public policyDigest;
     /// @notice The account that got a validator's number in a pool, from 1.
     mapping(uint256 pool => mapping(uint8 number => address)) public validatorAt;
-    /// @notice Up to which class a provider lets a pool seat its nodes; zero: not at all.
-    mapping(address provider => mapping(uint256 pool => uint8)) public allowedClass;
+    /// @notice Whether a provider lets a pool seat its nodes.
+    mapping(address provider => mapping(uint256 pool => bool)) public allows;
     /// @notice Whether a provider is on a pool's allow list.
     mapping(uint256 pool => mapping(address provider => bool)) public isListed;
     mapping(uint256 pool => mapping(address account => Validator)) internal _validators;
@@ -177,14 +172,14 @@ abstract contract PoolState is EIP712 {
             address manager,
             address trainer,
             bytes32 runDigest,
-            uint256 stakePerClass,
+            uint256 stakePerSeat,
             uint32 capacity,
             uint32 members,
             bool ended
         )
     {
         Pool storage p = _known(pool);
-        return (p.manager, p.trainer, p.runDigest, p.stakePerClass, p.capacity, p.members, p.ended);
+        return (p.manager, p.trainer, p.runDigest, p.stakePerSeat, p.capacity, p.members, p.ended);
     }
 
     /// @notice The revisions of a pool's run after its first definition, which `poolOf` names, in the
@@ -291,17 +286,17 @@ abstract contract PoolState is EIP712 {
         return _known(pool).nextVersion;
     }
 
-    /// @notice A member's speed class, 0 if the node is no member.
-    function classOf(uint256 pool, address node) external view returns (uint8) {
+    /// @notice Whether a node has a seat in a pool now.
+    function isMember(uint256 pool, address node) external view returns (bool) {
         Stay storage seat = _seats[pool][node];
-        return seat.leftAt == 0 ? seat.speedClass : 0;
+        return seat.provider != address(0) && seat.leftAt == 0;
     }
 
     /// @notice A node's present or last seat.
     function seatOf(uint256 pool, address node) external view returns (Seat memory) {
         Stay memory s = _seats[pool][node];
         bool banned = s.flags & BANNED != 0;
-        return Seat(s.provider, s.speedClass, banned, s.leftAt, s.inviteDeadline);
+        return Seat(s.provider, banned, s.leftAt, s.inviteDeadline);
     }
 
     /// @notice Who answers for a node's work in a pool; it outlasts the seat.

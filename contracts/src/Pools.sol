@@ -13,13 +13,13 @@ import { Invite, PolicyStatement, Statements } from "./libraries/Statements.sol"
 /// @notice Holds no tokens. The manager is trusted to invite, to judge and to pay; every step of it
 /// is an event, and stake moves only through the slasher. No call's cost depends on a pool's size.
 /// A seat commits stake of the node's provider, so it needs the provider's own consent: its
-/// transaction (`join`, `Registry.enroll`), or a class that it allowed the pool before (`allow`).
+/// transaction (`join`, `Registry.enroll`), or that it allowed the pool before (`allow`).
 contract Pools is PoolState {
     /// @notice What a pool fixes at its creation.
     /// @param trainer Signs the policies.
     /// @param runDigest Digest of the run definition.
-    /// @param stakePerClass Active stake that a seat needs, times its speed class.
-    /// @param slashAmount What one slash takes, at most `stakePerClass`; zero: nothing is slashed.
+    /// @param stakePerSeat Active stake that a seat needs.
+    /// @param slashAmount What one slash takes, at most `stakePerSeat`; zero: nothing is slashed.
     /// @param capacity Seats.
     /// @param quorum How many validators' opinions reject or slash: 2 or 3; 1 on a local chain.
     /// @param leaseSeconds The longest lease: an opinion counts for leases that were signed after its
@@ -27,7 +27,7 @@ contract Pools is PoolState {
     struct Config {
         address trainer;
         bytes32 runDigest;
-        uint88 stakePerClass;
+        uint88 stakePerSeat;
         uint88 slashAmount;
         uint32 capacity;
         uint8 quorum;
@@ -67,8 +67,8 @@ contract Pools is PoolState {
         if (config.runDigest == 0) revert Errors.ZeroDigest();
         if (config.capacity == 0) revert Errors.ZeroCapacity();
         if (config.leaseSeconds == 0) revert Errors.ZeroPeriod();
-        if (config.slashAmount > config.stakePerClass) {
-            revert Errors.SlashAboveStake(config.stakePerClass, config.slashAmount);
+        if (config.slashAmount > config.stakePerSeat) {
+            revert Errors.SlashAboveStake(config.stakePerSeat, config.slashAmount);
         }
         uint256 least = block.chainid == LOCAL_CHAIN ? 1 : 2;
         if (config.quorum < least || config.quorum > MAX_QUORUM) {
@@ -77,7 +77,7 @@ contract Pools is PoolState {
         pool = ++count;
         Pool storage p = _pools[pool];
         p.manager = msg.sender;
-        p.stakePerClass = config.stakePerClass;
+        p.stakePerSeat = config.stakePerSeat;
         p.quorum = config.quorum;
         p.trainer = config.trainer;
         p.slashAmount = config.slashAmount;
@@ -186,7 +186,7 @@ contract Pools is PoolState {
 
     // ----------------------------------------------------------------------------- the registry's
 
-    /// @notice Gives a seat to another key of the same provider: class, ban and stake go with it, who
+    /// @notice Gives a seat to another key of the same provider: ban and stake go with it, who
     /// answers for the work done under the old key does not change. The old key's earned money stays
     /// claimable under the old key. Once per unbonding period, so that a seat cannot run away from a
     /// slash by moving on and on; nor while a slash holds stake of the provider.
@@ -215,20 +215,18 @@ contract Pools is PoolState {
         _moves[pool][to].cameAt = uint64(block.timestamp);
         _seats[pool][to] = seat;
         emit NodeLeft(pool, from);
-        emit NodeJoined(pool, to, seat.provider, seat.speedClass);
+        emit NodeJoined(pool, to, seat.provider);
         emit SeatMoved(pool, from, to, seat.provider);
     }
 
     // ----------------------------------------------------------------------------- the provider's
 
-    /// @notice Lets a pool seat the caller's nodes up to a speed class, whoever carries the invites.
-    /// Each seat commits the pool's `stakePerClass` times its class of the caller's stake.
-    /// @param pool The pool.
-    /// @param upToClass The highest class; zero takes the consent back. Taken seats stay.
-    function allow(uint256 pool, uint8 upToClass) external {
+    /// @notice Lets a pool seat the caller's nodes, no matter who carries the invites, or takes the
+    /// consent back; taken seats stay. Each seat commits `stakePerSeat` of the caller's stake.
+    function allow(uint256 pool, bool on) external {
         _known(pool);
-        allowedClass[msg.sender][pool] = upToClass;
-        emit SeatsAllowed(pool, msg.sender, upToClass);
+        allows[msg.sender][pool] = on;
+        emit SeatsAllowed(pool, msg.sender, on);
     }
 
     // ---------------------------------------------------------------------------- the validator's
@@ -247,8 +245,7 @@ contract Pools is PoolState {
 
     /// @notice Seats a node. Its provider's active stake must cover all of the provider's seats, and
     /// the provider must have agreed: it is the caller (also through `Registry.enroll`), or allowed
-    /// the class, or the node was ejected from a seat of that class or a higher one. Its stake must
-    /// answer to no other manager (see the vault).
+    /// the pool, or the node was ejected. Its stake must answer to no other manager (see the vault).
     /// @param invite The manager's invite; anyone may carry it.
     /// @param managerSignature The manager's signature over it (ERC-1271 works).
     function join(Invite calldata invite, bytes calldata managerSignature) external {
@@ -257,7 +254,6 @@ contract Pools is PoolState {
         Pool storage p = _known(pool);
         if (p.ended) revert Errors.PoolHasEnded(pool);
         if (p.paused) revert Errors.PoolIsPaused(pool);
-        if (invite.speedClass == 0) revert Errors.ZeroClass();
         if (block.timestamp > invite.deadline) {
             revert Errors.Expired(invite.deadline, block.timestamp);
         }
@@ -268,13 +264,12 @@ contract Pools is PoolState {
         ++p.members;
         _seats[pool][node] = Stay({
             provider: provider,
-            speedClass: invite.speedClass,
             flags: _seats[pool][node].flags & MOVED,
             leftAt: 0,
             inviteDeadline: _deadline(invite)
         });
-        emit NodeJoined(pool, node, provider, invite.speedClass);
-        vault.commit(provider, uint256(p.stakePerClass) * invite.speedClass, p.manager);
+        emit NodeJoined(pool, node, provider);
+        vault.commit(provider, p.stakePerSeat, p.manager);
     }
 
     /// @notice Gives up a seat. By the node or the provider that answers for it.
@@ -334,11 +329,8 @@ contract Pools is PoolState {
         }
         // `enroll` binds the node to its own caller, so the provider speaks through the registry.
         if (msg.sender == provider || msg.sender == address(registry)) return provider;
-        bool ejected = last.flags & EJECTED != 0 && last.provider == provider
-            && invite.speedClass <= last.speedClass;
-        if (!ejected && invite.speedClass > allowedClass[provider][pool]) {
-            revert Errors.NotAgreed(pool, provider, invite.speedClass);
-        }
+        bool ejected = last.flags & EJECTED != 0 && last.provider == provider;
+        if (!ejected && !allows[provider][pool]) revert Errors.NotAgreed(pool, provider);
     }
 
     /// @dev An invite's deadline as a seat keeps it.
@@ -367,7 +359,7 @@ contract Pools is PoolState {
         seat.leftAt = uint40(block.timestamp);
         seat.flags |= flag;
         --p.members;
-        vault.release(seat.provider, uint256(p.stakePerClass) * seat.speedClass);
+        vault.release(seat.provider, p.stakePerSeat);
         return true;
     }
 }

@@ -82,7 +82,6 @@ def add(
     from prime_chain import flows
     from prime_chain.amounts import parse_amount
     from prime_node.nodes import check_owner, read_consent
-    from prime_node.owner import SEAT_CLASS
 
     signed = read_consent(file)
     wei = parse_amount(stake) if stake is not None else 0
@@ -93,7 +92,7 @@ def add(
         found = flows.register_and_stake(c, account, account, wei)
         found += flows.add_node(c, signed.consent, signed.signature)
         if stake is not None:
-            found += flows.allow(c, account, context.link.pool, SEAT_CLASS)
+            found += flows.allow(c, account, context.link.pool)
         return found
 
     where = of_no_pool(settings) if stake is None else settings
@@ -109,7 +108,7 @@ def move(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Give a node a new key, whose consent this is: seats, class and history go with it.
+    """Give a node a new key, whose consent this is: seats and history go with it.
 
     What it earned under the old key stays claimable there.
     """
@@ -167,16 +166,14 @@ def revoke(
 @configured
 def allow(
     settings: Settings,
-    up_to: Annotated[
-        int, typer.Option("--class", help="Highest speed class; 0 agrees no more.", min=0, max=255)
-    ],
+    off: Annotated[bool, typer.Option("--off", help="Agree no more; taken seats stay.")] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Agree that --pool seats this owner's nodes, and so commits its stake, up to a class."""
+    """Agree that --pool seats this owner's nodes, and so commits its stake."""
     send_calls(
         settings,
-        lambda context: [context.link.contracts.pools.allow(context.link.pool, up_to)],
+        lambda context: [context.link.contracts.pools.allow(context.link.pool, not off)],
         dry_run=dry_run,
         as_json=as_json,
     )
@@ -186,23 +183,21 @@ def allow(
 @configured
 def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
     """Where a node stands on chain. Needs no password."""
-    from dataclasses import asdict
-
-    from prime_node.nodes import seats
+    from prime_node.nodes import pools_of
 
     target = node_account(settings, node)
     link = open_link(of_no_pool(settings))
     try:
         registry = link.contracts.registry
         owner = registry.provider_of(target)
-        revoked, places = registry.revoked_before(target), seats(link, target)
+        revoked, places = registry.revoked_before(target), pools_of(link, target)
         found: dict[str, Any] = {
             "node": target,
             "provider": owner,
             "payout": registry.payout_of(owner) if owner is not None else None,
             "moved_to": registry.moved_to(target),
             "revoked_before": revoked,
-            "seats": [asdict(seat) for seat in places],
+            "pools": places,
         }
     finally:
         link.close()
@@ -214,7 +209,7 @@ def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
         [
             *((name, found[name]) for name in ("node", "provider", "payout", "moved_to")),
             ("sessions end before", utc(revoked) if revoked else None),
-            ("seats", ", ".join(f"class {s.speed_class} in pool {s.pool}" for s in places) or None),
+            ("pools", ", ".join(map(str, places)) or None),
         ],
     )
 

@@ -29,7 +29,6 @@ from prime_node.link import Link
 from prime_node.nodes import sign_consent
 from prime_node.owner import (
     CONSENT_SECONDS,
-    SEAT_CLASS,
     Owner,
     missing_calls,
     read_standing,
@@ -137,8 +136,7 @@ class Join:
 
     def _needed(self) -> int:
         return stake_needed(
-            self._run.stake_per_class,
-            SEAT_CLASS,
+            self._run.stake_per_seat,
             self._signer.address,
             self._provider,
             self._api.nodes_of(self._provider),
@@ -147,10 +145,10 @@ class Join:
     def _missing(self, link: Link) -> list[Call]:
         standing = read_standing(link, self._signer.address, self._provider)
         needed = self._needed()
-        if standing.member_class or standing.ready(needed, SEAT_CLASS):
+        if standing.member or standing.ready(needed):
             return []
         now = int(self._now())
-        return missing_calls(link, standing, needed, SEAT_CLASS, self._signer, now)
+        return missing_calls(link, standing, needed, self._signer, now)
 
     def _perform(self, link: Link) -> None:
         assert self._owner_signer is not None, "_acts_itself"

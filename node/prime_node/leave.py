@@ -48,7 +48,7 @@ def leave_pool(
         named = nodes_of(link, account)
     else:
         named = [node or account]
-    leaving = [one for one in named if pools.class_of(link.pool, one) != 0]
+    leaving = [one for one in named if pools.is_member(link.pool, one)]
     if not leaving and registry.provider_of(account) is None:
         raise UserError(
             f"{account} has no node in pool {link.pool}",

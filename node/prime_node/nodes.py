@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -30,14 +29,6 @@ class SignedConsent(Strict):
 
     consent: NodeConsent
     signature: SignatureField
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A node's seat: pool and speed class."""
-
-    pool: int
-    speed_class: int
 
 
 def sign_consent(node: Signer, provider: Address, domain: Domain, deadline: int) -> SignedConsent:
@@ -75,14 +66,13 @@ def check_owner(signed: SignedConsent, account: Address) -> None:
         )
 
 
-def seats(link: Link, node: Address) -> list[Seat]:
-    """Returns the node's current seats, from the chain's events and state."""
+def pools_of(link: Link, node: Address) -> list[int]:
+    """Returns the pools in which the node has a seat, from the chain's events and state."""
     events = read_events(link.client, link.deployment, contracts=("pools",))
     joined = {
         event.pool for event in events if isinstance(event, NodeJoined) and event.node == node
     }
-    classes = {pool: link.contracts.pools.class_of(pool, node) for pool in sorted(joined)}
-    return [Seat(pool, found) for pool, found in classes.items() if found]
+    return [pool for pool in sorted(joined) if link.contracts.pools.is_member(pool, node)]
 
 
 def nodes_of(link: Link, provider: Address) -> list[Address]:
@@ -102,6 +92,6 @@ def nodes_of(link: Link, provider: Address) -> list[Address]:
 def move_calls(link: Link, old: Address, signed: SignedConsent) -> list[Call]:
     """Returns the call that gives node `old` the key that signed the consent, with all its
     seats."""
-    pools = [seat.pool for seat in seats(link, old)]
+    pools = pools_of(link, old)
     registry = link.contracts.registry
     return [registry.move_node(old, signed.consent, signed.signature, pools)]

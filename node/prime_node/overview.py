@@ -92,7 +92,7 @@ def _on_chain(settings: Settings, node: str) -> dict[str, Any]:
         return {
             "provider": owner,
             "stake": prime(standing.active),
-            "member_in_class": standing.member_class or "not a member",
+            "member": standing.member,
         }
     except UnavailableError as error:
         return {"chain": f"unreachable: {error}"}

@@ -25,8 +25,6 @@ from prime_core.signing import LocalSigner, Signer
 from prime_node.link import Link
 
 CONSENT_SECONDS = 7 * 86_400
-SEAT_CLASS = 1
-"""The contracts' class of every seat."""
 _MULTI_SEND_CALL_ONLY = Address("0x9641d764fc13c8B624c04430C7356C1C7C8102e2")
 """MultiSendCallOnly of Safe 1.4.1, at the same address on Base and Base Sepolia."""
 _MULTI_SEND = bytes.fromhex("8d80ff0a")
@@ -42,13 +40,13 @@ class Standing:
     registered: bool
     owner_of_node: Address | None
     active: int
-    member_class: int
-    allowed_class: int
+    member: bool
+    allows: bool
 
-    def ready(self, needed: int, speed_class: int) -> bool:
-        """Whether the node may be admitted to `speed_class` with `needed` wei of active stake."""
+    def ready(self, needed: int) -> bool:
+        """Whether the node may be admitted with `needed` wei of active stake."""
         bound = self.registered and self.owner_of_node == self.provider
-        return bound and self.active >= needed and self.allowed_class >= speed_class
+        return bound and self.active >= needed and self.allows
 
 
 def read_standing(link: Link, node: Address, provider: Address) -> Standing:
@@ -59,29 +57,27 @@ def read_standing(link: Link, node: Address, provider: Address) -> Standing:
         registered=c.registry.is_provider(provider),
         owner_of_node=c.registry.provider_of(node),
         active=c.vault.active(provider),
-        member_class=c.pools.class_of(link.pool, node),
-        allowed_class=c.pools.allowed_class(provider, link.pool),
+        member=c.pools.is_member(link.pool, node),
+        allows=c.pools.allows(provider, link.pool),
     )
 
 
 def stake_needed(
-    stake_per_class: int, speed_class: int, node: Address, provider: Address,
-    nodes: tuple[NodeInfo, ...],
-) -> int:  # fmt: skip
-    """Returns the active stake that Pools.join requires: the stake per class, times the sum of this
-    node's class and those of the provider's other members of the pool."""
+    stake_per_seat: int, node: Address, provider: Address, nodes: tuple[NodeInfo, ...]
+) -> int:
+    """Returns the active stake (wei) that Pools.join requires: that of this node's seat and of the
+    provider's other seats in the pool."""
     others = sum(
-        info.speed_class
-        for info in nodes
-        if info.provider == provider
+        info.provider == provider
         and info.node != node
         and info.status in ("active", "silent", "quarantined")
+        for info in nodes
     )
-    return stake_per_class * (speed_class + others)
+    return stake_per_seat * (1 + others)
 
 
 def missing_calls(
-    link: Link, standing: Standing, needed: int, speed_class: int, node: Signer, now: int
+    link: Link, standing: Standing, needed: int, node: Signer, now: int
 ) -> list[Call]:
     """Returns the owner's missing transactions, in order; empty if there are none.
 
@@ -103,7 +99,7 @@ def missing_calls(
         )
         signature = node.sign(consent, link.deployment.domain_of(consent))
         calls += flows.add_node(link.contracts, consent, signature)
-    return calls + flows.allow(link.contracts, provider, link.pool, speed_class)
+    return calls + flows.allow(link.contracts, provider, link.pool)
 
 
 class Owner:

@@ -130,7 +130,7 @@ def prospect(
 
     usual = chance(floor) + (chance(rows) - chance(floor)) / FULL_EVERY
     new = chance(2 * floor)
-    pay, slash = file_pay(run), min(run.slash_amount, run.stake_per_class)
+    pay, slash = file_pay(run), min(run.slash_amount, run.stake_per_seat)
     return Prospect(
         cheat=cheat,
         set_up=set_up,
@@ -219,8 +219,8 @@ def _change(run: RunDefinition, cheat: Cheat, set_up: SetUp) -> str:
             pay = file_pay(changed)
             needed = int(cheat.saves * pay / after.detection - pay) + 1
             values = values | {"slash_amount": needed}
-            if needed > run.stake_per_class:
-                values["stake_per_class"] = needed
+            if needed > run.stake_per_seat:
+                values["stake_per_seat"] = needed
         return "set " + ", ".join(f"{name} = {value}" for name, value in values.items())
     return ""
 

@@ -219,7 +219,6 @@ class NodeJoined(Event):
     pool: int
     node: Address
     provider: Address
-    speed_class: int
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class SeatsAllowed(Event):
     CONTRACT = "pools"
     pool: int
     provider: Address
-    up_to_class: int
+    on: bool
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,17 @@ def add_node(contracts: Contracts, consent: NodeConsent, node_signature: Signatu
     return [contracts.registry.add_node(consent, node_signature)]
 
 
-def allow(contracts: Contracts, provider: Address, pool: int, speed_class: int) -> list[Call]:
-    """Lets the pool seat `provider`'s nodes up to a class, if it may not yet. Without it nobody but
-    the provider itself can carry an invite."""
-    if contracts.pools.allowed_class(provider, pool) >= speed_class:
+def allow(contracts: Contracts, provider: Address, pool: int) -> list[Call]:
+    """Lets the pool seat `provider`'s nodes, if it may not yet. Without it only the provider itself
+    can carry an invite."""
+    if contracts.pools.allows(provider, pool):
         return []
-    return [contracts.pools.allow(pool, speed_class)]
+    return [contracts.pools.allow(pool, True)]
 
 
 def join(contracts: Contracts, invite: Invite, manager_signature: Signature) -> list[Call]:
     """Seats the invited node, if it has no seat in that pool."""
-    if contracts.pools.class_of(invite.pool, invite.node):
+    if contracts.pools.is_member(invite.pool, invite.node):
         return []
     return [contracts.pools.join(invite, manager_signature)]
 

@@ -87,7 +87,7 @@ class PoolInfo(Answer):
     orchestrator: str
     """The audience that session grants must name."""
     latest_version: int | None
-    stake_per_class: str
+    stake_per_seat: str
     """In wei, as decimal text."""
 
 

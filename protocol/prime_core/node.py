@@ -8,7 +8,6 @@ from pydantic import Field
 
 from prime_core.errors import PolicyError
 from prime_core.signing import (
-    U8,
     U64,
     U256,
     AddressField,
@@ -57,12 +56,11 @@ class SessionRevocation(Statement):
 
 
 class Invite(Statement):
-    """The manager admits `node` to `pool` in a speed class. Checked by Pools.join."""
+    """The manager admits `node` to `pool`. Checked by Pools.join."""
 
     CONTRACT: ClassVar[ContractName] = "pools"
     pool: U256
     node: AddressField
-    speed_class: U8
     deadline: U64
 
 

@@ -223,7 +223,7 @@ class RunDefinition(Strict):
     price_per_judged_file: int = Field(default=0, ge=0)
     """What a validator is paid for each file it gave an opinion on, independent of the verdict, in
     wei of the pool's token."""
-    stake_per_class: int = Field(ge=0)
+    stake_per_seat: int = Field(ge=0)
     slash_amount: int = Field(ge=0)
     risk_factor_micro: int = Field(default=0, ge=0, exclude_if=lambda factor: factor == 0)
     """Limits a provider's work at risk to its stake times this factor (in millionths). Work at risk
@@ -286,8 +286,8 @@ class RunDefinition(Strict):
             )
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
-        if self.risk_factor_micro and self.most_worth > self.covered(self.stake_per_class):
-            raise ValueError("stake_per_class times risk_factor_micro covers no lease")
+        if self.risk_factor_micro and self.most_worth > self.covered(self.stake_per_seat):
+            raise ValueError("stake_per_seat times risk_factor_micro covers no lease")
         return self
 
     @property

@@ -90,7 +90,7 @@ def synthetic_run(
         budgets=budgets,
         task=Task(image="none"),
         price_per_unit=1,
-        stake_per_class=1,
+        stake_per_seat=1,
         slash_amount=1,
     )
 

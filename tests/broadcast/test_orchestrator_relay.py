@@ -111,7 +111,7 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
         budgets=LengthBudgets(targets=(2,), penalty_micro=0),
         task=Task(image="process"),
         price_per_unit=10,
-        stake_per_class=100,
+        stake_per_seat=100,
         slash_amount=50,
     )
     listener = socket.socket()

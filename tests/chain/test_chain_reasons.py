@@ -17,7 +17,7 @@ from prime_chain.reasons import SENTENCES, sentence
 
 DEFECTS = {
     "AlreadyWired", "EmptyRoot", "ReserveExceeded", "TokenNotPlain",
-    "UnbondingTooShort", "ZeroAddress", "ZeroAmount", "ZeroCapacity", "ZeroClass", "ZeroDigest",
+    "UnbondingTooShort", "ZeroAddress", "ZeroAmount", "ZeroCapacity", "ZeroDigest",
     "ZeroPeriod",
 }  # fmt: skip
 """What a person does not meet through our programs, or whose name says it all."""

@@ -19,7 +19,7 @@ contract BindingTest is Crook {
 
     /// @dev The honest pool's invite for `to`, refused because `owner` answers to `bound`.
     function joinRefused(address to, address owner, address bound, uint256 until) private {
-        Invite memory i = invite(to, 1);
+        Invite memory i = invite(to);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.StakeBound.selector, owner, bound, until));
         pools.join(i, signature);
@@ -53,7 +53,7 @@ contract BindingTest is Crook {
         joinRefused(node, provider, crook, until);
         vm.warp(until);
         assertBound(provider, address(0), 0);
-        join(node, 1);
+        join(node);
         assertBound(provider, manager, 0);
         // It lies, and its own validator is first.
         bytes32 own = proposeInCrooksPool(1, NODE_KEY);
@@ -67,7 +67,7 @@ contract BindingTest is Crook {
     }
 
     function test_Join_ALiarsOwnPoolAfterTheLie_IsRefusedWhileTheHonestOneCanSlash() public {
-        join(node, 1);
+        join(node);
         addNode(provider, CROOK_NODE_KEY);
         stake(provider, STAKE);
         address second = vm.addr(CROOK_NODE_KEY);
@@ -86,8 +86,8 @@ contract BindingTest is Crook {
         stake(provider, STAKE);
         addNode(provider, CROOK_NODE_KEY);
         address second = vm.addr(CROOK_NODE_KEY);
-        join(node, 1);
-        join(second, 1);
+        join(node);
+        join(second);
         vm.prank(node);
         pools.leave(pool, node);
         assertBound(provider, manager, 0);
@@ -100,10 +100,10 @@ contract BindingTest is Crook {
 
     function test_Join_SeveralPoolsOfOneManagerAtATime() public {
         uint256 first = pool;
-        join(node, 1);
+        join(node);
         pool = createPool();
         stake(provider, STAKE);
-        join(node, 1);
+        join(node);
         vm.assertEq(vault.committed(provider), 2 * STAKE);
         vm.prank(node);
         pools.leave(first, node);
@@ -114,7 +114,7 @@ contract BindingTest is Crook {
         openCrooksPool(0);
         joinCrooksPool(provider, node);
         assertBound(provider, address(0), 0);
-        join(node, 1);
+        join(node);
         assertBound(provider, manager, 0);
         // Nor can anything be slashed there.
         expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
@@ -128,7 +128,7 @@ contract BindingTest is Crook {
         vm.warp(START + UNBONDING - 1);
         proposeInCrooksPool(1, NODE_KEY);
         vm.warp(START + UNBONDING);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.InsufficientStake.selector, provider, 0, STAKE));
         pools.join(i, signature);
@@ -140,7 +140,7 @@ contract BindingTest is Crook {
     // ------------------------------------------------------------------------------------ validators
 
     function test_Propose_ByAnAccountThatSitsElsewhereIsRefused_SoNoBondPathEmptiesIt() public {
-        join(node, 1);
+        join(node);
         // The liar has itself appointed in its own pool, to spend its stake there.
         stake(provider, BONDS);
         openCrooksPoolFor(provider);
@@ -176,7 +176,7 @@ contract BindingTest is Crook {
     }
 
     function test_Overturn_AFalseProposerCannotSaveItsBondInAPoolOfItsOwn() public {
-        join(node, 1);
+        join(node);
         register(validator, validator);
         addNode(validator, CROOK_NODE_KEY);
         address own = vm.addr(CROOK_NODE_KEY);

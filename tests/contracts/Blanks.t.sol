@@ -76,7 +76,7 @@ contract BlanksTest is Network {
     }
 
     function test_Join_RefusesANodeOfNobody() public {
-        Invite memory i = invite(node2, 1);
+        Invite memory i = invite(node2);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.UnknownNode.selector, node2));
         pools.join(i, signature);

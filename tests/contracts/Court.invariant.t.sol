@@ -82,7 +82,7 @@ contract CourtHandler is Network {
     function disputeOne(uint256) external {
         Submission memory s = submission(++number);
         uint256[] memory seats = sevenSeats();
-        if (seats.length < 7 || pools.classOf(pool, node) == 0) return;
+        if (seats.length < 7 || !pools.isMember(pool, node)) return;
         bytes32 leaf = proposeIt(s, NODE_KEY);
         openCase(s, rejections(s), law(), seats, 2);
         dispute(leaf);
@@ -145,10 +145,10 @@ contract CourtHandler is Network {
             vm.prank(jurors[i]);
             court.reveal(leaf, voteOf(mind), RUN, SALT);
         }
-        if (pools.classOf(pool, node) == 0) {
+        if (!pools.isMember(pool, node)) {
             vm.prank(manager);
             pools.setBan(pool, node, false);
-            join(node, 1);
+            join(node);
         }
     }
 

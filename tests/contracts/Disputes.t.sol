@@ -68,7 +68,7 @@ contract DisputesTest is Network {
         assertStake(3 * STAKE - SLASH, 0);
         vm.assertEq(token.balanceOf(treasury), SLASH + DEPOSIT);
         vm.assertEq(token.balanceOf(address(slasher)), 0);
-        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertFalse(pools.isMember(pool, node));
     }
 
     /// @dev What an overturned proposal pays its provider: interest on the hold, for both windows.
@@ -88,7 +88,7 @@ contract DisputesTest is Network {
         vm.assertEq(vault.active(validator), BONDS - BOND);
         vm.assertEq(vault.active(validator2), BONDS - BOND);
         vm.assertEq(vault.accountOf(validator).pledges, 0);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(pool, node));
     }
 
     function test_Overturn_ReachesABondThatIsOnItsWayOut() public {

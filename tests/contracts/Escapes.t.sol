@@ -36,7 +36,7 @@ contract EscapesTest is Crook {
         vm.expectPartialRevert(Errors.NotAgreed.selector);
         pools.join(i, signature);
         enroll(i, signature, abi.encodeWithSelector(Errors.UnknownNode.selector, node));
-        vm.assertEq(pools.classOf(crooksPool, node), 0);
+        vm.assertFalse(pools.isMember(crooksPool, node));
         vm.assertEq(vault.committed(provider), STAKE);
         vm.assertEq(vault.unbondable(provider), 2 * STAKE);
         vm.assertFalse(registry.isProvider(crook));
@@ -45,10 +45,10 @@ contract EscapesTest is Crook {
     function test_Enroll_CannotCarryAnothersUnusedInvite() public {
         seatNode(STAKE);
         vm.startPrank(provider);
-        pools.allow(pool, 0);
+        pools.allow(pool, false);
         pools.leave(pool, node);
         vm.stopPrank();
-        Invite memory unused = invite(node, 1);
+        Invite memory unused = invite(node);
         bytes memory signature = signed(unused);
         enroll(unused, signature, abi.encodeWithSelector(Errors.UnknownNode.selector, node));
         vm.assertEq(vault.unbondable(provider), STAKE);
@@ -75,7 +75,7 @@ contract EscapesTest is Crook {
         expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
         this.proposes();
         stake(provider, 2 * STAKE);
-        join(node, 1);
+        join(node);
         bytes32 honest = propose(2);
         vm.assertEq(slasher.proposal(honest).amount, STAKE);
         vm.warp(START + WINDOW);
@@ -118,6 +118,6 @@ contract EscapesTest is Crook {
         slasher.cancel(id);
         vm.prank(provider);
         registry.moveNode(node, c, signature, seats);
-        vm.assertEq(pools.classOf(pool, node2), 1);
+        vm.assertTrue(pools.isMember(pool, node2));
     }
 }

@@ -40,7 +40,7 @@ contract GasTest is Network {
         for (uint256 i = 1; i < NODES; ++i) {
             uint256 key = 0xA0000 + i;
             addNode(provider, key);
-            join(vm.addr(key), 1);
+            join(vm.addr(key));
         }
         fund(1000e18);
         give(treasury, 1);
@@ -66,13 +66,13 @@ contract GasTest is Network {
         give(who, STAKE);
         NodeConsent memory c = consent(who, node2);
         bytes memory nodeSignature = signed(c, NODE2_KEY);
-        Invite memory i = invite(node2, 1);
+        Invite memory i = invite(node2);
         bytes memory managerSignature = signed(i);
         (uint8 v, bytes32 r, bytes32 s) = permit(who);
         vm.prank(who);
         registry.enroll(who, STAKE, START, v, r, s, c, nodeSignature, i, managerSignature);
         bar("newcomer to member with permit", 280_000);
-        vm.assertEq(pools.classOf(pool, node2), 1);
+        vm.assertTrue(pools.isMember(pool, node2));
     }
 
     function permit(address who) private view returns (uint8 v, bytes32 r, bytes32 s) {
@@ -95,7 +95,7 @@ contract GasTest is Network {
 
     function test_Join_AnotherNodeOfAProvider() public {
         addNode(provider, NODE2_KEY);
-        Invite memory i = invite(node2, 1);
+        Invite memory i = invite(node2);
         bytes memory signature = signed(i);
         pools.join(i, signature);
         bar("join", 120_000);
@@ -113,7 +113,7 @@ contract GasTest is Network {
         register(other, other);
         stake(other, STAKE);
         addNode(other, NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         vm.prank(node2);
         pools.leave(pool, node2);
         bar("leave of the last seat", 60_000);
@@ -186,7 +186,7 @@ contract GasTest is Network {
         slasher.execute(id);
         vm.prank(manager);
         pools.setBan(pool, node, false);
-        join(node, 1);
+        join(node);
         uint256 gas = proposeAndExecute("");
         vm.assertLe(gas, 300_000, "propose and execute");
     }
@@ -264,7 +264,7 @@ contract GasTest is Network {
         register(other, other);
         stake(other, STAKE);
         addNode(other, NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         Submission memory s = submission(9);
         s.node = node2;
         bytes32 leaf = work.submissionDigest(s);

@@ -209,11 +209,11 @@ contract HostileTest is Network {
         fund(1000);
         pool = createPool();
         fund(100);
-        act(address(pools), abi.encodeCall(pools.allow, (pool, 1)));
+        act(address(pools), abi.encodeCall(pools.allow, (pool, true)));
         NodeConsent memory c = consent(address(bad), node);
         bytes memory signature = signed(c, NODE_KEY);
         act(address(registry), abi.encodeCall(registry.addNode, (c, signature)));
-        join(node, 1);
+        join(node);
         vm.warp(postable(E));
         vm.prank(manager);
         rewards.postRewardRoot(pool, E, Statements.rewardLeaf(node, 60), 100, keccak256("t"));
@@ -260,7 +260,7 @@ contract HostileTest is Network {
         register(provider, payout);
         stake(provider, 4 * STAKE);
         addNode(provider, NODE_KEY);
-        join(node, 1);
+        join(node);
         id = propose(1);
     }
 
@@ -347,7 +347,7 @@ contract HostileTest is Network {
             HostileOwner owner = new HostileOwner();
             pool = owner.create(pools, HostileOwner.How(i), RUN);
             allow(provider, pool);
-            Invite memory inv = invite(node, 1);
+            Invite memory inv = invite(node);
             bytes memory signature = signed(inv);
             vm.expectPartialRevert(Errors.BadSignature.selector);
             pools.join{ gas: 3_000_000 }(inv, signature);

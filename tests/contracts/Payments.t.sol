@@ -21,7 +21,7 @@ contract PaymentsTest is Network {
         stake(address(0x9), STAKE);
         allow(address(0x9), pool);
         addNode(address(0x9), NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         fund(100);
     }
 

@@ -46,7 +46,7 @@ contract PoolsTest is Network {
             address manager_,
             address trainer_,
             bytes32 run,
-            uint256 stakePerClass,
+            uint256 stakePerSeat,
             uint32 capacity,
             uint32 members,
             bool ended
@@ -54,7 +54,7 @@ contract PoolsTest is Network {
         vm.assertEq(manager_, manager);
         vm.assertEq(trainer_, trainer);
         vm.assertEq(run, RUN);
-        vm.assertEq(stakePerClass, STAKE);
+        vm.assertEq(stakePerSeat, STAKE);
         vm.assertEq(capacity, CAPACITY);
         vm.assertEq(members, 0);
         vm.assertFalse(ended);
@@ -80,7 +80,7 @@ contract PoolsTest is Network {
             if (i == 1) c.runDigest = 0;
             if (i == 2) c.capacity = 0;
             if (i == 3) c.leaseSeconds = 0;
-            if (i == 4) c.slashAmount = c.stakePerClass + 1;
+            if (i == 4) c.slashAmount = c.stakePerSeat + 1;
             if (i == 5) c.quorum = 0;
             vm.expectPartialRevert(errors[i]);
             pools.create(c);
@@ -114,7 +114,7 @@ contract PoolsTest is Network {
         pools.managerOf(99);
         expect(unknown);
         pools.end(99);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         i.pool = 99;
         bytes memory signature = signed(i);
         expect(unknown);
@@ -180,9 +180,9 @@ contract PoolsTest is Network {
     // ------------------------------------------------------------------------------------- seats
 
     function test_Join_SeatsTheNodeAndCommitsItsStake() public {
-        join(node, 2);
-        vm.assertEq(pools.classOf(pool, node), 2);
-        vm.assertEq(vault.committed(provider), 2 * STAKE);
+        join(node);
+        vm.assertTrue(pools.isMember(pool, node));
+        vm.assertEq(vault.committed(provider), STAKE);
         (,,,,, uint32 members,) = pools.poolOf(pool);
         vm.assertEq(members, 1);
         (address liable, uint256 most,) = pools.liabilityOf(pool, node);
@@ -191,8 +191,12 @@ contract PoolsTest is Network {
     }
 
     function test_Join_StakeMustCoverAllSeats_InAllPools() public {
-        join(node, 2);
-        Invite memory i = invite(node2, 2);
+        join(node);
+        join(node2);
+        uint256 first = pool;
+        pool = createPool();
+        join(node);
+        Invite memory i = invite(node2);
         bytes memory signature = signed(i);
         expect(
             abi.encodeWithSelector(
@@ -200,35 +204,24 @@ contract PoolsTest is Network {
             )
         );
         pools.join(i, signature);
-        uint256 first = pool;
-        pool = createPool();
-        i = invite(node2, 2);
-        signature = signed(i);
-        vm.expectPartialRevert(Errors.InsufficientStake.selector);
-        pools.join(i, signature);
-        join(node, 1);
-        vm.assertEq(pools.classOf(first, node), 2);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(first, node));
+        vm.assertTrue(pools.isMember(pool, node));
+        vm.assertFalse(pools.isMember(pool, node2));
     }
 
-    function test_Join_RefusesClassZero_ExpiredAndForeignInvites() public {
-        Invite memory i = invite(node, 0);
-        bytes memory signature = signed(i);
-        expect(abi.encodeWithSelector(Errors.ZeroClass.selector));
-        pools.join(i, signature);
-
-        i = invite(node, 1);
+    function test_Join_RefusesExpiredAndForeignInvites() public {
+        Invite memory i = invite(node);
         i.deadline = uint64(block.timestamp) - 1;
-        signature = signed(i);
+        bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.Expired.selector, i.deadline, block.timestamp));
         pools.join(i, signature);
 
-        i = invite(node, 1);
+        i = invite(node);
         signature = sign(NODE_KEY, pools.inviteDigest(i));
         expect(abi.encodeWithSelector(Errors.BadSignature.selector, manager, pools.inviteDigest(i)));
         pools.join(i, signature);
 
-        i = invite(address(0xBAD), 1);
+        i = invite(address(0xBAD));
         signature = signed(i);
         expect(abi.encodeWithSelector(Errors.UnknownNode.selector, address(0xBAD)));
         pools.join(i, signature);
@@ -236,23 +229,22 @@ contract PoolsTest is Network {
 
     function testFuzz_Join_RefusesEveryChangeOfASignedInvite(uint8 field, uint64 by) public {
         vm.assume(by != 0);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
-        if (field % 3 == 0) i.node = node2;
-        else if (field % 3 == 1) i.speedClass = uint8(2 + by % 200);
+        if (field % 2 == 0) i.node = node2;
         else i.deadline = uint64(block.timestamp) + by % (1 << 40);
         vm.expectPartialRevert(Errors.BadSignature.selector);
         pools.join(i, signature);
     }
 
     function testFuzz_Join_TakesNoRandomBytesForASignature(bytes memory noise) public {
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         vm.expectPartialRevert(Errors.BadSignature.selector);
         pools.join(i, noise);
     }
 
     function test_Join_RefusesWhatWasSignedForAnotherContract() public {
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         Pools other = new Pools(registry, vault);
         bytes memory signature = sign(MANAGER_KEY, other.inviteDigest(i));
         vm.expectPartialRevert(Errors.BadSignature.selector);
@@ -260,8 +252,8 @@ contract PoolsTest is Network {
     }
 
     function test_Join_RefusesMembersAndAFullPool() public {
-        join(node, 1);
-        Invite memory i = invite(node, 1);
+        join(node);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.AlreadyMember.selector, pool, node));
         pools.join(i, signature);
@@ -269,20 +261,20 @@ contract PoolsTest is Network {
         vm.prank(manager);
         pool = pools.create(Pools.Config(trainer, RUN, 0, 0, 1, 2, LEASE));
         allow(provider, pool);
-        join(node, 1);
-        i = invite(node2, 1);
+        join(node);
+        i = invite(node2);
         signature = signed(i);
         expect(abi.encodeWithSelector(Errors.PoolFull.selector, pool, 1));
         pools.join(i, signature);
         vm.prank(node);
         pools.leave(pool, node);
         pools.join(i, signature);
-        vm.assertEq(pools.classOf(pool, node2), 1);
+        vm.assertTrue(pools.isMember(pool, node2));
     }
 
     function test_Leave_ByNodeOrProvider_FreesTheStake() public {
-        join(node, 2);
-        join(node2, 1);
+        join(node);
+        join(node2);
         expectNotAllowed(stranger);
         vm.prank(stranger);
         pools.leave(pool, node);
@@ -291,26 +283,26 @@ contract PoolsTest is Network {
         vm.prank(provider);
         pools.leave(pool, node2);
         vm.assertEq(vault.committed(provider), 0);
-        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertFalse(pools.isMember(pool, node));
         expect(abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
         vm.prank(provider);
         pools.leave(pool, node);
     }
 
     function test_Join_AnInviteAdmitsOnce() public {
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         pools.join(i, signature);
         vm.prank(manager);
         pools.eject(pool, node);
         expect(abi.encodeWithSelector(Errors.InviteUsed.selector, pool, node, i.deadline));
         pools.join(i, signature);
-        join(node, 3);
-        vm.assertEq(pools.classOf(pool, node), 3);
+        join(node);
+        vm.assertTrue(pools.isMember(pool, node));
     }
 
     function test_Join_AnInviteWithoutEndAdmitsOnceAsWell() public {
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         i.deadline = type(uint64).max;
         bytes memory signature = signed(i);
         pools.join(i, signature);
@@ -325,28 +317,28 @@ contract PoolsTest is Network {
         expect(abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
         pools.eject(pool, node);
         vm.stopPrank();
-        join(node, 1);
+        join(node);
         vm.prank(manager);
         pools.eject(pool, node);
-        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertFalse(pools.isMember(pool, node));
         vm.assertEq(vault.committed(provider), 0);
     }
 
     function test_SetBan_BarsComingBackUntilLifted() public {
         vm.prank(manager);
         pools.setBan(pool, node, true);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.Banned.selector, pool, node));
         pools.join(i, signature);
         vm.prank(manager);
         pools.setBan(pool, node, false);
         pools.join(i, signature);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(pool, node));
     }
 
     function test_Expel_BarsANodeThatHasAlreadyLeft() public {
-        join(node, 1);
+        join(node);
         vm.prank(node);
         pools.leave(pool, node);
         vm.prank(address(slasher));
@@ -355,7 +347,7 @@ contract PoolsTest is Network {
     }
 
     function test_Join_UnderANewProviderWaitsForTheOldOnesLiability() public {
-        join(node, 1);
+        join(node);
         vm.startPrank(node);
         pools.leave(pool, node);
         registry.removeNode(node);
@@ -363,7 +355,7 @@ contract PoolsTest is Network {
         register(stranger, stranger);
         stake(stranger, STAKE);
         addNode(stranger, NODE_KEY);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         uint256 until = START + UNBONDING;
         expect(abi.encodeWithSelector(Errors.StillLiable.selector, node, provider, until));
@@ -402,12 +394,12 @@ contract PoolsTest is Network {
         Safe safe = new Safe();
         pool = safe.create(pools, RUN);
         allow(provider, pool);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         vm.expectPartialRevert(Errors.BadSignature.selector);
         pools.join(i, "");
         safe.approve(pools.inviteDigest(i));
         pools.join(i, "");
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(pool, node));
         PolicyStatement memory s = PolicyStatement(pool, 0, keccak256("p"));
         safe.approve(pools.policyStatementDigest(s));
         pools.publishPolicy(s, "");
@@ -415,14 +407,14 @@ contract PoolsTest is Network {
     }
 
     function test_End_ClosesJoinAndPublish_ButSeatsCanBeLeft() public {
-        join(node, 1);
+        join(node);
         vm.startPrank(manager);
         pools.end(pool);
         expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
         pools.end(pool);
         vm.stopPrank();
         vm.assertTrue(pools.hasEnded(pool));
-        Invite memory i = invite(node2, 1);
+        Invite memory i = invite(node2);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.PoolHasEnded.selector, pool));
         pools.join(i, signature);

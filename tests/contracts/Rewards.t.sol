@@ -14,7 +14,7 @@ contract RewardsTest is Network {
         deployNetwork();
         seatNode(3 * STAKE);
         addNode(provider, NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         fund(100);
         vm.warp(postable(E));
     }

@@ -17,7 +17,7 @@ contract SeatsTest is Network {
         vm.prank(provider);
         registry.registerProvider(payout);
         vm.prank(provider);
-        pools.allow(pool, 0);
+        pools.allow(pool, false);
         stake(provider, 4 * STAKE);
         addNode(provider, NODE_KEY);
     }
@@ -29,8 +29,8 @@ contract SeatsTest is Network {
         pools.join(i, signature);
     }
 
-    function notAgreed(uint8 class_) private view returns (bytes memory) {
-        return abi.encodeWithSelector(Errors.NotAgreed.selector, pool, provider, class_);
+    function notAgreed() private view returns (bytes memory) {
+        return abi.encodeWithSelector(Errors.NotAgreed.selector, pool, provider);
     }
 
     // -------------------------------------------------------------------------------- the consent
@@ -39,73 +39,74 @@ contract SeatsTest is Network {
         uint256 trap = STAKE * 3;
         vm.prank(vm.addr(0xBAD));
         pool = pools.create(Pools.Config(trainer, RUN, uint88(trap), 0, 1, 2, LEASE));
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = sign(0xBAD, pools.inviteDigest(i));
-        expect(notAgreed(1));
+        expect(notAgreed());
         vm.prank(stranger);
         pools.join(i, signature);
         vm.assertEq(vault.committed(provider), 0);
         // Nor does the node's own key: it is a hot one.
-        expect(notAgreed(1));
+        expect(notAgreed());
         vm.prank(node);
         pools.join(i, signature);
     }
 
     function test_Join_ByTheProviderItselfIsItsConsent() public {
-        Invite memory i = invite(node, 2);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         vm.prank(provider);
         pools.join(i, signature);
-        vm.assertEq(pools.classOf(pool, node), 2);
+        vm.assertTrue(pools.isMember(pool, node));
     }
 
-    function test_Allow_LetsAnyoneCarryInvitesUpToTheClass() public {
+    function test_Allow_LetsAnyoneCarryInvites() public {
         vm.expectEmit();
-        emit SeatsAllowed(pool, provider, 2);
+        emit SeatsAllowed(pool, provider, true);
         vm.prank(provider);
-        pools.allow(pool, 2);
-        vm.assertEq(pools.allowedClass(provider, pool), 2);
-        refused(stranger, invite(node, 3), notAgreed(3));
-        join(node, 2);
-        vm.assertEq(vault.committed(provider), 2 * STAKE);
+        pools.allow(pool, true);
+        vm.assertTrue(pools.allows(provider, pool));
+        join(node);
+        vm.assertEq(vault.committed(provider), STAKE);
     }
 
-    event SeatsAllowed(uint256 indexed pool, address indexed provider, uint8 upToClass);
+    event SeatsAllowed(uint256 indexed pool, address indexed provider, bool on);
 
     function test_Allow_TakenBackStopsNewSeatsAndKeepsTakenOnes() public {
         vm.startPrank(provider);
-        pools.allow(pool, 1);
+        pools.allow(pool, true);
         vm.stopPrank();
-        join(node, 1);
+        join(node);
         vm.prank(provider);
-        pools.allow(pool, 0);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        pools.allow(pool, false);
+        vm.assertTrue(pools.isMember(pool, node));
         vm.prank(node);
         pools.leave(pool, node);
-        refused(stranger, invite(node, 1), notAgreed(1));
+        refused(stranger, invite(node), notAgreed());
     }
 
     function test_Allow_RefusesAnUnknownPool() public {
         expect(abi.encodeWithSelector(Errors.UnknownPool.selector, 99));
-        pools.allow(99, 1);
+        pools.allow(99, true);
     }
 
-    function test_Join_AnEjectedNodeComesBackInNoHigherClass() public {
-        Invite memory i = invite(node, 2);
+    function test_Join_AnEjectedNodeComesBackWithoutConsent_OneThatLeftDoesNot() public {
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         vm.prank(provider);
         pools.join(i, signature);
         vm.prank(manager);
         pools.eject(pool, node);
-        refused(stranger, invite(node, 3), notAgreed(3));
-        join(node, 1);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        join(node);
+        vm.assertTrue(pools.isMember(pool, node));
+        vm.prank(node);
+        pools.leave(pool, node);
+        refused(stranger, invite(node), notAgreed());
     }
 
     function test_Join_AnEjectedNodeOfAnotherProviderNeedsThatOnesConsent() public {
         vm.prank(provider);
-        pools.allow(pool, 1);
-        join(node, 1);
+        pools.allow(pool, true);
+        join(node);
         vm.prank(manager);
         pools.eject(pool, node);
         vm.prank(provider);
@@ -116,9 +117,7 @@ contract SeatsTest is Network {
         addNode(stranger, NODE_KEY);
         vm.warp(START + UNBONDING);
         refused(
-            node,
-            invite(node, 1),
-            abi.encodeWithSelector(Errors.NotAgreed.selector, pool, stranger, 1)
+            node, invite(node), abi.encodeWithSelector(Errors.NotAgreed.selector, pool, stranger)
         );
     }
 
@@ -129,21 +128,19 @@ contract SeatsTest is Network {
         pools.pause(pool);
         (bool paused,,) = pools.rulesOf(pool);
         vm.assertTrue(paused);
-        refused(
-            provider, invite(node, 1), abi.encodeWithSelector(Errors.PoolIsPaused.selector, pool)
-        );
+        refused(provider, invite(node), abi.encodeWithSelector(Errors.PoolIsPaused.selector, pool));
         vm.prank(manager);
         pools.start(pool);
         vm.prank(provider);
-        pools.allow(pool, 1);
-        join(node, 1);
+        pools.allow(pool, true);
+        join(node);
         (paused,,) = pools.rulesOf(pool);
         vm.assertFalse(paused);
     }
 
     function test_AllowList_SeatsOnlyListedProviders() public {
         vm.startPrank(provider);
-        pools.allow(pool, 1);
+        pools.allow(pool, true);
         vm.stopPrank();
         vm.prank(manager);
         pools.setAllowList(pool, true);
@@ -152,16 +149,16 @@ contract SeatsTest is Network {
         vm.assertEq(endedAt, 0);
         refused(
             stranger,
-            invite(node, 1),
+            invite(node),
             abi.encodeWithSelector(Errors.NotListed.selector, pool, provider)
         );
         vm.prank(manager);
         pools.setListed(pool, provider, true);
         vm.assertTrue(pools.isListed(pool, provider));
-        join(node, 1);
+        join(node);
         vm.prank(manager);
         pools.setListed(pool, provider, false);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(pool, node));
     }
 
     function test_NewManagersCalls_RefuseOthers() public {
@@ -220,21 +217,21 @@ contract SeatsTest is Network {
         registry.moveNode(from, c, signature, seats);
     }
 
-    function seat(address who, uint8 class_) private {
+    function seat(address who) private {
         vm.prank(provider);
-        pools.allow(pool, 255);
-        join(who, class_);
+        pools.allow(pool, true);
+        join(who);
     }
 
     function test_MoveNode_TakesTheSeatAlong() public {
-        seat(node, 2);
+        seat(node);
         move(NODE2_KEY);
         vm.assertEq(registry.providerOf(node), address(0));
         vm.assertEq(registry.providerOf(node2), provider);
         vm.assertEq(registry.movedTo(node), node2);
-        vm.assertEq(pools.classOf(pool, node), 0);
-        vm.assertEq(pools.classOf(pool, node2), 2);
-        vm.assertEq(vault.committed(provider), 2 * STAKE);
+        vm.assertFalse(pools.isMember(pool, node));
+        vm.assertTrue(pools.isMember(pool, node2));
+        vm.assertEq(vault.committed(provider), STAKE);
         (,,,,, uint32 members,) = pools.poolOf(pool);
         vm.assertEq(members, 1);
         // Who answers for the old key's work does not change, and its seat is on record.
@@ -243,13 +240,13 @@ contract SeatsTest is Network {
     }
 
     function test_MoveNode_TheOldKeysWorkIsStillSlashed_AndTheNewKeyExpelled() public {
-        seat(node, 1);
+        seat(node);
         move(NODE2_KEY);
         bytes32 id = propose(1);
         vm.warp(START + WINDOW);
         slasher.execute(id);
         vm.assertEq(token.balanceOf(treasury), STAKE);
-        vm.assertEq(pools.classOf(pool, node2), 0);
+        vm.assertFalse(pools.isMember(pool, node2));
         vm.assertTrue(pools.seatOf(pool, node2).banned);
         vm.assertTrue(pools.seatOf(pool, node).banned);
         vm.assertEq(vault.committed(provider), 0);
@@ -258,25 +255,25 @@ contract SeatsTest is Network {
     /// @dev The old key bound and seated again, beside the seat that moved on.
     function comeBack() private {
         addNode(provider, NODE_KEY);
-        seat(node, 1);
+        seat(node);
     }
 
     function test_MoveNode_AnOldKeySeatedAgainDoesNotHideTheSeatThatMovedOn() public {
-        seat(node, 1);
+        seat(node);
         move(NODE2_KEY);
         comeBack();
         bytes32 id = propose(1);
         vm.warp(START + WINDOW);
         slasher.execute(id);
-        vm.assertEq(pools.classOf(pool, node), 0);
-        vm.assertEq(pools.classOf(pool, node2), 0);
+        vm.assertFalse(pools.isMember(pool, node));
+        vm.assertFalse(pools.isMember(pool, node2));
         vm.assertTrue(pools.seatOf(pool, node).banned);
         vm.assertTrue(pools.seatOf(pool, node2).banned);
         vm.assertEq(vault.committed(provider), 0);
     }
 
     function test_MoveNode_AnOldKeySeatedAgainMovesOnAfterAnUnbondingPeriodOnly() public {
-        seat(node, 1);
+        seat(node);
         move(NODE2_KEY);
         comeBack();
         moveRefused(
@@ -286,12 +283,12 @@ contract SeatsTest is Network {
         );
         vm.warp(START + UNBONDING);
         move(NODE3_KEY);
-        vm.assertEq(pools.classOf(pool, node2), 1);
-        vm.assertEq(pools.classOf(pool, node3), 1);
+        vm.assertTrue(pools.isMember(pool, node2));
+        vm.assertTrue(pools.isMember(pool, node3));
     }
 
     function test_Expel_LeavesTheSeatOfTheProviderThatTookTheKeyOver() public {
-        seat(node, 1);
+        seat(node);
         bytes32 id = propose(1);
         vm.startPrank(provider);
         pools.leave(pool, node);
@@ -301,16 +298,16 @@ contract SeatsTest is Network {
         stake(stranger, STAKE);
         addNode(stranger, NODE_KEY);
         vm.warp(START + UNBONDING);
-        join(node, 1);
+        join(node);
         slasher.execute(id);
         vm.assertEq(token.balanceOf(treasury), STAKE);
         vm.assertEq(pools.liableFor(pool, node), stranger);
-        vm.assertEq(pools.classOf(pool, node), 1);
+        vm.assertTrue(pools.isMember(pool, node));
         vm.assertFalse(pools.seatOf(pool, node).banned);
     }
 
     function test_MoveNode_OnceAnUnbondingPeriod_AtTheEdge() public {
-        seat(node, 1);
+        seat(node);
         move(NODE2_KEY);
         vm.warp(START + UNBONDING - 1);
         moveRefused(
@@ -322,11 +319,11 @@ contract SeatsTest is Network {
         uint256[] memory seats = new uint256[](1);
         seats[0] = pool;
         move(node2, NODE3_KEY, seats);
-        vm.assertEq(pools.classOf(pool, node3), 1);
+        vm.assertTrue(pools.isMember(pool, node3));
     }
 
     function test_MoveNode_ABanGoesAlong() public {
-        seat(node, 1);
+        seat(node);
         vm.prank(manager);
         pools.setBan(pool, node, true);
         move(NODE2_KEY);
@@ -334,12 +331,12 @@ contract SeatsTest is Network {
     }
 
     function test_MoveNode_RefusesABannedOrSeatedKey() public {
-        seat(node, 1);
+        seat(node);
         vm.prank(manager);
         pools.setBan(pool, node2, true);
         moveRefused(node, NODE2_KEY, abi.encodeWithSelector(Errors.Banned.selector, pool, node2));
         addNode(provider, NODE3_KEY);
-        seat(node3, 1);
+        seat(node3);
         vm.prank(provider);
         registry.removeNode(node3);
         moveRefused(
@@ -349,14 +346,14 @@ contract SeatsTest is Network {
 
     function test_MoveNode_RefusesASeatThatIsNotThere() public {
         moveRefused(node, NODE2_KEY, abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
-        seat(node, 1);
+        seat(node);
         vm.prank(node);
         pools.leave(pool, node);
         moveRefused(node, NODE2_KEY, abi.encodeWithSelector(Errors.NotMember.selector, pool, node));
     }
 
     function test_MoveNode_RefusesASeatOfAnotherProvider() public {
-        seat(node, 1);
+        seat(node);
         vm.prank(provider);
         registry.removeNode(node);
         vm.prank(stranger);
@@ -386,7 +383,7 @@ contract SeatsTest is Network {
     }
 
     function test_MoveSeat_ByTheRegistryOnly() public {
-        seat(node, 1);
+        seat(node);
         expectNotAllowed(provider);
         vm.prank(provider);
         pools.moveSeat(pool, node, node2);

@@ -60,7 +60,7 @@ contract SlasherTest is Network {
         pool = pools.create(c);
         appoint();
         allow(provider, pool);
-        join(node, 1);
+        join(node);
         expectOf(submission(1), abi.encodeWithSelector(Errors.ZeroAmount.selector));
     }
 
@@ -189,7 +189,7 @@ contract SlasherTest is Network {
 
     function test_Propose_AnotherNodesSubmissionIsNotSignedAway() public {
         addNode(provider, NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         Submission memory s = submission(1);
         bytes memory wrong = sign(NODE2_KEY, leafOf(s));
         uint64 seq = postRoot(one(leafOf(s)));
@@ -303,13 +303,13 @@ contract SlasherTest is Network {
         assertState(id, Slasher.State.Executed);
         assertStake(3 * STAKE - SLASH, 0);
         vm.assertEq(token.balanceOf(treasury), SLASH);
-        vm.assertEq(pools.classOf(pool, node), 0);
+        vm.assertFalse(pools.isMember(pool, node));
         vm.assertEq(vault.committed(provider), 0);
         expect(
             abi.encodeWithSelector(Errors.WrongState.selector, id, uint8(Slasher.State.Executed))
         );
         slasher.execute(id);
-        Invite memory i = invite(node, 1);
+        Invite memory i = invite(node);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.Banned.selector, pool, node));
         pools.join(i, signature);
@@ -355,7 +355,7 @@ contract SlasherTest is Network {
 
     function test_Execute_WhatTakesNothingNeitherExpelsNorBans() public {
         addNode(provider, NODE2_KEY);
-        join(node2, 1);
+        join(node2);
         Submission memory s = submission(9);
         s.node = node2;
         bytes32[3] memory ids = [propose(1), propose(2), propose(3)];
@@ -366,7 +366,7 @@ contract SlasherTest is Network {
         }
         slasher.execute(empty);
         assertState(empty, Slasher.State.Executed);
-        vm.assertEq(pools.classOf(pool, node2), 1);
+        vm.assertTrue(pools.isMember(pool, node2));
         vm.assertFalse(pools.seatOf(pool, node2).banned);
     }
 

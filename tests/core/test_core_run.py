@@ -31,7 +31,7 @@ def made(kind: type[RunDefinition] = RunDefinition) -> RunDefinition:
         budgets=LengthBudgets(targets=(2,), penalty_micro=0),
         task=Task(image="process"),
         price_per_unit=10,
-        stake_per_class=100,
+        stake_per_seat=100,
         slash_amount=50,
     )
 
@@ -78,7 +78,7 @@ def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
 def test_chat_raises_the_schema_and_leaves_the_digest_of_runs_without_it() -> None:
     """A program that does not know `chat` would ask without the template and be slashed for it."""
     plain = made()
-    assert plain.digest() == "0xba27b71a66c7cc4b7bf1cf3df4e32e0ef06ab5ec7fc59184084192c4a74b7ca3"
+    assert plain.digest() == "0xf8e00732df3afac5c63d9ebc10093927310de24af5d71164d1ea4861dd6b53e4"
     chat = Chat(template=ZERO_DIGEST, system="be kind")
     asked = plain.model_copy(update={"chat": chat, "schema_version": 2})
     assert RunDefinition.parse(asked.raw(), exact=True).chat == chat

@@ -40,7 +40,7 @@ def test_every_field_but_those_named_stays_for_the_pools_life() -> None:
         with pytest.raises(PolicyError, match=name):
             check_revision(FIRST, FIRST.model_copy(update={name: other(value)}))
         seen.add(name)
-    assert {"base_model", "stake_per_class", "slash_amount", "epoch_seconds", "calibration"} <= seen
+    assert {"base_model", "stake_per_seat", "slash_amount", "epoch_seconds", "calibration"} <= seen
     for name in ("task", "requirements", "budgets", "environment"):
         part = getattr(FIRST, name)
         field, value = next((k, v) for k, v in dict(part).items() if other(v) != v)

@@ -104,12 +104,11 @@ class World:
         )
         signature = node.sign(consent, self.deployment.domain_of(consent))
         self.send(provider, c.registry.add_node(consent, signature))
-        self.send(provider, c.pools.allow(self.mgr.context.pool, 1))
+        self.send(provider, c.pools.allow(self.mgr.context.pool, True))
         self.mgr.admit(node, "admitted")
         invite = Invite(
             pool=self.mgr.context.pool,
             node=node.address,
-            speed_class=1,
             deadline=chain_time + 600,
         )
         with self.mgr.store.begin() as connection:
@@ -174,7 +173,7 @@ def make_world(folder: Path, run: RunDefinition = RUN, periods: Periods = DEMO_P
     )
     create = contracts.pools.create(
         pool_config(
-            TRAINER.address, run.digest(), run.stake_per_class, slash=run.slash_amount,
+            TRAINER.address, run.digest(), run.stake_per_seat, slash=run.slash_amount,
             capacity=100, lease_seconds=run.lease_seconds,
         )
     )  # fmt: skip

@@ -63,7 +63,7 @@ RUN = RunDefinition(
     budgets=LengthBudgets(targets=(2, 6), penalty_micro=150_000),
     task=Task(image="process"),
     price_per_unit=TOKEN // 1000,
-    stake_per_class=100 * TOKEN,
+    stake_per_seat=100 * TOKEN,
     slash_amount=50 * TOKEN,
     epoch_seconds=DEMO_PERIODS.epoch_length,
     validity_seconds=DEMO_PERIODS.validity,

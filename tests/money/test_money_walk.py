@@ -50,7 +50,7 @@ def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(member
     assert slash["execute_tx"] is not None
     assert mgr.node_status(LIAR.address) == "ejected"
     assert mgr.node_status(HONEST.address) == "active"
-    assert world.contracts.pools.class_of(1, LIAR.address) == 0
+    assert not world.contracts.pools.is_member(1, LIAR.address)
     assert world.contracts.vault.active(OTHER.address) == STAKE - RUN.slash_amount
     assert world.contracts.vault.active(OWNER.address) == STAKE
     assert world.contracts.token.balance_of(TREASURY.address) == RUN.slash_amount

@@ -110,9 +110,9 @@ class Office:
         )  # fmt: skip
         signature = NODE.sign(consent, deployed.deployment.domain_of(consent))
         deployed.send(OWNER, c.registry.add_node(consent, signature))
-        deployed.send(OWNER, c.pools.allow(self.pool, 2))
+        deployed.send(OWNER, c.pools.allow(self.pool, True))
         file = self.folder / "invite.json"
-        self("pool", "invite", NODE.address, "--class", "1", "--out", str(file), *self.number)
+        self("pool", "invite", NODE.address, "--out", str(file), *self.number)
         self("pool", "join", str(file), who=STRANGER)
 
     def proposal(self, leaf: Digest) -> ProposalState:
@@ -198,10 +198,8 @@ def test_a_manager_funds_pauses_starts_and_shows_a_pool(office: Office) -> None:
 
 def test_an_invite_is_a_file_that_anyone_carries(office: Office) -> None:
     office.seat()
-    assert office.deployed.contracts.pools.class_of(office.pool, NODE.address) == 1
-    said = office.refused(
-        "pool", "invite", NODE.address, "--class", "1", *office.number, who=STRANGER
-    )
+    assert office.deployed.contracts.pools.is_member(office.pool, NODE.address)
+    said = office.refused("pool", "invite", NODE.address, *office.number, who=STRANGER)
     assert f"is managed by {MANAGER.address}" in said
     (office.folder / "bad.json").write_text("[]")
     assert "is no signed invite" in office.refused("pool", "join", str(office.folder / "bad.json"))
@@ -211,7 +209,7 @@ def test_a_node_is_ejected_banned_and_let_back(office: Office) -> None:
     office.seat()
     pools = office.deployed.contracts.pools
     office("pool", "eject", NODE.address, *office.number)
-    assert pools.class_of(office.pool, NODE.address) == 0
+    assert not pools.is_member(office.pool, NODE.address)
     office("pool", "ban", NODE.address, *office.number)
     seat = pools.seat_of(office.pool, NODE.address)
     assert seat is not None

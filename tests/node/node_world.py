@@ -77,7 +77,7 @@ def run_definition(**changes: Any) -> RunDefinition:
         "speed": SpeedClasses(challenge_size=64, challenge_rounds=1),
         "task": Task(image="process"),
         "price_per_unit": 10,
-        "stake_per_class": 100,
+        "stake_per_seat": 100,
         "slash_amount": 50,
         "lease_seconds": 300,
         "heartbeat_seconds": 1,
@@ -245,7 +245,7 @@ def node_world(
     password_file.write_text(PASSWORD + "\n")
     save_keystore(keystore, NODE.account.key, PASSWORD, light=True)
     world = NodeWorld(backend, store, folder, port, keystore, password_file)
-    do_the_owners_part(store, backend.context.run.stake_per_class)
+    do_the_owners_part(store, backend.context.run.stake_per_seat)
     signed = publish_model(folder, deployed, pool, model)
     with Origin(folder / "layout") as origin:
         with store.begin() as connection:

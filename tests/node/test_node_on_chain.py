@@ -68,7 +68,7 @@ class Chain:
 def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
     for account in (MANAGER, NODE):
         deployed.anvil.fund(account.address)
-    run = run_definition(stake_per_class=STAKE)
+    run = run_definition(stake_per_seat=STAKE)
     create = deployed.contracts.pools.create(
         pool_config(TRAINER.address, run.digest(), STAKE, capacity=16)
     )
@@ -76,7 +76,7 @@ def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
     bank = deployed.accounts[0]
     for step in flows.fund_pool(deployed.contracts, bank.address, pool, ETHER):
         deployed.send(bank, step)
-    with node_world(tmp_path, deployed.deployment, pool, stake_per_class=STAKE) as world:
+    with node_world(tmp_path, deployed.deployment, pool, stake_per_seat=STAKE) as world:
         yield Chain(world, deployed, pool)
 
 
@@ -87,7 +87,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     contracts = chain.deployed.contracts
     assert contracts.registry.provider_of(NODE.address) == NODE.address
     assert contracts.vault.active(NODE.address) >= STAKE
-    assert contracts.pools.class_of(chain.pool, NODE.address) == 1
+    assert contracts.pools.is_member(chain.pool, NODE.address)
     until(chain.world.submissions, "it works")
 
     # nothing is done twice by a restart
@@ -117,7 +117,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert shown["agent"] == f"running (process {second.pid})"
     assert shown["node"] == NODE.address
     assert shown["directive"] == "work"
-    assert shown["member_in_class"] == 1
+    assert shown["member"] is True
 
     # leaving: the agent ends first, then the chain hears of it
     command = [sys.executable, "-m", "prime_node.cli", "leave", "--data", data]
@@ -127,7 +127,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert f"the agent (process {second.pid}) is asked to stop" in stopping
     assert ended
     assert "it may be withdrawn from" in left.stdout
-    assert contracts.pools.class_of(chain.pool, NODE.address) == 0
+    assert not contracts.pools.is_member(chain.pool, NODE.address)
 
 
 @pytest.mark.slow

@@ -92,15 +92,13 @@ class Owner:
         return path
 
     def seat(self, node: LocalSigner) -> None:
-        """Stake, node, and a seat in class 1."""
+        """Stake, node, and a seat."""
         self("faucet")
         self("stake", "add", "300")
         self("node", "add", str(self.consent(node)))
-        self("node", "allow", "--class", "3")
+        self("node", "allow")
         deployed = self.deployed
-        invite = Invite(
-            pool=self.pool, node=node.address, speed_class=1, deadline=deployed.now() + 1000
-        )
+        invite = Invite(pool=self.pool, node=node.address, deadline=deployed.now() + 1000)
         signature = MANAGER.sign(invite, deployed.deployment.domain_of(invite))
         deployed.send(MANAGER, deployed.contracts.pools.join(invite, signature))
 
@@ -121,7 +119,7 @@ def test_a_node_is_added_by_its_signed_consent_shown_listed_and_removed(owner: O
     done = owner("node", "add", str(consent))
     assert [row["what"].split()[0] for row in done] == ["register", "add"]
     shown = owner("node", "show", NODE.address)
-    assert (shown["provider"], shown["payout"], shown["seats"]) == (OWNER.address,) * 2 + ([],)
+    assert (shown["provider"], shown["payout"], shown["pools"]) == (OWNER.address,) * 2 + ([],)
     assert owner("node", "list") == [NODE.address]
     assert owner("node", "add", str(consent)) == [], "what is done is not sent again"
     owner("node", "remove", NODE.address)
@@ -156,7 +154,7 @@ def test_one_command_or_one_transaction_of_a_safe_does_all_that_a_seat_needs(own
     assert [row["what"].split()[0] for row in owner(*words)] == kinds
     contracts = owner.deployed.contracts
     assert contracts.vault.active(OWNER.address) == 150 * ETHER
-    assert contracts.pools.allowed_class(OWNER.address, owner.pool) == 1
+    assert contracts.pools.allows(OWNER.address, owner.pool)
     assert owner("node", "list") == [NODE.address]
     assert owner(*words) == [], "what is done is not sent again"
 
@@ -174,11 +172,11 @@ def test_a_consent_of_another_owner_or_of_nobody_is_one_sentence(
 
 def test_a_node_moved_to_a_new_key_keeps_its_seat(owner: Owner) -> None:
     owner.seat(NODE)
-    assert owner("node", "show", NODE.address)["seats"] == [{"pool": owner.pool, "speed_class": 1}]
+    assert owner("node", "show", NODE.address)["pools"] == [owner.pool]
     owner("node", "move", NODE.address, str(owner.consent(OTHER)))
     assert owner("node", "show", NODE.address)["moved_to"] == OTHER.address
-    assert owner("node", "show", NODE.address)["seats"] == []
-    assert owner("node", "show", OTHER.address)["seats"] == [{"pool": owner.pool, "speed_class": 1}]
+    assert owner("node", "show", NODE.address)["pools"] == []
+    assert owner("node", "show", OTHER.address)["pools"] == [owner.pool]
     assert owner("node", "list") == [OTHER.address]
 
 
@@ -198,12 +196,15 @@ def test_an_owner_s_wallet_takes_its_nodes_out_of_the_pool(owner: Owner) -> None
     assert "has no node in pool" in owner.refused("leave")
     owner.seat(NODE)
     assert "has no node in pool" in owner.refused("leave", wallet=OTHER)
-    assert pools.class_of(owner.pool, NODE.address) == 1
+    assert pools.is_member(owner.pool, NODE.address)
     status, said, error = owner.run("leave")
     assert status == 0, error
     assert "it may be withdrawn from" in said
-    assert pools.class_of(owner.pool, NODE.address) == 0
+    assert not pools.is_member(owner.pool, NODE.address)
     assert "has no node in pool" in owner.refused("leave"), "nothing is left to do"
+    assert pools.allows(OWNER.address, owner.pool)
+    owner("node", "allow", "--off")
+    assert not pools.allows(OWNER.address, owner.pool)
 
 
 def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
@@ -263,7 +264,7 @@ def test_stake_nodes_and_faucet_need_no_pool(owner: Owner) -> None:
     owner("faucet", wallet=OTHER)
     assert "gas" in typed("stake", "add", "5", "--dry-run")
     assert f"{OTHER.address} has no node" in typed("node", "list")
-    assert "seats" in typed("node", "show")
+    assert "pools" in typed("node", "show")
     owner("stake", "add", "5", wallet=OTHER)
     assert "gas" in typed("payout", OWNER.address, "--dry-run")
     assert "gas" in typed("stake", "unbond", "5", "--dry-run")

@@ -54,7 +54,7 @@ RUN = run_definition(
     environment=environment_ref("reverse", {}, BUDGETS, train_size=100, heldout_size=10),
     epoch_seconds=TEST_PERIODS.epoch_length,
     validity_seconds=TEST_PERIODS.validity,
-    stake_per_class=STAKE,
+    stake_per_seat=STAKE,
     root_seconds=1,
 )
 
@@ -160,7 +160,7 @@ def register(deployed: Deployed, pool: int) -> None:
     )
     signature = NODE.sign(consent, deployed.deployment.domain_of(consent))
     deployed.send(owner, c.registry.add_node(consent, signature))
-    deployed.send(owner, c.pools.allow(pool, 1))
+    deployed.send(owner, c.pools.allow(pool, True))
     deployed.anvil.mine(1)  # on a chain that stands still the stake would never be safe
 
 

@@ -68,7 +68,7 @@ def run_definition(**changes: Any) -> RunDefinition:
         "speed": SpeedClasses(ratios_micro=(500_000,), challenge_size=16, challenge_rounds=2),
         "task": Task(image="process"),
         "price_per_unit": 10,
-        "stake_per_class": 100,
+        "stake_per_seat": 100,
         "slash_amount": 50,
         "lease_seconds": 60,
         "heartbeat_seconds": 5,
@@ -170,7 +170,7 @@ class World:
         """A node whose provider has done its part on chain, with a session."""
         node, owner = signer(number), provider or signer(100 + number)
         self.on_chain("NodeAdded", provider=owner.address, node=node.address)
-        stake = self.backend.context.run.stake_per_class
+        stake = self.backend.context.run.stake_per_seat
         self.on_chain("Deposited", provider=owner.address, amount=stake)
         return self.login(node)
 

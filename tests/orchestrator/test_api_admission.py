@@ -84,7 +84,7 @@ def on_chain(world: World, what: str, session: Session, block: int = 1, **args: 
 
 
 def join(world: World, session: Session) -> None:
-    on_chain(world, "NodeJoined", session, provider=signer(9).address, speed_class=1)
+    on_chain(world, "NodeJoined", session, provider=signer(9).address)
 
 
 def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: World) -> None:
@@ -92,7 +92,7 @@ def test_a_right_answer_gives_the_managers_invite_and_queues_the_join(world: Wor
     answer = admit(world, session)
     invite = answer.invite
     assert invite.recover(world.domain("pools"), answer.signature) == world.manager.address
-    assert (invite.pool, invite.node, invite.speed_class) == (1, signer(1).address, 1)
+    assert (invite.pool, invite.node) == (1, signer(1).address)
     with world.backend.store.read() as connection:
         queued = intents.pending(connection)
     assert [(i.kind, i.arguments()["invite"]["node"]) for i in queued] == [
@@ -106,7 +106,6 @@ def test_speed_is_measured_by_our_clock_and_slowness_only_lowers_the_class(world
     slow = admit(world, world.newcomer(2), seconds=100)
     assert 990 <= fast.mmacs_per_second <= 1060
     assert slow.mmacs_per_second == 0
-    assert slow.invite.speed_class == fast.invite.speed_class == 1  # stake does not depend on it
     with world.backend.store.read() as connection:
         found = [nodes.get(connection, signer(n).address) for n in (1, 2)]
     assert [node.speed_class for node in found if node] == [2, 1]

@@ -111,9 +111,9 @@ def test_what_cannot_be_revised_and_who_cannot_revise(world: World) -> None:
     assert revise(world, later, 5, stranger).status_code == 403
     grant = world.grant(Session(world.trainer), "manager")
     assert world.post("/v1/sessions", grant).status_code == 403
-    fixed = revise(world, revised(world, stake_per_class=1, validity_seconds=5), 5)
+    fixed = revise(world, revised(world, stake_per_seat=1, validity_seconds=5), 5)
     assert fixed.status_code == 403
-    assert "stake_per_class, validity_seconds" in fixed.json()["detail"]
+    assert "stake_per_seat, validity_seconds" in fixed.json()["detail"]
     assert world.lease(world.member(1)).lease.step == 0
     leased = revise(world, later, 0)
     assert leased.status_code == 409

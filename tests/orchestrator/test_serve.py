@@ -56,7 +56,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
 
         eventually(works)
         pools = operator.deployed.contracts.pools
-        assert pools.class_of(operator.pool, NODE.address) >= 1
+        assert pools.is_member(operator.pool, NODE.address)
         commit_draws(operator, empty_database)
         signed, receipt = hand_in(client, b"first file")
 

@@ -20,7 +20,7 @@ OWNER = Address("0x" + "7" * 40)
 @pytest.fixture
 def risky(make_world: MakeWorld) -> World:
     """A run whose stake of one seat covers two leases, half a seat's stake one."""
-    world = make_world(stake_per_class=4 * LEASE, risk_factor_micro=MICRO // 2)
+    world = make_world(stake_per_seat=4 * LEASE, risk_factor_micro=MICRO // 2)
     world.publish(0)
     return world
 
@@ -73,4 +73,4 @@ def test_files_count_until_they_are_judged_and_past_their_validity(risky: World)
 
 def test_a_run_whose_seat_covers_no_lease_is_refused(make_world: MakeWorld) -> None:
     with pytest.raises(ValueError, match="covers no lease"):
-        make_world(stake_per_class=2 * LEASE - 1, risk_factor_micro=MICRO // 2)
+        make_world(stake_per_seat=2 * LEASE - 1, risk_factor_micro=MICRO // 2)

@@ -134,7 +134,7 @@ def test_a_server_that_passes_on_another_orchestrator_s_pool_is_refused() -> Non
         chain_id=1, contracts=ContractAddresses(**dict.fromkeys(CONTRACT_NAMES, signer(9).address)),
         pool=1, manager=signer(8).address, trainer=signer(7).address, run_digest=sha256(b""),
         name="pool", orchestrator="https://Real.example:443", latest_version=None,
-        stake_per_class="1",
+        stake_per_seat="1",
     ).model_dump_json()  # fmt: skip
     asked: list[str] = []
 

@@ -74,7 +74,7 @@ from prime_verify.setups import synthetic_lease
 log = logging.getLogger(__name__)
 
 POOL_ONLY: Mapping[str, Any] = {
-    "task": {"image": "local"}, "price_per_unit": 0, "stake_per_class": 0, "slash_amount": 0,
+    "task": {"image": "local"}, "price_per_unit": 0, "stake_per_seat": 0, "slash_amount": 0,
 }  # fmt: skip
 """Values that only a pool needs, so that a TOML may omit them here."""
 MODEL, CHECKPOINTS = "model", "checkpoints"

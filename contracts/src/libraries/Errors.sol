@@ -73,8 +73,6 @@ library Errors {
     error ZeroCapacity();
     /// @notice All seats are taken.
     error PoolFull(uint256 pool, uint32 capacity);
-    /// @notice Speed class zero means none and is refused.
-    error ZeroClass();
     /// @notice `node` already sits in the pool.
     error AlreadyMember(uint256 pool, address node);
     /// @notice `node` has no seat in the pool.
@@ -85,8 +83,8 @@ library Errors {
     error InviteUsed(uint256 pool, address node, uint64 deadline);
     /// @notice `provider` still answers for this node's work in the pool, until `until`.
     error StillLiable(address node, address provider, uint256 until);
-    /// @notice The provider has not agreed to a seat of this class in the pool (`Pools.allow`).
-    error NotAgreed(uint256 pool, address provider, uint8 speedClass);
+    /// @notice The provider has not agreed to seats in the pool (`Pools.allow`).
+    error NotAgreed(uint256 pool, address provider);
     /// @notice The pool seats only nodes of listed providers.
     error NotListed(uint256 pool, address provider);
     /// @notice Nobody joins while the pool is paused.

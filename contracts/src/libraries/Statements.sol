@@ -31,11 +31,10 @@ struct SessionRevocation {
     uint64 revokedBefore;
 }
 
-/// @notice The manager admits `node` to `pool` in a speed class.
+/// @notice The manager admits `node` to `pool`.
 struct Invite {
     uint256 pool;
     address node;
-    uint8 speedClass;
     uint64 deadline;
 }
 
@@ -146,7 +145,7 @@ library Statements {
     bytes32 internal constant SESSION_REVOCATION =
         keccak256("SessionRevocation(address account,string orchestrator,uint64 revokedBefore)");
     bytes32 internal constant INVITE =
-        keccak256("Invite(uint256 pool,address node,uint8 speedClass,uint64 deadline)");
+        keccak256("Invite(uint256 pool,address node,uint64 deadline)");
     bytes32 internal constant POLICY_STATEMENT =
         keccak256("PolicyStatement(uint256 pool,uint64 version,bytes32 manifestDigest)");
     bytes32 internal constant LEASE = keccak256(

@@ -4,11 +4,11 @@
                                                        └──► rate; invite, intent `join`
 
 A slow answer lowers the speed class but never fails a node; a wrong one fails. Nodes behind one
-address are measured one at a time (speed.Turns). Every seat is invited in the contracts' class 1:
-stake and pay do not depend on speed. The outbox sends the invite to Pools.join, so that a node
-needs no ETH; membership itself is a chain fact read by the indexer. The store's copy of the chain
-gives a node's provider and its active stake, so a node that could not be seated is refused before
-any work. A shadow node (shadow.py) needs neither; it is measured too, but gets no invite.
+address are measured one at a time (speed.Turns). Stake and pay do not depend on speed. The outbox
+sends the invite to Pools.join, so that a node needs no ETH; membership itself is a chain fact read
+by the indexer. The store's copy of the chain gives a node's provider and its active stake, so a
+node that could not be seated is refused before any work. A shadow node (shadow.py) needs neither;
+it is measured too, but gets no invite.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ CHALLENGE_SECONDS = 120
 MAX_OPEN_CHALLENGES = 8
 TURN_MS = 500
 """How long a node waits before it asks for its turn again."""
-SEAT_CLASS = 1
-"""The contracts' class of every seat. It scales the stake, which is the same for all."""
 INVITE_SECONDS = 3600
 
 
@@ -142,7 +140,7 @@ def _check_admissible(
 
 
 def _check_provider(connection: Connection, backend: Backend, account: Address) -> None:
-    """Checks whether Pools.join could seat the node in the lowest class. The contract also requires
+    """Checks whether Pools.join could seat the node. The contract also requires
     stake for the provider's other seats, which only it can count."""
     seen = meta.get(connection, CHAIN_BLOCK)
     by = "no block has been read yet" if seen is None else f"as of block {seen}"
@@ -152,12 +150,12 @@ def _check_provider(connection: Connection, backend: Backend, account: Address) 
             f"node {account} has no provider on chain ({by}); with the owner's wallet type: "
             "prime-node node add FILE (FILE comes from prime-node node consent)"
         )
-    least = backend.context.run.stake_per_class
+    least = backend.context.run.stake_per_seat
     staked = active_stake(connection, provider)
     if staked < least:
         raise ConflictError(
             f"provider {provider} has {prime(staked)} of active stake ({by}), and a seat asks for "
-            f"{prime(least)} a speed class; with the owner's wallet type: "
+            f"{prime(least)}; with the owner's wallet type: "
             f"prime-node stake add {prime(least - staked).removesuffix(' PRIME')}"
         )
 
@@ -250,7 +248,6 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
         invite = Invite(
             pool=context.pool,
             node=account,
-            speed_class=SEAT_CLASS,
             deadline=int(now) + INVITE_SECONDS,
         )
         signature = backend.sign(invite)

@@ -75,7 +75,7 @@ def pool_info(backend: Backend, host: str) -> PoolInfo:
         name=context.run.name,
         orchestrator=backend.name_for(host) or backend.audience,
         latest_version=latest,
-        stake_per_class=str(context.run.stake_per_class),
+        stake_per_seat=str(context.run.stake_per_seat),
     )
 
 

@@ -85,7 +85,7 @@ def create(
     config = PoolConfig(
         trainer=signs,
         run_digest=definition.digest(),
-        stake_per_class=definition.stake_per_class,
+        stake_per_seat=definition.stake_per_seat,
         slash_amount=definition.slash_amount,
         capacity=capacity,
         quorum=agree,
@@ -187,7 +187,7 @@ def show(
         client.close()
     facts: dict[str, Any] = {"pool": pool, **asdict(found), **asdict(rules), **asdict(judgement)}
     facts |= {
-        "stake_per_class": str(found.stake_per_class),
+        "stake_per_seat": str(found.stake_per_seat),
         "slash_amount": str(judgement.slash_amount),
         "free": str(funds.free),
         "reserved": str(funds.reserved),
@@ -211,7 +211,7 @@ def show(
     typer.echo(f"  quorum    {judgement.quorum}; a slash takes {prime(judgement.slash_amount)}")
     typer.echo(f"  run       {found.run_digest}")
     typer.echo(f"  nodes     {found.members} of {found.capacity}")
-    typer.echo(f"  stake     {prime(found.stake_per_class)} a speed class")
+    typer.echo(f"  stake     {prime(found.stake_per_seat)} a seat")
     typer.echo(f"  rewards   {prime(funds.free)} free, {prime(funds.reserved)} promised")
     typer.echo(f"  bond      {prime(bonded)}")
     if silent is not None:

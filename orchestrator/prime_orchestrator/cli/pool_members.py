@@ -44,9 +44,6 @@ def invite(
     session: ChainSession,
     node: NodeAddress,
     pool: PoolNumber,
-    speed_class: Annotated[
-        int, typer.Option("--class", help="Speed class that it is admitted in.", min=1, max=255)
-    ],
     out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
     seconds: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = INVITE_SECONDS,
 ) -> Done:
@@ -63,7 +60,6 @@ def invite(
     statement = Invite(
         pool=pool,
         node=ids.address(node),
-        speed_class=speed_class,
         deadline=int(time.time()) + seconds,
     )
     signature = signer.sign(statement, session.deployment.domain_of(statement))
@@ -101,7 +97,7 @@ def ban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
     """Bar a node from coming back; one that sits in the pool is ejected first."""
     target = ids.address(node)
     pools = session.contracts.pools
-    if pools.class_of(pool, target):
+    if pools.is_member(pool, target):
         session.perform([pools.eject(pool, target)])
     session.perform([pools.set_ban(pool, target, True)])
     return Done({"pool": pool, "node": target, "banned": True}, f"node {target} is barred")

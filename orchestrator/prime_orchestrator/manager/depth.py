@@ -60,9 +60,7 @@ def need_of(
     """Returns what an intent waits for, from the store; None if nothing."""
     match kind:
         case "join":
-            invite = payload["invite"]
-            amount = context.run.stake_per_class * int(invite["speed_class"])
-            return Staked(ids.address(invite["node"]), amount)
+            return Staked(ids.address(payload["invite"]["node"]), context.run.stake_per_seat)
         case "propose":
             block = connection.execute(
                 sa.select(schema.roots.c.block)

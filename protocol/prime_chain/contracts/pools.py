@@ -19,7 +19,7 @@ class Pool:
     manager: Address
     trainer: Address
     run_digest: Digest
-    stake_per_class: int
+    stake_per_seat: int
     capacity: int
     members: int
     ended: bool
@@ -27,12 +27,12 @@ class Pool:
 
 class PoolConfig(NamedTuple):
     """What a pool fixes at its creation; in the order of the contract's struct. Amounts in wei.
-    `slash_amount`: what one slash takes, at most `stake_per_class`. `quorum`: how many validators'
+    `slash_amount`: what one slash takes, at most `stake_per_seat`. `quorum`: how many validators'
     opinions reject or slash. `lease_seconds`: the longest lease."""
 
     trainer: Address
     run_digest: Digest
-    stake_per_class: int
+    stake_per_seat: int
     slash_amount: int
     capacity: int
     quorum: int
@@ -63,7 +63,6 @@ class Seat:
     """A node's present or last stay in a pool. `left_at` 0 while it is seated."""
 
     provider: Address
-    speed_class: int
     banned: bool
     left_at: int
     invite_deadline: int
@@ -104,9 +103,9 @@ class Pools(Contract):
         """How many pools there are, which is the newest one's number."""
         return cast(int, self._one("count"))
 
-    def class_of(self, pool: int, node: Address, block: BlockId = "latest") -> int:
-        """Speed class of a member; 0 for a node that is none."""
-        return cast(int, self._one("classOf", pool, node, block=block))
+    def is_member(self, pool: int, node: Address, block: BlockId = "latest") -> bool:
+        """Whether the node has a seat in the pool."""
+        return bool(self._one("isMember", pool, node, block=block))
 
     def is_validator(self, pool: int, account: Address, block: BlockId = "latest") -> bool:
         return bool(self._one("isValidator", pool, account, block=block))
@@ -144,9 +143,9 @@ class Pools(Contract):
         """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
         return Rules(*self.read("rulesOf", pool, block=block))
 
-    def allowed_class(self, provider: Address, pool: int, block: BlockId = "latest") -> int:
-        """Up to which class the provider lets the pool seat its nodes; 0: not at all."""
-        return cast(int, self._one("allowedClass", provider, pool, block=block))
+    def allows(self, provider: Address, pool: int, block: BlockId = "latest") -> bool:
+        """Whether the provider lets the pool seat its nodes."""
+        return bool(self._one("allows", provider, pool, block=block))
 
     def is_listed(self, pool: int, provider: Address, block: BlockId = "latest") -> bool:
         """Whether the provider is on the pool's allow list (which counts while it is on)."""
@@ -189,13 +188,13 @@ class Pools(Contract):
         what = f"{'bar' if on else 'let back'} node {node} {'from' if on else 'into'} pool {pool}"
         return self.write("setBan", pool, node, on, what=what)
 
-    def allow(self, pool: int, up_to_class: int) -> Call:
-        """By a provider: the pool may seat its nodes, and so commit its stake, up to a class."""
-        what = f"let pool {pool} seat nodes up to class {up_to_class}"
-        return self.write("allow", pool, up_to_class, what=what)
+    def allow(self, pool: int, on: bool) -> Call:
+        """By a provider: the pool may seat its nodes, and so commit its stake, or may no more."""
+        what = f"let pool {pool} seat nodes" if on else f"let pool {pool} seat no more nodes"
+        return self.write("allow", pool, on, what=what)
 
     def join(self, invite: Invite, manager_signature: Signature) -> Call:
-        what = f"admit node {invite.node} to pool {invite.pool} in class {invite.speed_class}"
+        what = f"admit node {invite.node} to pool {invite.pool}"
         return self.write("join", invite, manager_signature, what=what)
 
     def leave(self, pool: int, node: Address) -> Call:

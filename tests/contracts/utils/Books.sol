@@ -111,7 +111,7 @@ abstract contract Books is Network {
             addNode(providers[i / 2], keyOf(i));
         }
         for (uint256 i; i < 4; ++i) {
-            join(nodes[i], 1);
+            join(nodes[i]);
         }
         for (uint256 i; i < 2; ++i) {
             fundPool(poolIds[i], 100 * PAY);
@@ -229,7 +229,7 @@ abstract contract Books is Network {
     function seatsOf(uint256 p) external view returns (uint256 sum) {
         for (uint256 where; where < 2; ++where) {
             for (uint256 n; n < keys; ++n) {
-                if (providerOf[n] == p) sum += STAKE * pools.classOf(poolIds[where], nodes[n]);
+                if (providerOf[n] == p && pools.isMember(poolIds[where], nodes[n])) sum += STAKE;
             }
         }
     }

@@ -16,9 +16,9 @@ abstract contract Crook is Network {
     uint256 internal crooksPool;
 
     /// @dev A pool whose manager is the crook and whose one validator is its accomplice.
-    function openCrooksPool(uint256 stakePerClass) internal {
+    function openCrooksPool(uint256 stakePerSeat) internal {
         vm.prank(crook);
-        crooksPool = pools.create(crooksConfig(stakePerClass));
+        crooksPool = pools.create(crooksConfig(stakePerSeat));
         vm.prank(crook);
         pools.setValidator(crooksPool, accomplice, true);
         stake(accomplice, BONDS);
@@ -33,16 +33,16 @@ abstract contract Crook is Network {
     }
 
     /// @dev On a local chain one validator is enough.
-    function crooksConfig(uint256 stakePerClass) internal view returns (Pools.Config memory c) {
+    function crooksConfig(uint256 stakePerSeat) internal view returns (Pools.Config memory c) {
         c = config();
-        c.stakePerClass = uint88(stakePerClass);
-        c.slashAmount = uint88(stakePerClass);
+        c.stakePerSeat = uint88(stakePerSeat);
+        c.slashAmount = uint88(stakePerSeat);
         c.capacity = 10;
         c.quorum = 1;
     }
 
     function invitedByCrook(address to) internal returns (Invite memory i, bytes memory signature) {
-        i = invite(to, 1);
+        i = invite(to);
         i.pool = crooksPool;
         signature = sign(CROOK_KEY, pools.inviteDigest(i));
     }

@@ -378,12 +378,12 @@ contract Handler is StakeActs {
     function snared(address victim) internal returns (Invite memory i, bytes memory signature) {
         if (snarePool == 0) {
             Pools.Config memory c = config();
-            c.stakePerClass = 1;
+            c.stakePerSeat = 1;
             c.slashAmount = 1;
             vm.prank(vm.addr(THIEF_KEY));
             snarePool = pools.create(c);
         }
-        i = invite(victim, 1);
+        i = invite(victim);
         i.pool = snarePool;
         signature = sign(THIEF_KEY, pools.inviteDigest(i));
     }
@@ -437,7 +437,7 @@ contract Handler is StakeActs {
 
     function drainPool(uint256 id) internal {
         for (uint256 i; i < keys; ++i) {
-            if (pools.classOf(id, nodes[i]) == 0) continue;
+            if (!pools.isMember(id, nodes[i])) continue;
             vm.prank(nodes[i]);
             pools.leave(id, nodes[i]);
         }

@@ -131,7 +131,7 @@ abstract contract Network {
         return Pools.Config({
             trainer: trainer,
             runDigest: RUN,
-            stakePerClass: uint88(STAKE),
+            stakePerSeat: uint88(STAKE),
             slashAmount: uint88(STAKE),
             capacity: CAPACITY,
             quorum: 2,
@@ -192,8 +192,8 @@ abstract contract Network {
         return NodeConsent(provider_, node_, bytes32(++_salt), uint64(block.timestamp) + 1 hours);
     }
 
-    function invite(address node_, uint8 speedClass) internal returns (Invite memory) {
-        return Invite(pool, node_, speedClass, ++_inviteDeadline);
+    function invite(address node_) internal returns (Invite memory) {
+        return Invite(pool, node_, ++_inviteDeadline);
     }
 
     function signed(Invite memory i) internal view returns (bytes memory) {
@@ -212,10 +212,10 @@ abstract contract Network {
         allow(provider_, pool);
     }
 
-    /// @dev The provider lets a pool seat its nodes in any class.
+    /// @dev The provider lets a pool seat its nodes.
     function allow(address provider_, uint256 pool_) internal {
         vm.prank(provider_);
-        pools.allow(pool_, 255);
+        pools.allow(pool_, true);
     }
 
     function addNode(address provider_, uint256 nodeKey) internal {
@@ -225,17 +225,17 @@ abstract contract Network {
         registry.addNode(c, signature);
     }
 
-    function join(address node_, uint8 speedClass) internal {
-        Invite memory i = invite(node_, speedClass);
+    function join(address node_) internal {
+        Invite memory i = invite(node_);
         pools.join(i, signed(i));
     }
 
-    /// @dev The provider with `amount` at stake and its first node in a seat of class 1.
+    /// @dev The provider with `amount` at stake and its first node in a seat.
     function seatNode(uint256 amount) internal {
         register(provider, payout);
         stake(provider, amount);
         addNode(provider, NODE_KEY);
-        join(node, 1);
+        join(node);
     }
 
     function submission(uint256 number) internal view returns (Submission memory) {

@@ -59,13 +59,12 @@ abstract contract StakeActs is Books {
         }
     }
 
-    function takeSeat(uint256 n, uint256 where, uint8 speedClass) public {
+    function takeSeat(uint256 n, uint256 where) public {
         n = at[n % NODES];
         pool = poolIds[where % 2];
-        speedClass = 1 + speedClass % 2;
         address owner = providers[providerOf[n]];
         (,,,, uint32 capacity, uint32 members, bool ended) = pools.poolOf(pool);
-        bool sits = pools.classOf(pool, nodes[n]) != 0;
+        bool sits = pools.isMember(pool, nodes[n]);
         if (sits || ended || members == capacity) return;
         if (pools.seatOf(pool, nodes[n]).banned) {
             vm.prank(manager);
@@ -73,17 +72,16 @@ abstract contract StakeActs is Books {
             did("liftBan");
         }
         uint256 spare = vault.unbondable(owner);
-        uint256 needed = STAKE * speedClass;
-        if (spare < needed) stakeFor(owner, needed - spare + vault.pendingSlash(owner));
-        if (vault.unbondable(owner) < needed) return;
-        join(nodes[n], speedClass);
+        if (spare < STAKE) stakeFor(owner, STAKE - spare + vault.pendingSlash(owner));
+        if (vault.unbondable(owner) < STAKE) return;
+        join(nodes[n]);
         did("takeSeat");
     }
 
     function giveUpSeat(uint256 n, uint256 where, bool byManager) external {
         n = at[n % NODES];
         uint256 id = poolIds[where % 2];
-        if (pools.classOf(id, nodes[n]) == 0) return;
+        if (!pools.isMember(id, nodes[n])) return;
         if (byManager) {
             vm.prank(manager);
             pools.eject(id, nodes[n]);
@@ -101,11 +99,11 @@ abstract contract StakeActs is Books {
         if (keys == KEYS || movedAt[k] + UNBONDING > block.timestamp) return;
         if (leftAt[k] + UNBONDING > block.timestamp) return;
         if (vault.pendingSlash(providers[providerOf[k]]) != 0) return;
-        if (seed % 3 == 0) takeSeat(n, seed >> 64, uint8(seed >> 128));
+        if (seed % 3 == 0) takeSeat(n, seed >> 64);
         uint256[] memory seats = new uint256[](2);
         uint256 count;
         for (uint256 i; i < 2; ++i) {
-            if (pools.classOf(poolIds[i], nodes[k]) == 0) continue;
+            if (!pools.isMember(poolIds[i], nodes[k])) continue;
             seats[count++] = poolIds[i];
             seatWent[poolIds[i]][nodes[k]] = 1 + keys;
         }
@@ -134,7 +132,7 @@ abstract contract StakeActs is Books {
             }
             addNode(providers[providerOf[k]], keyOf(k));
             at[n] = k;
-            takeSeat(n, where, uint8(where >> 8));
+            takeSeat(n, where);
             did("bringBack");
             return;
         }
@@ -146,9 +144,9 @@ abstract contract StakeActs is Books {
         uint256 seat = n % NODES;
         n = at[seat];
         pool = poolIds[where % 2];
-        if (pools.classOf(pool, nodes[n]) == 0) {
-            takeSeat(seat, where, uint8(where >> 8));
-            if (pools.classOf(pool, nodes[n]) == 0) return;
+        if (!pools.isMember(pool, nodes[n])) {
+            takeSeat(seat, where);
+            if (!pools.isMember(pool, nodes[n])) return;
         }
         Work_ memory w = Work_(pool, works.length, n, 0, block.timestamp, false, 0, false);
         w.seq = postRoot(one(leafOf(submissionOf(w))));
@@ -227,7 +225,7 @@ abstract contract StakeActs is Books {
     function takeAllOut(uint256 who) internal {
         for (uint256 i; i < 2; ++i) {
             for (uint256 j; j < keys; ++j) {
-                if (providerOf[j] != who || pools.classOf(poolIds[i], nodes[j]) == 0) continue;
+                if (providerOf[j] != who || !pools.isMember(poolIds[i], nodes[j])) continue;
                 vm.prank(nodes[j]);
                 pools.leave(poolIds[i], nodes[j]);
             }
@@ -313,11 +311,11 @@ abstract contract StakeActs is Books {
         deposits -= depositOf[id];
         ++executions[id];
         if (lost == 0) return;
-        vm.assertTrue(pools.classOf(p.pool, p.node) == 0);
+        vm.assertFalse(pools.isMember(p.pool, p.node));
         // Nor does that seat go on under the key that it was moved to. (A key that its provider seats
         // anew, by an invite of its own, is a new seat.)
         uint256 went = seatWent[p.pool][p.node];
-        if (went != 0) vm.assertTrue(pools.classOf(p.pool, nodes[went - 1]) == 0);
+        if (went != 0) vm.assertFalse(pools.isMember(p.pool, nodes[went - 1]));
     }
 
     function wholeOf(address owner) internal view returns (uint256) {
