@@ -59,7 +59,7 @@ from prime_core.verdict import (
     VerdictTable,
     reason_digest,
 )
-from prime_orchestrator.api import intake, leasing, scheduler, validators
+from prime_orchestrator.api import intake, leasing, pool_view, scheduler, validators
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager import batches, history
@@ -248,7 +248,7 @@ class _Nowhere(DirectoryStore):
         return True
 
 
-Rates = list[tuple[float | None, float | None]]
+Rates = dict[Address, tuple[float | None, float | None]]
 
 
 @dataclass
@@ -266,7 +266,7 @@ class World:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     published: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     supply: scheduler.Supply | None = None
-    rates: Rates = field(default_factory=list)
+    rates: Rates = field(default_factory=dict)
     grants: int = 0
     changed: bool = True
     training: int | None = None
@@ -582,7 +582,7 @@ class World:
     @contextmanager
     def _view(self) -> Iterator[None]:
         """Leases see a supply and rates that are read once in VIEW grants."""
-        real, real_rates = leasing.supply_of, nodes.live_rates
+        real, real_rates = pool_view.supply_of, nodes.live_rates
 
         def supply_of(connection: sa.Connection, backend: Backend) -> scheduler.Supply:
             if self.supply is None:
@@ -594,7 +594,7 @@ class World:
 
         self.supply = None
         with (
-            mock.patch.object(leasing, "supply_of", supply_of),
+            mock.patch.object(pool_view, "supply_of", supply_of),
             mock.patch.object(nodes, "live_rates", live_rates),
         ):
             yield

@@ -228,7 +228,7 @@ class ManagerSide:
             valid_until=int(self.now()) + 86_400,
         )
         with self.store.begin() as connection:
-            leases.add(connection, lease_digest, signed_lease, now=self.now())
+            leases.add(connection, [leases.new_row(lease_digest, signed_lease, now=self.now())])
         self.now.time += 0.001  # files arrive one after another
         signature = node.sign(claim, self.context.domain(claim))
         intake.submit(

@@ -25,8 +25,9 @@ from prime_core.storage.base import digest_key, put_object
 from prime_core.task import shadow_pool
 from prime_core.verdict import Law, Opinion, SignedOpinion
 from prime_orchestrator.api import admission, leasing, shadow
-from prime_orchestrator.api.leasing import rules_of, supply_of
+from prime_orchestrator.api.leasing import rules_of
 from prime_orchestrator.api.liveness import LifeTicks
+from prime_orchestrator.api.pool_view import supply_of
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.api.shadow import Load
 from prime_orchestrator.manager import uploads

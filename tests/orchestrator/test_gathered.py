@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from orchestrator_world import AUDIENCE, Session, World, signer
 
-from prime_core.errors import MalformedError, UnavailableError, UntrustedError
-from prime_core.messages import Heartbeat
+from bench import seats
+from prime_core.errors import MalformedError, PolicyError, UnavailableError, UntrustedError
+from prime_core.messages import Heartbeat, LeaseAnswer, LeaseRequest
 from prime_core.node import Hardware
 from prime_core.transport.signatures import sign_headers
-from prime_orchestrator.api import liveness
+from prime_orchestrator.api import leasing, liveness
 from prime_orchestrator.api.auth import Caller, Head, authenticate
 from prime_orchestrator.api.gathered import MOST, Gathered
-from prime_orchestrator.store import nodes, open_store
+from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.store import nodes, open_store, schema
 
 PATH = "/v1/heartbeat"
 BEAT = Heartbeat(policy_version=0, heard_at=1_800_000_000)
@@ -191,3 +196,41 @@ def test_a_node_whose_row_is_held_keeps_no_other_waiting(world: World, empty_pos
     finally:
         beating.join(20)
         store.close()
+
+
+def test_leases_asked_for_together_are_those_asked_for_one_after_the_other(tmp_path: Path) -> None:
+    answers: list[list[LeaseAnswer | PolicyError]] = []
+    for name in ("together", "apart"):
+        run = seats.definition().model_copy(update={"groups_per_batch": 9})
+        pool = seats.Pool.make(tmp_path / name, run=run)
+        pool.backend = replace(pool.backend, draws=DrawBoard(random.Random(8).randbytes))
+        pool.seat(5, honest=True)
+        pool.seat(4, honest=False)
+        pool.pass_time(4 * seats.STEP)  # the droppers' leases stay open
+        now, opened = pool.clock[0], schema.leases.c
+        with pool.backend.store.begin() as connection:
+            for node in (*pool.honest[1:3], pool.droppers[0], pool.droppers[2]):
+                nodes.set_member(connection, node, provider=pool.honest[0])
+            for node in pool.droppers[:2]:
+                nodes.note_missed(connection, node, 1.0, rests_until=now + 60)
+            expired = sa.update(schema.leases).where(opened.node.in_(pool.droppers[1:]))
+            connection.execute(expired.values(status="expired"))
+        pool.seat(6, honest=False)
+        everyone = (*pool.honest, signer(99).address, *reversed(pool.droppers))
+        asks = [leasing.Ask(node, LeaseRequest(policy_version=1 << 40)) for node in everyone]
+        asks += asks[:2]
+        if name == "together":
+            answers.append(leasing.lease_all(pool.backend, asks))
+        else:
+            answers.append([leasing.lease_all(pool.backend, [ask])[0] for ask in asks])
+        pool.backend.store.close()
+    together, apart = (
+        [one if isinstance(one, LeaseAnswer) else str(one) for one in some] for some in answers
+    )
+    assert together == apart
+    given = [one.lease for one in together if isinstance(one, LeaseAnswer) and one.lease]
+    assert any(signed.opening and signed.opening.problems for signed in given)
+    reasons = {one.reason[:20] for one in together if isinstance(one, LeaseAnswer)}
+    assert len(reasons) == 3, reasons
+    assert len({signed.lease.index for signed in given}) > 4
+    assert together[-2:] == together[:2]

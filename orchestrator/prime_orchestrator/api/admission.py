@@ -241,7 +241,8 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
             )
         current = nodes.get(connection, account)
         if current is not None:
-            speed.refresh(connection, context.run, current)
+            rates = speed.PoolRates.read(connection, [current.address])
+            speed.refresh(connection, context.run, current, rates)
         if known or row.shadow:  # shadow nodes get no invite
             return measured
         derive_node(connection, context, account, now)  # already a member if this store is new

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,7 +33,6 @@ from prime_orchestrator.api.routes.http import install_problems, problem, refusa
 from prime_orchestrator.api.routes.watch import StatusFeed
 
 log = logging.getLogger(__name__)
-Endpoint = Callable[[Request], Awaitable[Response]]
 BODIES: tuple[type[Strict], ...] = (
     messages.SessionRequest,
     messages.RevokeRequest,
@@ -62,6 +61,8 @@ PROBLEM: dict[str, Any] = {
         "spoken": {"type": "array", "items": {"type": "integer"}},
     },
 }
+DIRECT = ("/v1/heartbeat", "/v1/leases", "/v1/leases/{digest}/upload")
+"""Paths of the routes that every file or node uses all the time."""
 _PROBLEM_REF = {"$ref": "#/components/schemas/Problem"}
 
 
@@ -94,7 +95,7 @@ def create_app(
     ):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(Direct, endpoints=_endpoints(node_routes, ("/v1/heartbeat",)))
+    app.add_middleware(Direct, routes=_routes(node_routes, DIRECT))
     app.add_middleware(Versions, spoken=spoken)
     app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
     app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added runs first
@@ -129,36 +130,42 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-def _endpoints(router: APIRouter, paths: Sequence[str]) -> dict[tuple[str, str], Endpoint]:
-    """Returns the functions of those routes by method and path. Each takes only the request."""
-    return {
-        (method, route.path): route.endpoint
+def _routes(router: APIRouter, paths: Sequence[str]) -> list[APIRoute]:
+    """Returns the routes of these paths that change something. Their functions take only the
+    request."""
+    return [
+        route
         for route in router.routes
-        if isinstance(route, APIRoute) and route.path in paths
-        for method in route.methods or ()
-    }
+        if isinstance(route, APIRoute)
+        and route.path in paths
+        and not (route.methods or set()) & {"GET", "HEAD"}
+    ]
 
 
 class Direct:
     """Calls the most frequent routes without FastAPI's routing and dependencies, which cost several
     times what the routes do. The same functions are routes of the application."""
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
         self._app = app
-        self._endpoints = endpoints
+        self._routes = [
+            (method, route.path_regex, route.endpoint)
+            for route in routes
+            for method in route.methods or ()
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = None
         if scope["type"] == "http":
-            endpoint = self._endpoints.get((scope["method"], scope["path"]))
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            answer = await endpoint(Request(scope, receive))
-        except PrimeError as error:
-            answer = refusal(error)
-        await answer(scope, receive, send)
+            for method, path, endpoint in self._routes:
+                if method == scope["method"] and (found := path.match(scope["path"])):
+                    scope["path_params"] = found.groupdict()
+                    try:
+                        answer = await endpoint(Request(scope, receive))
+                    except PrimeError as error:
+                        answer = refusal(error)
+                    await answer(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
 
 
 class Versions:

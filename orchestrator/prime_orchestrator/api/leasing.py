@@ -8,14 +8,13 @@ of another provider, so dropping a lease does not change what is trained on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
-
-from sqlalchemy import Connection
 
 from prime_broadcast.peers import place_of
 from prime_core import seeds
 from prime_core.draws import SaltOpening
-from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyError
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, PrimeError
 from prime_core.ids import Address, Digest
 from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
@@ -26,32 +25,30 @@ from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
 from prime_orchestrator.api import scheduler, shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
-from prime_orchestrator.api.pauses import pause_of
-from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Supply, Wait
-from prime_orchestrator.manager import members, revisions, speed, standing, targets, uploads
-from prime_orchestrator.manager.funding import funding
-from prime_orchestrator.store import (
-    batches,
-    groups,
-    leases,
-    lock,
-    nodes,
-    policies,
-    shadows,
-    submissions,
-)
+from prime_orchestrator.api.pauses import PATIENCE, pause_of
+from prime_orchestrator.api.pool_view import TRIES, PoolView
+from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Wait
+from prime_orchestrator.manager import speed, standing, uploads
+from prime_orchestrator.store import leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
+from prime_orchestrator.store.submissions import SubmissionRow
 
 WAIT_MS = 500
 """How long a node waits before it asks again."""
 NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
-RECENT_GROUPS = 256
-"""Number of latest groups from which the informative share is computed."""
-TRIES = 4
-"""Leases issued for the same groups before they are dropped."""
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A node's request for a lease. `address` is the caller's network address; empty: not limited
+    by address."""
+
+    account: Address
+    request: LeaseRequest
+    address: str = ""
 
 
 def rules_of(backend: Backend) -> Rules:
@@ -60,101 +57,88 @@ def rules_of(backend: Backend) -> Rules:
     return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups)
 
 
-def supply_of(connection: Connection, backend: Backend) -> Supply:
-    """Returns the pool as the scheduler sees it.
-
-    Leases older than half their duration do not count as under way, so that another node can
-    replace a straggler.
-    """
-    run, now = backend.context.run, backend.now()
-    step = batches.next_step(connection)
-    newcomers, established = leases.newcomers(connection, now, standing.PROVEN)
-    return Supply(
-        next_step=step,
-        latest_version=policies.latest_version(connection),
-        free=tuple(groups.free_counts(connection, oldest_version=step - run.max_staleness)),
-        under_way=tuple(
-            leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
-        ),
-        informative=groups.informative_share(connection, RECENT_GROUPS),
-        newcomers=newcomers,
-        established=established,
-    )
-
-
 def lease(
     backend: Backend, account: Address, request: LeaseRequest, address: str = ""
 ) -> LeaseAnswer:
     """Returns the node's open lease, a new one, or how long to wait.
 
-    `address` is the caller's network address; empty: not limited by address. Raises PolicyError if
-    the account is not a member of the pool.
+    Raises PolicyError if the account is not a member of the pool.
     """
+    (found,) = lease_all(backend, [Ask(account, request, address)])
+    if isinstance(found, PolicyError):
+        raise found
+    return found
+
+
+def lease_all(backend: Backend, asked: Sequence[Ask]) -> list[LeaseAnswer | PolicyError]:
+    """Answers requests in order, like `lease`, in one transaction that reads the pool once. An
+    entry is a PolicyError if its account is not a member of the pool."""
     with backend.store.begin() as connection:
         lock(connection, "leases")
         now = backend.now()  # after the lock: the deadline must not outlive the draw's secret
-        node = nodes.get(connection, account)
-        if node is None or node.status in ("left", "ejected"):
-            status = "not admitted" if node is None else node.status
-            raise PolicyError(f"the node is {status} and gets no lease")
-        if node.status == "shadow":
-            return shadow_lease(connection, backend, node, request, address, now)
-        if node.status != "active":
-            return LeaseAnswer(
-                lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
-            )
-        if held := _held(connection, account, now, shadow=False):
-            return held
-        own = nodes.of_owner(connection, node)
-        if waiting := _rest(connection, node, own, now):
-            return waiting
-        if waiting := _uncovered(connection, backend, own, now):
-            return waiting
-        if (money := funding(connection)) and (why := money.objection()):
-            return LeaseAnswer(lease=None, retry_after_ms=10 * WAIT_MS, reason=why)
-        if pause := pause_of(connection, account, now, backend.context.run.lease_seconds):
-            wait = int(1000 * pause.retry_after(now)) + 1
-            return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
-        if not backend.planted.may_lease(connection, account, now):
+        view = PoolView(connection, backend, now, {ask.account for ask in asked})
+        answers = [_lease(view, ask) for ask in asked]
+        view.write()
+    return answers
+
+
+def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
+    node = view.nodes.get(ask.account)
+    if node is None or node.status in ("left", "ejected"):
+        status = "not admitted" if node is None else node.status
+        return PolicyError(f"the node is {status} and gets no lease")
+    if node.status == "shadow":
+        return _shadow_lease(view, node, ask)
+    if node.status != "active":
+        return LeaseAnswer(
+            lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
+        )
+    if held := _held(view, node, shadow=False):
+        return held
+    if waiting := _rest(view, node) or _uncovered(view, node):
+        return waiting
+    backend, now = view.backend, view.now
+    if (money := view.money) and (why := money.objection()):
+        return LeaseAnswer(lease=None, retry_after_ms=10 * WAIT_MS, reason=why)
+    if view.ended(node, "void") >= PATIENCE and (
+        pause := pause_of(view.connection, node.address, now, backend.context.run.lease_seconds)
+    ):
+        wait = int(1000 * pause.retry_after(now)) + 1
+        return LeaseAnswer(lease=None, retry_after_ms=wait, reason=pause.sentence(now))
+    if node.address in backend.planted.accounts:
+        view.write()  # it counts the leases of the last hour
+        if not backend.planted.may_lease(view.connection, node.address, now):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
-        asker = Asker(node.status, request.policy_version, standing.proven(own))
-        choice = scheduler.decide(asker, supply_of(connection, backend), rules_of(backend))
-        return _answer(connection, backend, node, choice, request, backend.context.pool, now)
+    asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
+    choice = scheduler.decide(asker, view.supply, rules_of(backend))
+    return _answer(view, node, choice, ask.request, backend.context.pool)
 
 
-def shadow_lease(
-    connection: Connection,
-    backend: Backend,
-    node: NodeRow,
-    request: LeaseRequest,
-    address: str,
-    now: float,
-) -> LeaseAnswer:
+def _shadow_lease(view: PoolView, node: NodeRow, ask: Ask) -> LeaseAnswer:
     """Like `lease`, for a node without a seat: a lease of the shadow pool, within
     `shadow.decide` and the address's share."""
-    if held := _held(connection, node.address, now, shadow=True):
+    view.write()  # the shares count the leases of the last hour
+    connection, backend, now = view.connection, view.backend, view.now
+    if held := _held(view, node, shadow=True):
         return held
-    if waiting := _rest(connection, node, (), now):
+    if waiting := _resting(node, now):
         return waiting
     choice = shadow.decide(
-        request.policy_version, shadow.load_of(connection, now), rules_of(backend)
+        ask.request.policy_version, shadow.load_of(connection, now), rules_of(backend)
     )
-    place = place_of(address) if is_bounded(address) else ""
+    place = place_of(ask.address) if is_bounded(ask.address) else ""
     if (
         isinstance(choice, Grant)
         and place
         and not shadows.take(connection, place, now, most=shadow.AN_HOUR_EACH, within=shadow.HOUR)
     ):
         choice = Wait(f"{shadow.AN_HOUR_EACH} shadow leases went to this address within the hour")
-    pool = shadow_pool(backend.context.pool)
-    return _answer(connection, backend, node, choice, request, pool, now)
+    return _answer(view, node, choice, ask.request, shadow_pool(backend.context.pool))
 
 
-def _held(
-    connection: Connection, account: Address, now: float, *, shadow: bool
-) -> LeaseAnswer | None:
-    for row in leases.open_of(connection, account):
-        if row.deadline < now:  # the next tick ends and records it
+def _held(view: PoolView, node: NodeRow, *, shadow: bool) -> LeaseAnswer | None:
+    for row in view.open.get(node.address, ()):
+        if row.deadline < view.now:  # the next tick ends and records it
             return LeaseAnswer(
                 lease=None, retry_after_ms=4 * WAIT_MS, reason="its last lease has just expired"
             )
@@ -163,22 +147,25 @@ def _held(
     return None
 
 
-def _rest(
-    connection: Connection, node: NodeRow, own: Sequence[NodeRow], now: float
-) -> LeaseAnswer | None:
-    """Returns the answer to a node that gets no lease because some expired; None if it may get one.
-    `own`: the nodes of its provider."""
-    if node.rests_until > now:
-        left = node.rests_until - now
-        return LeaseAnswer(
-            lease=None,
-            retry_after_ms=int(1000 * min(60.0, left)) + 1,
-            reason=f"its last {node.misses} leases expired without a file: the next is given in "
-            f"{left:.0f} s",
-        )
-    if own and leases.held_by(connection, [n.address for n in own], now) >= standing.slots(
-        own, now
-    ):
+def _resting(node: NodeRow, now: float) -> LeaseAnswer | None:
+    """Returns the answer to a node whose own last leases expired; None if it may get one."""
+    if node.rests_until <= now:
+        return None
+    left = node.rests_until - now
+    return LeaseAnswer(
+        lease=None,
+        retry_after_ms=int(1000 * min(60.0, left)) + 1,
+        reason=f"its last {node.misses} leases expired without a file: the next is given in "
+        f"{left:.0f} s",
+    )
+
+
+def _rest(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
+    """Returns the answer to a node that gets no lease because its own expired, or others of its
+    provider; None if it may get one."""
+    if waiting := _resting(node, view.now):
+        return waiting
+    if view.held(node) >= standing.slots(view.own(node), view.now):
         return LeaseAnswer(
             lease=None,
             retry_after_ms=4 * WAIT_MS,
@@ -187,13 +174,9 @@ def _rest(
     return None
 
 
-def _uncovered(
-    connection: Connection, backend: Backend, own: Sequence[NodeRow], now: float
-) -> LeaseAnswer | None:
+def _uncovered(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     """The answer to a node whose provider's stake covers no further lease; None if it does."""
-    run = revisions.current(connection, backend.context)
-    slots = members.covered_slots(connection, run, own)
-    if slots is None or leases.held_by(connection, [n.address for n in own], now) < slots:
+    if view.coverage is None or view.held(node) < view.coverage.slots(view.run, view.own(node)):
         return None
     return LeaseAnswer(
         lease=None,
@@ -205,19 +188,13 @@ def _uncovered(
 
 
 def _answer(
-    connection: Connection,
-    backend: Backend,
-    node: NodeRow,
-    choice: Grant | Wait,
-    request: LeaseRequest,
-    pool: int,
-    now: float,
+    view: PoolView, node: NodeRow, choice: Grant | Wait, request: LeaseRequest, pool: int
 ) -> LeaseAnswer:
     if isinstance(choice, Wait):
         return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
-    if reason := revisions.waits_for(connection, choice.step):
+    if reason := view.waits_for(choice.step):
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=reason)
-    run = revisions.history(connection, backend.context).at(choice.step)
+    run = view.history.at(choice.step)
     if request.runs and run.digest() not in request.runs:
         return LeaseAnswer(
             lease=None,
@@ -225,74 +202,72 @@ def _answer(
             reason=f"leases are of run {run.digest()}, which the node has not taken on",
             run_digest=run.digest(),
         )
-    draws = backend.draws.current(connection, backend.objects, backend.context, now)
-    if draws is None:
+    if view.draws is None:
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
-    again = None if pool >= SHADOW_POOLS else _expired(connection, node, run, now)
-    signed = _make(connection, backend, node, choice, run, pool, draws, again, now)
-    tries = 0
+    again = None if pool >= SHADOW_POOLS else _expired(view, node, run)
+    signed = _make(view, node, choice, run, pool, view.draws, again)
     if again is not None:
-        leases.mark_issued_again(connection, again.digest)
-        tries = again.tries + 1
-    leases.add(connection, backend.digest(signed.lease), signed, now=now, tries=tries)
+        leases.mark_issued_again(view.connection, again.digest)
+    digest = view.backend.digest(signed.lease)
+    tries = 0 if again is None else again.tries + 1
+    view.grant(leases.new_row(digest, signed, now=view.now, tries=tries), node)
     return LeaseAnswer(lease=signed)
 
 
-def _expired(
-    connection: Connection, node: NodeRow, run: RunDefinition, now: float
-) -> LeaseRow | None:
+def _expired(view: PoolView, node: NodeRow, run: RunDefinition) -> LeaseRow | None:
     """Returns the oldest expired lease of another provider whose groups this node makes again. For
     one lease duration, targets that its class does not prefer are left to other nodes."""
-    own = [one.address for one in nodes.of_owner(connection, node)]
+    if not view.any_expired:
+        return None
+    own = [one.address for one in view.own(node)]
     preferred = run.budgets.preferred(node.speed_class)
-    since = now - TRIES * run.lease_seconds
-    for row in leases.to_issue_again(connection, own, since=since, tries=TRIES):
-        late = row.deadline + run.lease_seconds < now
+    since = view.now - TRIES * run.lease_seconds
+    for row in leases.to_issue_again(view.connection, own, since=since, tries=TRIES):
+        late = row.deadline + run.lease_seconds < view.now
         if row.signed().lease.run_digest == run.digest() and (late or row.target in preferred):
             return row
     return None
 
 
 def _make(
-    connection: Connection,
-    backend: Backend,
+    view: PoolView,
     node: NodeRow,
     choice: Grant,
     run: RunDefinition,
     pool: int,
     draws: Digest,
     again: LeaseRow | None,
-    now: float,
 ) -> SignedLease:
-    policy = policies.get(connection, choice.policy_version)
-    if policy is None:
-        raise FatalError(f"policy {choice.policy_version} is missing from the store")
-    speed_class = speed.refresh(connection, run, node)
-    counts = targets.counts_of(connection, run, now=now, shadow=pool >= SHADOW_POOLS)
+    policy = view.policy(choice.policy_version)
+    accepted = view.ended(node, "accepted")
+    speed_class = speed.refresh(view.connection, run, node, view.rates, accepted=accepted)
     problems = None
     if again is None:
-        latest = reversed(leases.newest_of(connection, node.address, 2))
-        failed = [row.target for row in takewhile(_came_to_nothing, latest)]
+        failed: list[int] = []
+        if node.address in view.with_failures:
+            latest = reversed(leases.newest_of(view.connection, node.address, 2))
+            failed = [row.target for row in takewhile(_came_to_nothing, latest)]
+        counts = view.counts(run, shadow=pool >= SHADOW_POOLS)
         target = scheduler.pick_target(speed_class, counts, run.budgets, failed)
     else:
         target = again.target
         opened = again.signed().opening
         problems = (opened and opened.problems) or seeds.lease_seed(again.digest)
-    opening = SaltOpening(random=backend.salt(), draws=draws, problems=problems)
+    opening = SaltOpening(random=view.backend.salt(), draws=draws, problems=problems)
     statement = Lease(
         pool=pool,
         step=choice.step,
         node=node.address,
-        index=leases.next_index(connection, choice.step),
+        index=view.next_index(choice.step),
         policy_digest=policy.digest,
         run_digest=run.digest(),
         target=target,
         salt=opening.salt(),
-        deadline=int(now) + run.lease_seconds,
+        deadline=int(view.now) + run.lease_seconds,
     )
     return SignedLease(
         lease=statement,
-        signature=backend.sign(statement),
+        signature=view.backend.sign(statement),
         policy_version=choice.policy_version,
         opening=opening,
     )
@@ -323,6 +298,15 @@ def abandon(backend: Backend, account: Address, digest: Digest) -> None:
         raise ConflictError(f"the lease is {row.status}")
 
 
+@dataclass(frozen=True)
+class UploadAsk:
+    """A node's request for a place to upload the file of a lease."""
+
+    account: Address
+    digest: Digest
+    request: UploadRequest
+
+
 def upload(
     backend: Backend, account: Address, digest: Digest, request: UploadRequest
 ) -> UploadAnswer:
@@ -331,23 +315,62 @@ def upload(
     Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError (no
     longer open).
     """
+    (found,) = upload_all(backend, [UploadAsk(account, digest, request)])
+    if isinstance(found, PrimeError):
+        raise found
+    return found
+
+
+def upload_all(backend: Backend, asked: Sequence[UploadAsk]) -> list[UploadAnswer | PrimeError]:
+    """Answers requests in order, like `upload`, in one transaction. An entry is what `upload` would
+    raise."""
+    digests = {ask.digest for ask in asked}
+    announced: dict[Digest, LeaseRow] = {}
+    found: list[tuple[LeaseRow, bool] | UploadAnswer | PrimeError] = []
+    with backend.store.begin() as connection:
+        rows = leases.lock_rows(connection, digests)
+        submitted = submissions.of_leases(connection, digests)
+        for ask in asked:
+            try:
+                row = _own(rows.get(ask.digest), ask.account)
+                one = _announced(backend, row, submitted.get(ask.digest), ask.request)
+            except PrimeError as error:
+                found.append(error)
+                continue
+            found.append(one if isinstance(one, UploadAnswer) else (one, one is not row))
+            if isinstance(one, LeaseRow) and one is not row:
+                rows[ask.digest] = announced[ask.digest] = one
+        leases.announce_uploads(connection, list(announced.values()))
+    return [
+        one if isinstance(one, UploadAnswer | PrimeError) else _place(backend, ask.request, *one)
+        for ask, one in zip(asked, found, strict=True)
+    ]
+
+
+def _announced(
+    backend: Backend, row: LeaseRow, submitted: SubmissionRow | None, request: UploadRequest
+) -> LeaseRow | UploadAnswer:
+    """Returns the lease's row with the file announced: `row` itself if it was before; or the
+    answer, if the file was submitted."""
     most = largest_file(backend.context.run)
     if request.size > most:
         raise PolicyError(f"a rollout file of this run has at most {most} bytes")
-    with backend.store.begin() as connection:
-        row = _own(leases.lock_row(connection, digest), account)
-        submitted = submissions.of_lease(connection, digest)
-        if submitted is not None and submitted.sha256 == request.sha256:
-            return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
-        open_state = LeaseState(row.status, row.deadline)
-        if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
-            ended = "past its deadline" if row.status == "open" else row.status
-            raise ConflictError(f"the lease is {ended} and takes no file")
-        first = row.upload_sha256 != request.sha256
-        if first:
-            if row.uploads >= MAX_UPLOADS:
-                raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
-            leases.announce_upload(connection, digest, sha256=request.sha256, size=request.size)
+    if submitted is not None and submitted.sha256 == request.sha256:
+        return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
+    open_state = LeaseState(row.status, row.deadline)
+    if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
+        ended = "past its deadline" if row.status == "open" else row.status
+        raise ConflictError(f"the lease is {ended} and takes no file")
+    if row.upload_sha256 == request.sha256:
+        return row
+    if row.uploads >= MAX_UPLOADS:
+        raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
+    return replace(
+        row, upload_sha256=request.sha256, upload_size=request.size, uploads=row.uploads + 1
+    )
+
+
+def _place(backend: Backend, request: UploadRequest, row: LeaseRow, first: bool) -> UploadAnswer:
     there = None if first else uploads.size_of(backend.objects, row.deadline, request.sha256)
     if there == request.size:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)

@@ -8,7 +8,8 @@ the stored events.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -99,27 +100,51 @@ def provider_of(connection: Connection, node: Address) -> Address | None:
     return None if provider is None else Address(provider)
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """What bounds providers' slots: stake in wei by provider, and work that may still be rejected
+    by node (submissions.at_risk)."""
+
+    stakes: Mapping[Address, int]
+    at_risk: Mapping[Address, tuple[int, int, int]]
+
+    @classmethod
+    def read(
+        cls, connection: Connection, run: RunDefinition, among: Collection[NodeRow]
+    ) -> Coverage | None:
+        """Reads it for every provider of these nodes; None if the run sets no bound."""
+        if not run.risk_factor_micro:
+            return None
+        clock = chain_clock(connection)
+        valid_since = (clock.time if clock else 0) - run.validity_seconds
+        providers = {node.provider for node in among if node.provider is not None}
+        return cls(
+            active_stakes(connection, providers),
+            submissions.at_risk(connection, {node.address for node in among}, valid_since),
+        )
+
+    def slots(self, run: RunDefinition, own: Sequence[NodeRow]) -> int:
+        """Returns how many leases the provider of these nodes may hold open."""
+        stake = sum(self.stakes.get(one, 0) for one in {n.provider for n in own} if one is not None)
+        risks = [self.at_risk.get(node.address, (0, 0, 0)) for node in own]
+        unjudged, units, prompts = (sum(risk[at] for risk in risks) for at in range(3))
+        left = run.covered(stake) - run.worth(units, prompts)
+        return max(0, left // max(1, run.most_worth) - unjudged)
+
+
 def active_stake(connection: Connection, provider: Address) -> int:
     """Returns the provider's `StakeVault.active` in wei as of the last block read: bonded stake
     minus stake held for slashes."""
-    bonded, held = (chain.state(connection, "stake", provider) or "0 0").split()
-    return max(0, int(bonded) - int(held))
+    return active_stakes(connection, {provider}).get(provider, 0)
 
 
-def covered_slots(connection: Connection, run: RunDefinition, own: Sequence[NodeRow]) -> int | None:
-    """How many leases the provider of these nodes may hold open, given its stake and its work that
-    may still be rejected; None if the run sets no bound."""
-    if not run.risk_factor_micro:
-        return None
-    providers = {node.provider for node in own}
-    stake = sum(active_stake(connection, one) for one in providers if one is not None)
-    clock = chain_clock(connection)
-    valid_since = (clock.time if clock else 0) - run.validity_seconds
-    unjudged, units, prompts = submissions.at_risk(
-        connection, [node.address for node in own], valid_since
-    )
-    left = run.covered(stake) - run.worth(units, prompts)
-    return max(0, left // max(1, run.most_worth) - unjudged)
+def active_stakes(connection: Connection, providers: Collection[Address]) -> dict[Address, int]:
+    """Returns `active_stake` of those of the providers that ever had stake."""
+    found = {}
+    for provider, value in chain.states(connection, "stake", providers).items():
+        bonded, held = value.split()
+        found[provider] = max(0, int(bonded) - int(held))
+    return found
 
 
 def slashed_sibling(connection: Connection, node: Address) -> Address | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
@@ -51,20 +51,58 @@ def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = No
     return max(current, settled) if reached > current else min(current, settled)
 
 
-def refresh(connection: Connection, run: RunDefinition, node: NodeRow) -> int:
-    """Computes the node's rate and class from the store, writes them and returns the class. A class
-    based only on challenges has no margin, because the first node is measured when there is no pool
-    to compare it with."""
-    tokens = submissions.latest_rates(connection, node.address, LATEST_FILES)
+@dataclass
+class PoolRates:
+    """Rates that speed classes are computed from: of live nodes (`nodes.live_rates`), and of the
+    challenges of the nodes to be classed, newest first."""
+
+    live: dict[Address, tuple[float | None, float | None]]
+    solved: Mapping[Address, Sequence[float]]
+    _medians: dict[int, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, connection: Connection, among: Collection[Address]) -> PoolRates:
+        """Reads the pool's rates, and what `refresh` needs of the nodes in `among`."""
+        return cls(nodes.live_rates(connection), challenges.rates_of(connection, among))
+
+    def set(self, node: Address, rates: tuple[float | None, float | None]) -> None:
+        """Notes a node's new rates."""
+        if node in self.live:
+            self.live[node] = rates
+            self._medians.clear()
+
+    def median(self, kind: int) -> float | None:
+        """Returns the median of the live nodes' token rates (0) or challenge rates (1); None if
+        there are none."""
+        if kind not in self._medians:
+            known = [rate for rates in self.live.values() if (rate := rates[kind]) is not None]
+            self._medians[kind] = statistics.median(known) if known else None
+        return self._medians[kind]
+
+
+def refresh(
+    connection: Connection,
+    run: RunDefinition,
+    node: NodeRow,
+    rates: PoolRates,
+    *,
+    accepted: int = LEAST_FILES,
+) -> int:
+    """Computes the node's rate and class from the store, writes what changed and returns the class.
+    A class based only on challenges has no margin, because the first node is measured when there is
+    no pool to compare it with. `accepted`: an upper bound on the node's accepted files, shadow ones
+    included; its files are not read if they are fewer than LEAST_FILES."""
+    tokens: list[float] = []
+    if accepted >= LEAST_FILES:
+        tokens = submissions.latest_rates(connection, node.address, LATEST_FILES)
     rate = statistics.median(tokens) if len(tokens) >= LEAST_FILES else None
-    best = max(challenges.latest_rates(connection, node.address, CHALLENGES), default=None)
-    if best is None:
-        best = node.challenge_rate
-    nodes.set_rates(connection, node.address, token_rate=rate, challenge_rate=best)
-    pool = nodes.live_rates(connection)
-    own, others = (rate, [r for r, _ in pool]) if rate is not None else (best, [r for _, r in pool])
-    median = statistics.median([r for r in others if r is not None] or [own or 0.0])
-    if own is None or median <= 0:
+    best = max(rates.solved.get(node.address, ())[:CHALLENGES], default=node.challenge_rate)
+    if (rate, best) != (node.token_rate, node.challenge_rate):
+        nodes.set_rates(connection, node.address, token_rate=rate, challenge_rate=best)
+        rates.set(node.address, (rate, best))
+    own, median = (rate, rates.median(0)) if rate is not None else (best, rates.median(1))
+    median = own if median is None else median
+    if own is None or median is None or median <= 0:
         return node.speed_class
     current = node.speed_class if rate is not None else None
     found = class_of(own / median, run.speed.ratios_micro, current)

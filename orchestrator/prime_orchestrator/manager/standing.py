@@ -13,7 +13,7 @@ Both decay: each ending multiplies the previous counts by MEMORY. A record has f
               seated or not: replacing a resting node with a fresh seat gains nothing
     newcomers while others have a record, providers without one hold at most half of the lead
 
-Apart from the record, work at risk sets a provider's slots (`members.covered_slots`): what its
+Apart from the record, work at risk sets a provider's slots (`members.Coverage`): what its
 nodes hold, have handed in and may still lose is worth at most its stake times the run's factor.
 
 A lease that expires because the orchestrator was away is excused: it leaves no record.

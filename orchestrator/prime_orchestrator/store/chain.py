@@ -266,6 +266,12 @@ def state(connection: Connection, kind: str, account: Address) -> str | None:
     ).scalar()
 
 
+def states(connection: Connection, kind: str, accounts: Collection[Address]) -> dict[Address, str]:
+    """Returns `state` of those of the accounts that have one."""
+    found = _state_of(connection, [(kind, account) for account in accounts])
+    return {Address(account): value for (_, account), value in found.items() if value is not None}
+
+
 def revoked_before(connection: Connection, account: Address) -> int:
     """Returns the newest `RevokedBefore` time on chain for `account`; 0 if none."""
     return int(state(connection, "revoked", account) or 0)
@@ -273,10 +279,9 @@ def revoked_before(connection: Connection, account: Address) -> int:
 
 def revocations(connection: Connection, accounts: Collection[Address]) -> dict[Address, int]:
     """Returns `revoked_before` for those of the accounts that have one."""
-    query = sa.select(_state.c.account, _state.c.value).where(
-        _state.c.kind == "revoked", _state.c.account.in_(list(accounts))
-    )
-    return {Address(account): int(value) for account, value in connection.execute(query)}
+    return {
+        account: int(value) for account, value in states(connection, "revoked", accounts).items()
+    }
 
 
 def pool_ended(connection: Connection, pool: int) -> int | None:

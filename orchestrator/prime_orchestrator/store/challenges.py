@@ -101,15 +101,18 @@ def solved_since(
     return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
-def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
-    """Returns the rates of the node's latest correct answers."""
+def rates_of(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[float]]:
+    """Returns the rates of the correct answers of those of the nodes that gave any, newest first.
+    Old challenges are forgotten (`forget`)."""
     query = (
-        sa.select(_challenges.rate)
-        .where(_challenges.node == node, _challenges.rate.is_not(None))
+        sa.select(_challenges.node, _challenges.rate)
+        .where(_challenges.node.in_(list(nodes)), _challenges.rate.is_not(None))
         .order_by(_challenges.issued_at.desc())
-        .limit(limit)
     )
-    return [float(rate) for rate in connection.execute(query).scalars()]
+    found: dict[Address, list[float]] = {}
+    for node, rate in connection.execute(query):
+        found.setdefault(Address(node), []).append(float(rate))
+    return found
 
 
 def forget(connection: Connection, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -44,28 +44,35 @@ class LeaseRow:
         return SignedLease.model_validate_json(self.body)
 
 
-def add(
-    connection: Connection, digest: Digest, signed: SignedLease, *, now: float, tries: int = 0
-) -> None:
-    """Writes a new open lease before it is issued. `tries`: how many leases of its groups expired
+def new_row(digest: Digest, signed: SignedLease, *, now: float, tries: int = 0) -> LeaseRow:
+    """Returns the row of a new open lease. `tries`: how many leases of its groups expired
     before."""
     lease = signed.lease
-    connection.execute(
-        sa.insert(schema.leases).values(
-            digest=digest,
-            node=lease.node,
-            step=lease.step,
-            lease_index=lease.index,
-            policy_version=signed.policy_version,
-            status="open",
-            deadline=lease.deadline,
-            created_at=now,
-            body=signed.model_dump_json(),
-            shadow=lease.shadow,
-            target=lease.target,
-            tries=tries,
-        )
+    return LeaseRow(
+        digest=digest,
+        node=lease.node,
+        step=lease.step,
+        lease_index=lease.index,
+        policy_version=signed.policy_version,
+        status="open",
+        deadline=lease.deadline,
+        created_at=now,
+        upload_sha256=None,
+        upload_size=None,
+        uploads=0,
+        body=signed.model_dump_json(),
+        shadow=lease.shadow,
+        target=lease.target,
+        tries=tries,
+        issued_again=0,
+        excused=0,
     )
+
+
+def add(connection: Connection, rows: Sequence[LeaseRow]) -> None:
+    """Writes new leases before they are issued."""
+    if rows:
+        connection.execute(sa.insert(schema.leases), [vars(row) for row in rows])
 
 
 def get(connection: Connection, digest: Digest) -> LeaseRow | None:
@@ -80,6 +87,26 @@ def lock_row(connection: Connection, digest: Digest) -> LeaseRow | None:
     return record(LeaseRow, connection.execute(query).mappings().first())
 
 
+def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:
+    """Returns those of the leases that exist."""
+    query = sa.select(schema.leases).where(_leases.digest.in_(list(digests)))
+    rows = records(LeaseRow, connection.execute(query).mappings().all())
+    return {row.digest: row for row in rows}
+
+
+def lock_rows(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:
+    """Like `those`; the rows cannot change until the transaction ends. They are locked in order, so
+    that two processes cannot deadlock."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.digest.in_(list(digests)))
+        .order_by(_leases.digest)
+        .with_for_update()
+    )
+    rows = records(LeaseRow, connection.execute(query).mappings().all())
+    return {row.digest: row for row in rows}
+
+
 def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
     """Returns the open leases of `node`, oldest first."""
     query = (
@@ -88,6 +115,34 @@ def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
         .order_by(_leases.created_at, _leases.lease_index)
     )
     return records(LeaseRow, connection.execute(query).mappings().all())
+
+
+def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[LeaseRow]]:
+    """Returns the open leases of those of `nodes` that have any, oldest first."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.node.in_(list(nodes)), _leases.status == "open")
+        .order_by(_leases.created_at, _leases.lease_index)
+    )
+    found: dict[Address, list[LeaseRow]] = {}
+    for row in records(LeaseRow, connection.execute(query).mappings().all()):
+        found.setdefault(row.node, []).append(row)
+    return found
+
+
+def with_failures(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
+    """Returns those of `nodes` that have an open lease, or one that ended without an accepted or
+    pending file and is not excused."""
+    query = (
+        sa.select(_leases.node)
+        .distinct()
+        .where(
+            _leases.node.in_(list(nodes)),
+            _leases.status.in_(("open", "expired", "rejected", "void")),
+            _leases.excused == 0,
+        )
+    )
+    return frozenset(Address(node) for node in connection.execute(query).scalars())
 
 
 def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRow]:
@@ -136,15 +191,20 @@ def mark_issued_again(connection: Connection, digest: Digest) -> None:
     )
 
 
-def held_by(connection: Connection, nodes: Collection[Address], now: float) -> int:
-    """Returns how many open paid leases before their deadline `nodes` hold together."""
-    query = sa.select(sa.func.count()).where(
-        _leases.node.in_(nodes),
-        _leases.status == "open",
-        _leases.deadline >= now,
-        _leases.shadow.is_(False),
+def held_by(connection: Connection, nodes: Collection[Address], now: float) -> dict[Address, int]:
+    """Returns how many open paid leases before their deadline those of `nodes` hold that hold
+    any."""
+    query = (
+        sa.select(_leases.node, sa.func.count())
+        .where(
+            _leases.node.in_(list(nodes)),
+            _leases.status == "open",
+            _leases.deadline >= now,
+            _leases.shadow.is_(False),
+        )
+        .group_by(_leases.node)
     )
-    return int(connection.execute(query).scalar_one())
+    return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
 def set_status(
@@ -158,12 +218,32 @@ def set_status(
     )
 
 
-def announce_upload(connection: Connection, digest: Digest, *, sha256: Digest, size: int) -> None:
-    """Records which file the node is about to upload, and counts it."""
-    connection.execute(
+def announce_uploads(connection: Connection, rows: Sequence[LeaseRow]) -> None:
+    """Writes which files nodes are about to upload, and how many were announced for each lease. The
+    caller has locked the rows."""
+    names = ("upload_sha256", "upload_size", "uploads")
+    _update_all(connection, rows, names)
+
+
+def set_statuses(connection: Connection, rows: Sequence[LeaseRow]) -> None:
+    """Writes the statuses of leases. The caller has locked the rows."""
+    _update_all(connection, rows, ("status", "excused"))
+
+
+def _update_all(connection: Connection, rows: Sequence[LeaseRow], names: Sequence[str]) -> None:
+    if not rows:
+        return
+    statement = (
         sa.update(schema.leases)
-        .where(_leases.digest == digest)
-        .values(upload_sha256=sha256, upload_size=size, uploads=_leases.uploads + 1)
+        .where(_leases.digest == sa.bindparam("of"))
+        .values({name: sa.bindparam(f"new_{name}") for name in names})
+    )
+    connection.execute(
+        statement,
+        [
+            {"of": row.digest} | {f"new_{name}": getattr(row, name) for name in names}
+            for row in rows
+        ],
     )
 
 

@@ -46,6 +46,13 @@ def get(connection: Connection, address: Address) -> NodeRow | None:
     return record(NodeRow, connection.execute(query).mappings().first())
 
 
+def those(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
+    """Returns those of the nodes that were ever admitted."""
+    query = sa.select(schema.nodes).where(_nodes.address.in_(list(addresses)))
+    rows = records(NodeRow, connection.execute(query).mappings().all())
+    return {row.address: row for row in rows}
+
+
 def lock_row(connection: Connection, address: Address) -> NodeRow | None:
     """Like `get`; the row cannot change until the transaction ends."""
     query = sa.select(schema.nodes).where(_nodes.address == address).with_for_update()
@@ -222,20 +229,26 @@ def owner_column() -> sa.ColumnElement[str]:
     return sa.func.coalesce(_nodes.provider, _nodes.address)
 
 
-def of_owner(connection: Connection, node: NodeRow) -> list[NodeRow]:
-    """Returns every node of the same provider, in any state."""
-    if node.provider is None:
-        return [node]
-    query = sa.select(schema.nodes).where(_nodes.provider == node.provider)
-    return records(NodeRow, connection.execute(query).mappings().all())
+def of_providers(
+    connection: Connection, providers: Collection[Address]
+) -> dict[Address, list[NodeRow]]:
+    """Returns every node of these providers, in any state, by provider."""
+    query = sa.select(schema.nodes).where(_nodes.provider.in_(list(providers)))
+    found: dict[Address, list[NodeRow]] = {}
+    for row in records(NodeRow, connection.execute(query).mappings().all()):
+        assert row.provider is not None
+        found.setdefault(row.provider, []).append(row)
+    return found
 
 
-def live_rates(connection: Connection) -> list[tuple[float | None, float | None]]:
+def live_rates(connection: Connection) -> dict[Address, tuple[float | None, float | None]]:
     """Returns (token rate, challenge rate) of every node that is admitted or active."""
-    query = sa.select(_nodes.token_rate, _nodes.challenge_rate).where(
+    query = sa.select(_nodes.address, _nodes.token_rate, _nodes.challenge_rate).where(
         _nodes.status.in_(("admitted", "active"))
     )
-    return [(tokens, challenge) for tokens, challenge in connection.execute(query)]
+    return {
+        Address(node): (tokens, challenge) for node, tokens, challenge in connection.execute(query)
+    }
 
 
 def store_heartbeats(connection: Connection, rows: Sequence[NodeRow]) -> None:

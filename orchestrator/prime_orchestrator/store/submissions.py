@@ -161,6 +161,15 @@ def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | No
     return record(SubmissionRow, connection.execute(query).mappings().first())
 
 
+def of_leases(
+    connection: Connection, lease_digests: Collection[Digest]
+) -> dict[Digest, SubmissionRow]:
+    """Returns the submissions of those of the leases that have one, by lease."""
+    query = sa.select(schema.submissions).where(_submissions.lease_digest.in_(list(lease_digests)))
+    rows = records(SubmissionRow, connection.execute(query).mappings().all())
+    return {row.lease_digest: row for row in rows}
+
+
 def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
     """Returns tokens per second, from lease to submission, of the node's latest accepted files."""
     leases = schema.leases.c
@@ -230,28 +239,32 @@ def judge(
 
 def at_risk(
     connection: Connection, among: Collection[Address], valid_since: float
-) -> tuple[int, int, int]:
-    """Of files of these nodes that may still be rejected: how many have no verdict, and units and
-    prompt units of the accepted ones, whose root is not on chain or was put there at `valid_since`
-    or later. No shadow files."""
+) -> dict[Address, tuple[int, int, int]]:
+    """Of files of each of these nodes that may still be rejected: how many have no verdict, and
+    units and prompt units of the accepted ones, whose root is not on chain or was put there at
+    `valid_since` or later. No shadow files."""
     roots = schema.roots.c
     young = sa.or_(roots.posted_at.is_(None), roots.posted_at >= valid_since)
     waiting, accepted = _submissions.status == "submitted", _submissions.status == "accepted"
     query = (
         sa.select(
+            _submissions.node,
             sa.func.sum(sa.case((waiting, 1), else_=0)),
             sa.func.sum(sa.case((accepted, _submissions.units), else_=0)),
             sa.func.sum(sa.case((accepted, _submissions.prompt_units), else_=0)),
         )
         .outerjoin(schema.roots, roots.id == _submissions.root_id)
         .where(
-            _submissions.node.in_(among),
+            _submissions.node.in_(list(among)),
             _submissions.shadow.is_(False),
             sa.or_(waiting, sa.and_(accepted, young)),
         )
+        .group_by(_submissions.node)
     )
-    unjudged, units, prompts = connection.execute(query).one()
-    return int(unjudged or 0), int(units or 0), int(prompts or 0)
+    return {
+        Address(node): (int(unjudged), int(units), int(prompts))
+        for node, unjudged, units, prompts in connection.execute(query)
+    }
 
 
 @dataclass(frozen=True)
@@ -409,6 +422,20 @@ def expired_unjudged(connection: Connection) -> int:
         _submissions.status == "void", _submissions.shadow.is_(False), _POOLS_FAULT
     )
     return int(connection.execute(query).scalar_one())
+
+
+def tallies_of(connection: Connection, among: Collection[Address]) -> dict[Address, dict[str, int]]:
+    """Returns the number of judged submissions by status, with shadow ones, of each of these nodes
+    that has any."""
+    query = (
+        sa.select(_tallies.node, _tallies.status, sa.func.sum(_tallies.files))
+        .where(_tallies.node.in_(list(among)))
+        .group_by(_tallies.node, _tallies.status)
+    )
+    found: dict[Address, dict[str, int]] = {}
+    for node, status, files in connection.execute(query):
+        found.setdefault(Address(node), {})[status] = int(files)
+    return found
 
 
 def counts_by_node(

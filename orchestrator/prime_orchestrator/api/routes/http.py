@@ -169,6 +169,12 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def in_path(name: str) -> dict[str, Any]:
+    """`openapi_extra` that documents a part of the path read by hand."""
+    schema = {"type": "string", "title": name.title()}
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": schema}]}
+
+
 def takes_bytes() -> dict[str, Any]:
     """`openapi_extra` that documents a body of raw bytes."""
     schema = {"type": "string", "format": "binary"}

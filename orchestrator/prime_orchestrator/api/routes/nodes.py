@@ -35,6 +35,7 @@ from prime_orchestrator.api.routes.http import (
     answer,
     body_of,
     host_of,
+    in_path,
     nothing,
     parse,
     signed_by,
@@ -52,6 +53,9 @@ def router(backend: Backend) -> APIRouter:
     beats = Gathered[tuple[Address, Heartbeat], HeartbeatAnswer](
         partial(liveness.heartbeats, backend)
     )
+
+    asking = Gathered[leasing.Ask, LeaseAnswer](partial(leasing.lease_all, backend))
+    uploading = Gathered[leasing.UploadAsk, UploadAnswer](partial(leasing.upload_all, backend))
 
     def awaited(account: Address, path: Mapping[str, str]) -> int:
         return admission.awaited(backend, account, path["challenge_id"])
@@ -116,11 +120,11 @@ def router(backend: Backend) -> APIRouter:
     @routes.post(
         "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)
     )
-    def lease(signed: Signed = node, *, request: Request) -> Response:
+    async def lease(request: Request) -> Response:
         """Get the open lease, a new one, or how long to wait."""
+        signed = await signed_node(request)
         wish = parse(LeaseRequest, signed.body)
-        address = host_of(request)
-        return answer(leasing.lease(backend, signed.caller.account, wish, address))
+        return answer(await asking.ask(leasing.Ask(signed.caller.account, wish, host_of(request))))
 
     @routes.get("/v1/leases/{digest}", responses={200: {"model": SignedLease}})
     def signed_lease(digest: str) -> Response:
@@ -136,12 +140,14 @@ def router(backend: Backend) -> APIRouter:
     @routes.post(
         "/v1/leases/{digest}/upload",
         responses={200: {"model": UploadAnswer}},
-        openapi_extra=takes(UploadRequest),
+        openapi_extra=takes(UploadRequest) | in_path("digest"),
     )
-    def upload(digest: str, request: Signed = node) -> Response:
+    async def upload(request: Request) -> Response:
         """Get a signed URL for the lease's file."""
-        wish = parse(UploadRequest, request.body)
-        return answer(leasing.upload(backend, request.caller.account, ids.digest(digest), wish))
+        signed = await signed_node(request)
+        digest = ids.digest(request.path_params["digest"])
+        wish = parse(UploadRequest, signed.body)
+        return answer(await uploading.ask(leasing.UploadAsk(signed.caller.account, digest, wish)))
 
     @routes.post(
         "/v1/submissions",

@@ -1,0 +1,211 @@
+"""The pool as the leases of one transaction see it.
+
+What all askers share is read once, when first needed, and what is particular to each of them in one
+statement for all. A grant changes what it would change if it were read again, except that the
+window of the latest leases (`counts`) does not drop its oldest. The transaction holds the lock
+"leases".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+
+from sqlalchemy import Connection
+
+from prime_core.errors import FatalError
+from prime_core.ids import Address, Digest
+from prime_core.revisions import RunHistory
+from prime_core.run import RunDefinition
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.scheduler import Supply, TargetCounts
+from prime_orchestrator.manager import revisions, speed, standing, targets
+from prime_orchestrator.manager.funding import Funding, funding
+from prime_orchestrator.manager.members import Coverage
+from prime_orchestrator.store import batches, groups, leases, nodes, policies, submissions
+from prime_orchestrator.store.leases import LeaseRow
+from prime_orchestrator.store.nodes import NodeRow
+from prime_orchestrator.store.policies import PolicyRow
+
+RECENT_GROUPS = 256
+"""Number of latest groups from which the informative share is computed."""
+TRIES = 4
+"""Leases issued for the same groups before they are dropped."""
+
+
+def supply_of(connection: Connection, backend: Backend) -> Supply:
+    """Returns the pool as the scheduler sees it.
+
+    Leases older than half their duration do not count as under way, so that another node can
+    replace a straggler.
+    """
+    run, now = backend.context.run, backend.now()
+    step = batches.next_step(connection)
+    newcomers, established = leases.newcomers(connection, now, standing.PROVEN)
+    return Supply(
+        next_step=step,
+        latest_version=policies.latest_version(connection),
+        free=tuple(groups.free_counts(connection, oldest_version=step - run.max_staleness)),
+        under_way=tuple(
+            leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
+        ),
+        informative=groups.informative_share(connection, RECENT_GROUPS),
+        newcomers=newcomers,
+        established=established,
+    )
+
+
+class PoolView:
+    """See the top of this module. `now` in Unix seconds; `nodes` and `open` (open leases, oldest
+    first) are of the accounts that ask."""
+
+    def __init__(
+        self, connection: Connection, backend: Backend, now: float, accounts: Collection[Address]
+    ) -> None:
+        self.connection = connection
+        self.backend = backend
+        self.now = now
+        self.nodes = nodes.those(connection, accounts)
+        self.open = leases.open_among(connection, accounts)
+        self._counts: dict[tuple[Digest, bool], dict[int, TargetCounts]] = {}
+        self._indices: dict[int, int] = {}
+        self._waits: dict[int, str] = {}
+        self._policies: dict[int, PolicyRow] = {}
+        self._granted: list[LeaseRow] = []
+
+    # ── read once ──
+
+    @cached_property
+    def supply(self) -> Supply:
+        return supply_of(self.connection, self.backend)
+
+    @cached_property
+    def history(self) -> RunHistory:
+        return revisions.history(self.connection, self.backend.context)
+
+    @cached_property
+    def run(self) -> RunDefinition:
+        """The run of the step that is sealed next."""
+        return self.history.at(batches.next_step(self.connection))
+
+    @cached_property
+    def money(self) -> Funding | None:
+        return funding(self.connection)
+
+    @cached_property
+    def draws(self) -> Digest | None:
+        """The draw list of new leases; None if no validator has committed."""
+        backend = self.backend
+        return backend.draws.current(self.connection, backend.objects, backend.context, self.now)
+
+    @cached_property
+    def any_expired(self) -> bool:
+        """Whether any lease's groups are to be issued again."""
+        since = self.now - TRIES * self.backend.context.run.lease_seconds
+        return bool(leases.to_issue_again(self.connection, (), since=since, tries=TRIES))
+
+    @cached_property
+    def rates(self) -> speed.PoolRates:
+        return speed.PoolRates.read(self.connection, self.nodes)
+
+    def waits_for(self, step: int) -> str:
+        """Returns `revisions.waits_for`."""
+        if step not in self._waits:
+            self._waits[step] = revisions.waits_for(self.connection, step)
+        return self._waits[step]
+
+    def policy(self, version: int) -> PolicyRow:
+        """Returns a published policy. Raises FatalError if the store does not hold it."""
+        if version not in self._policies:
+            row = policies.get(self.connection, version)
+            if row is None:
+                raise FatalError(f"policy {version} is missing from the store")
+            self._policies[version] = row
+        return self._policies[version]
+
+    def counts(self, run: RunDefinition, *, shadow: bool) -> dict[int, TargetCounts]:
+        """Returns `targets.counts_of`."""
+        key = run.digest(), shadow
+        if key not in self._counts:
+            self.write()
+            self._counts[key] = targets.counts_of(self.connection, run, now=self.now, shadow=shadow)
+        return self._counts[key]
+
+    def next_index(self, step: int) -> int:
+        """Returns the first unused lease index of `step`."""
+        if step not in self._indices:
+            self._indices[step] = leases.next_index(self.connection, step)
+        return self._indices[step]
+
+    # ── of the accounts that ask ──
+
+    @cached_property
+    def _siblings(self) -> dict[Address, list[NodeRow]]:
+        providers = {row.provider for row in self.nodes.values() if row.provider is not None}
+        return nodes.of_providers(self.connection, providers)
+
+    @cached_property
+    def _everyone(self) -> dict[Address, NodeRow]:
+        siblings = (row for own in self._siblings.values() for row in own)
+        return self.nodes | {row.address: row for row in siblings}
+
+    @cached_property
+    def _held(self) -> dict[Address, int]:
+        return leases.held_by(self.connection, self._everyone, self.now)
+
+    @cached_property
+    def coverage(self) -> Coverage | None:
+        """What providers' stake covers; None if the run sets no bound."""
+        return Coverage.read(self.connection, self.run, self._everyone.values())
+
+    @cached_property
+    def with_failures(self) -> frozenset[Address]:
+        """The nodes for which `leases.newest_of` may find a failed lease."""
+        return leases.with_failures(self.connection, self.nodes)
+
+    @cached_property
+    def _tallies(self) -> dict[Address, dict[str, int]]:
+        return submissions.tallies_of(self.connection, self.nodes)
+
+    def own(self, node: NodeRow) -> list[NodeRow]:
+        """Returns every node of the same provider, in any state."""
+        return [node] if node.provider is None else self._siblings[node.provider]
+
+    def held(self, node: NodeRow) -> int:
+        """Returns how many open paid leases before their deadline the node's provider holds."""
+        return sum(self._held.get(one.address, 0) for one in self.own(node))
+
+    def ended(self, node: NodeRow, status: str) -> int:
+        """Returns how many of the node's files ended with this status, with shadow ones."""
+        return self._tallies.get(node.address, {}).get(status, 0)
+
+    # ── grants ──
+
+    def grant(self, row: LeaseRow, node: NodeRow) -> None:
+        """Notes a new lease, which `write` stores."""
+        self._granted.append(row)
+        self.open.setdefault(node.address, []).append(row)
+        self._indices[row.step] = row.lease_index + 1
+        for (_, shadow), counts in self._counts.items():
+            if shadow == row.shadow:
+                before = counts.get(row.target, TargetCounts())
+                counts[row.target] = replace(
+                    before, asked=before.asked + 1, under_way=before.under_way + 1
+                )
+        if row.shadow:
+            return
+        self._held[node.address] = self._held.get(node.address, 0) + 1
+        own = self.own(node)
+        kept, missed = sum(one.kept for one in own), sum(one.missed for one in own)
+        weight = 0.0 if node.misses else (kept + 1.0) / (kept + missed + 1.0)
+        self.supply = replace(
+            self.supply,
+            under_way=(*self.supply.under_way, (row.policy_version, weight)),
+            newcomers=self.supply.newcomers + (not standing.proven(own)),
+        )
+
+    def write(self) -> None:
+        """Writes the leases that were granted since the last call."""
+        leases.add(self.connection, self._granted)
+        self._granted.clear()
