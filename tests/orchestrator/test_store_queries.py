@@ -29,6 +29,7 @@ from prime_orchestrator.store import (
     meta,
     nodes,
     open_store,
+    opinions,
     policies,
     schema,
     sessions,
@@ -39,6 +40,7 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.sessions import SessionRow
 from prime_orchestrator.store.transaction_queue import StoreQueue
 
@@ -192,6 +194,45 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
         assert jobs.to_reveal(connection, NODE, 9) == [name(1)]
         jobs.end_assignment(connection, name(1), other, "missed", now=2.0)
         assert [job.assigned for job in jobs.short(connection, 9)] == [1]
+
+
+def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Store) -> None:
+    queued(either_store, 1, 2, 3)
+    files = schema.submissions
+    with either_store.begin() as connection:
+        for number in (1, 2, 3):
+            connection.execute(
+                sa.insert(schema.leases).values(
+                    digest=name(100 + number), node=NODE, step=0, lease_index=number, target=64,
+                    policy_version=0, status="submitted", deadline=1, created_at=0.0, body="",
+                )
+            )  # fmt: skip
+        opinions.add(connection, OpinionRow(name(1), OTHER, 0, "{}", 5.0))
+        opinions.plant(connection, name(1), opinions.HONEST, now=5.0)
+        done = {"status": "accepted", "units": 7, "prompt_units": 2}
+        connection.execute(sa.update(files).where(files.c.digest == name(1)).values(**done))
+        connection.execute(
+            sa.insert(schema.credits).values(
+                submission_digest=name(2), node=NODE, units=1, amount="1", earned_at=0,
+                status="forfeited",
+            )
+        )  # fmt: skip
+        jobs.end_assignment(connection, name(1), NODE, "abstained", now=6.0)
+        jobs.set_assignment(connection, name(2), NODE, status="given", at=6.0)
+        found = {row.status: row for row in submissions.unsettled(connection, 0.0, [])}
+        assert found == {
+            "accepted": submissions.UnsettledFiles(0, "accepted", 64, 1, 7, 2, 1),
+            "forfeited": submissions.UnsettledFiles(0, "forfeited", 64, 1, 0, 0, 0),
+            "submitted": submissions.UnsettledFiles(0, "submitted", 64, 1, 0, 0, 0),
+        }
+        assert submissions.unsettled(connection, 0.0, [NODE]) == []
+        assert submissions.unsettled(connection, 1.0, []) == []
+        (planted,) = opinions.on_planted(connection, 0.0, 1.0)
+        assert (planted.kind, planted.step, planted.opinion.validator) == ("honest", 0, OTHER)
+        assert opinions.on_planted(connection, 1.0, 9.0) == []
+        assert (jobs.abstaining(connection, 1), jobs.abstaining(connection, 2)) == ({NODE}, set())
+        assert jobs.latest_files(connection, NODE, 0.0, 9) == (1, 1), "no opinion on the other"
+        assert jobs.latest_files(connection, NODE, 7.0, 9) == (0, 0)
 
 
 # -- sessions ----------------------------------------------------------------------------------
