@@ -151,18 +151,15 @@ class Settings(ChainSettings):
         return str(needed(self, "orchestrator")).rstrip("/")
 
     def need_wallet(self) -> Path:
-        """Returns the node's keystore. Raises UserError if none was given or the file does not
-        exist."""
+        """Returns the node's keystore. Raises UserError if none was given or the file is none."""
         if self.wallet is None:
             raise UserError(
                 "no wallet is named",
                 hint="add --wallet KEYSTORE; make one with: prime-node wallet new --out FILE",
             )
-        if not self.wallet.is_file():
-            raise UserError(
-                f"there is no keystore at {self.wallet}",
-                hint=f"make one with: prime-node wallet new --out {self.wallet}",
-            )
+        from prime_chain.keystore import keystore_address
+
+        keystore_address(self.wallet)
         return self.wallet
 
 

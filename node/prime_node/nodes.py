@@ -16,6 +16,7 @@ from prime_chain.client import Call
 from prime_chain.events import NodeAdded, NodeJoined, NodeMoved, NodeRemoved
 from prime_chain.history import read_events
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.ids import Address, Digest
 from prime_core.node import NodeConsent
 from prime_core.signing import Domain, SignatureField, Signer, Strict
@@ -44,17 +45,12 @@ def sign_consent(node: Signer, provider: Address, domain: Domain, deadline: int)
 
 def read_consent(path: Path) -> SignedConsent:
     """Reads a signed consent from a file. Raises UserError if it cannot be read or is invalid."""
+    hint = "make one at the node: prime-node node consent --provider ADDRESS --out FILE"
+    raw = read_given(path, "signed consent", hint, limit=MAX_CONSENT_BYTES)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONSENT_BYTES)
         return SignedConsent.model_validate(json.loads(raw))
-    except OSError as error:
-        raise UserError(f"the consent {path} cannot be read: {error.strerror}") from error
     except (ValidationError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is no signed consent",
-            hint="make one at the node: prime-node node consent --provider ADDRESS --out FILE",
-        ) from error
+        raise UserError(f"{path} is no signed consent", hint=hint) from error
 
 
 def check_owner(signed: SignedConsent, account: Address) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from prime_core import encoding, ids
 from prime_core.errors import UntrustedError, UserError
+from prime_core.given import read_given
 from prime_core.ids import Digest
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import SignedLease
@@ -77,6 +78,7 @@ def verify(
         data = file.read_bytes() if size <= MAX_FILE_BYTES else bytes(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}", hint="name a file") from error
+    given = None if lease_file is None else read_lease(lease_file)
     try:
         made = read_rollout_file(data).metadata
     except FileError as error:
@@ -90,7 +92,7 @@ def verify(
     api = NodeApi(settings.need_orchestrator(), None, allow_private=settings.allow_private)
     try:
         library = OrchestratorLibrary(api)
-        signed = _lease(named, settings, library, lease_file)
+        signed = given or _lease(named, settings, library)
         if signed.lease.digest(api.client.domain("work")) != named:
             raise UntrustedError(f"the lease at hand is not {named}, which the file names")
         run = api.run(signed.lease.run_digest)
@@ -118,16 +120,17 @@ def verify(
     return Preflight(finding, named, f"{made.engine}, {made.dtype} on {made.device}")
 
 
-def _lease(
-    named: Digest, settings: Settings, library: OrchestratorLibrary, lease_file: Path | None
-) -> SignedLease:
-    if lease_file is not None:
-        try:
-            return SignedLease.model_validate_json(lease_file.read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{lease_file} holds no signed lease: {error}", hint="give its JSON"
-            ) from error
+def read_lease(path: Path) -> SignedLease:
+    """Reads a signed lease from a file. Raises UserError."""
+    hint = "give its JSON, or leave --lease out: it is then looked up"
+    raw = read_given(path, "signed lease", hint)
+    try:
+        return SignedLease.model_validate_json(raw)
+    except ValueError as error:
+        raise UserError(f"{path} holds no signed lease", hint=hint) from error
+
+
+def _lease(named: Digest, settings: Settings, library: OrchestratorLibrary) -> SignedLease:
     folder = DataFolder(settings.data).spool
     if (folder / "journal.sqlite").exists():
         entry = Spool(folder, now=lambda: 0.0, sweep=False).find(named)

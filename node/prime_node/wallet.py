@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_chain.keystore import load_keystore, named_address, read_password
+from prime_chain.keystore import named_address, open_keystore
 from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Address, address
 from prime_core.signing import LocalSigner
@@ -12,23 +12,16 @@ from prime_node.config import Settings
 def open_wallet(settings: Settings) -> LocalSigner:
     """Returns the node's signer. Raises UserError (no wallet, wrong password, no terminal to ask
     at)."""
-    path = settings.need_wallet()
-    password = read_password(
-        settings.password_file, settings.password_fd, prompt=f"Password of {path}: "
-    )
-    return load_keystore(path, password)
+    return open_keystore(settings.need_wallet(), settings.password_file, settings.password_fd)
 
 
 def open_provider(settings: Settings, node: LocalSigner | None) -> LocalSigner | None:
     """Returns the owner's signer if its key is on this machine: from its own keystore, or the
     node's wallet if that is its own provider. None if the owner is elsewhere."""
     if settings.provider_wallet is not None:
-        password = read_password(
-            settings.provider_password_file or settings.password_file,
-            None,
-            prompt=f"Password of {settings.provider_wallet}: ",
+        return open_keystore(
+            settings.provider_wallet, settings.provider_password_file or settings.password_file
         )
-        return load_keystore(settings.provider_wallet, password)
     if node is not None and named_provider(settings) in (None, node.address):
         return node
     return None

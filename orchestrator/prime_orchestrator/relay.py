@@ -32,7 +32,7 @@ from prime_broadcast.server import Limits
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Pools
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_core import ids
 from prime_core.checkpoint import SignedManifest
 from prime_core.command_line import Quorum, command
@@ -139,8 +139,7 @@ def relay(
     stop = until_stopped()
     signer = None
     if wallet is not None:
-        password = read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
-        signer = load_keystore(wallet, password)
+        signer = open_keystore(wallet, password_file, password_fd)
     upstreams = [_source(url) for url in upstream or ()]
     limits = Limits(
         connections=connections,

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp
 from prime_chain.contracts import Contracts
 from prime_chain.errors import BadAnswerError
 from prime_chain.heads import NewHeads
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_chain.sender import Sender
 from prime_chain.watcher import Watcher
 from prime_core import ids
@@ -84,8 +84,8 @@ def run(settings: Settings) -> None:
         deployment = Deployment.load(settings.need("deployment"))
         definition = read_run(settings.need("run"), exact=True)
         deployment.check_run(definition)
-        signer = load_keystore(
-            settings.need("wallet"), read_password(settings.password_file, settings.password_fd)
+        signer = open_keystore(
+            settings.need("wallet"), settings.password_file, settings.password_fd
         )
         make_folder(settings.data)
         stack.enter_context(only_one(settings.data / "serve.lock"))

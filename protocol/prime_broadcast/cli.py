@@ -47,6 +47,7 @@ from prime_core import ids
 from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from prime_core.command_line import program, run
 from prime_core.errors import ConflictError, PrimeError, UntrustedError, UserError
+from prime_core.given import read_given
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.signing import Domain, LocalSigner, Signer
 from prime_core.stopping import until_stopped
@@ -347,11 +348,12 @@ def _open_key(path: Path) -> LocalSigner:
         pass
     except OSError as error:
         raise UserError(f"the key file {path} cannot be made: {error.strerror}") from error
+    hint = "name another file; one that is missing is made"
+    text = read_given(path, "key file", hint, limit=200).decode("ascii", "replace").strip()
     if path.stat().st_mode & 0o077:
         raise UserError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
-    text = path.read_text()[:200].strip()
     if len(text) != 64 or not all(digit in "0123456789abcdef" for digit in text):
-        raise UserError(f"{path} holds no key: expected 64 lowercase hex digits")
+        raise UserError(f"{path} holds no key: expected 64 lowercase hex digits", hint=hint)
     return LocalSigner(bytes.fromhex(text))
 
 

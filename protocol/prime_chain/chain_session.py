@@ -27,7 +27,7 @@ from prime_chain.amounts import ether, prime
 from prime_chain.client import POLL_SECONDS, Call, ChainClient
 from prime_chain.contracts import Contracts, Pool
 from prime_chain.errors import ChainRevertedError
-from prime_chain.keystore import keystore_address, load_keystore, read_password
+from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.sender import Sender
 from prime_chain.transaction_queue import Intent
 from prime_core import ids
@@ -268,9 +268,7 @@ def _signer(
             "no wallet is named",
             hint="add --wallet KEYSTORE, or --calldata --sender ADDRESS to sign elsewhere",
         )
-    signer = load_keystore(
-        wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
-    )
+    signer = open_keystore(wallet, password_file, password_fd)
     if sender and ids.address(sender) != signer.address:
         raise UserError(
             f"the keystore {wallet} is of {signer.address}, not of {sender}",

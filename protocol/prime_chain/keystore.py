@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from eth_hash.auto import keccak
 
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.ids import Address, address
 from prime_core.signing import SECP256K1_ORDER, LocalSigner
 
@@ -32,6 +33,7 @@ _MAX_KEYSTORE_BYTES = 64 << 10
 _MAX_SCRYPT_MEMORY = 1 << 30
 _MAX_PBKDF2_ROUNDS = 10_000_000
 _MAX_PASSWORD_BYTES = 4096
+_ONE_LINE = "give a file with the password as its only line by --password-file"
 
 
 def create_keystore(path: Path, password: str, *, light: bool = False) -> Address:
@@ -96,6 +98,19 @@ def load_keystore(path: Path, password: str) -> LocalSigner:
     if named and named != signer.address[2:].lower():
         raise _broken(path, f"it names 0x{named} but holds the key of {signer.address}")
     return signer
+
+
+def open_keystore(
+    path: Path, password_file: Path | None = None, password_fd: int | None = None
+) -> LocalSigner:
+    """Decrypts the keystore at `path` with a password as in `read_password`.
+
+    Raises UserError as both do; the file is looked at before a password is asked for.
+    """
+    _read(path)
+    return load_keystore(
+        path, read_password(password_file, password_fd, prompt=f"Password of {path}: ")
+    )
 
 
 def keystore_address(path: Path) -> Address | None:
@@ -169,18 +184,10 @@ def _aes_ctr(key: bytes, iv: bytes, data: bytes) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_KEYSTORE_BYTES + 1)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"there is no keystore at {path}",
-            hint=f"make one with: prime-node wallet new --out {path}",
-        ) from error
-    except OSError as error:
-        raise UserError(f"the keystore {path} cannot be read: {error.strerror}") from error
-    if len(raw) > _MAX_KEYSTORE_BYTES:
-        raise _broken(path, "it is too long")
+    hint = "name a keystore v3 file, or restore a backup"
+    if not path.exists():
+        hint = f"make one with: prime-node wallet new --out {path}"
+    raw = read_given(path, "keystore", hint, limit=_MAX_KEYSTORE_BYTES)
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -229,13 +236,8 @@ def read_password(
     if password_file is not None and password_fd is not None:
         raise UserError("give --password-file or --password-fd, not both")
     if password_file is not None:
-        try:
-            with password_file.open("rb") as file:
-                return _clean(file.read(_MAX_PASSWORD_BYTES + 1), str(password_file))
-        except OSError as error:
-            raise UserError(
-                f"the password file {password_file} cannot be read: {error.strerror}"
-            ) from error
+        raw = read_given(password_file, "password file", _ONE_LINE, limit=_MAX_PASSWORD_BYTES)
+        return _clean(raw, str(password_file))
     if password_fd is not None:
         try:
             with os.fdopen(password_fd, "rb") as file:
@@ -258,12 +260,14 @@ def read_password(
 
 def _clean(raw: bytes, source: str) -> str:
     if len(raw) > _MAX_PASSWORD_BYTES:
-        raise UserError(f"the password from {source} exceeds {_MAX_PASSWORD_BYTES} bytes")
+        raise UserError(
+            f"the password from {source} exceeds {_MAX_PASSWORD_BYTES} bytes", hint=_ONE_LINE
+        )
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"the password from {source} is not UTF-8 text") from error
+        raise UserError(f"the password from {source} is not UTF-8 text", hint=_ONE_LINE) from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise UserError(f"the password from {source} is empty")
+        raise UserError(f"the password from {source} is empty", hint=_ONE_LINE)
     return text

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field, ValidationError
 
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.ids import Address
 from prime_core.messages import ContractAddresses
 from prime_core.run import RunDefinition
@@ -159,26 +160,20 @@ class Deployment(Strict):
     @classmethod
     def load(cls, path: Path) -> Deployment:
         """Reads a deployment file. Raises UserError if it is missing or malformed."""
-        try:
-            with path.open("rb") as file:
-                raw = file.read(_MAX_BYTES + 1)
-        except OSError as error:
-            raise UserError(
-                f"the deployment file {path} cannot be read: {error.strerror}",
-                hint="give --deployment FILE; the operator publishes it, or "
-                "make one with: orchestrator deployment deploy",
-            ) from error
-        if len(raw) > _MAX_BYTES:
-            raise UserError(f"the deployment file {path} exceeds {_MAX_BYTES} bytes")
+        hint = (
+            "give --deployment FILE; the operator publishes it, or make one with: orchestrator "
+            "deployment deploy"
+        )
+        raw = read_given(path, "deployment file", hint, limit=_MAX_BYTES)
         try:
             return cls.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise UserError(
-                f"{path} is no deployment file: {where or 'it'}: {first['msg']}",
-                hint="fetch it again from where you got it",
-            ) from error
+            why = f"{where}: {first['msg']}" if where else "it is not JSON"
+            if first["type"] != "json_invalid" and not where:
+                why = first["msg"]
+            raise UserError(f"{path} is no deployment file: {why}", hint=hint) from error
 
     def save(self, path: Path) -> None:
         """Writes the file atomically, replacing an older one."""

@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UntrustedError, UserError
+from prime_core.given import read_given
 from prime_core.ids import Address, Digest, Signature
 from prime_core.signing import (
     U32,
@@ -177,22 +178,21 @@ class Cassette:
         """Reads JSON lines, as `orchestrator gateway export` writes them. Raises UserError with the
         line's number."""
 
-        def recordings() -> Iterator[Recording]:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        yield Recording.model_validate_json(line)
-                    except ValidationError as error:
-                        raise UserError(
-                            f"line {number} of {path} is no recorded answer: "
-                            f"{error.errors()[0]['msg']}",
-                            hint="make it with: orchestrator gateway export FILE",
-                        ) from error
+        hint = "make it with: orchestrator gateway export FILE"
+        raw = read_given(path, "cassette", hint)
 
-        try:
-            return cls(recordings())
-        except OSError as error:
-            raise UserError(f"the cassette {path} cannot be read: {error.strerror}") from error
+        def recordings() -> Iterator[Recording]:
+            for number, line in enumerate(raw.splitlines(), 1):
+                try:
+                    yield Recording.model_validate_json(line)
+                except ValidationError as error:
+                    raise UserError(
+                        f"line {number} of {path} is no recorded answer: "
+                        f"{error.errors()[0]['msg']}",
+                        hint=hint,
+                    ) from error
+
+        return cls(recordings())
 
     def answer(self, call: GatewayCall) -> GatewayAnswer | None:
         """See Answers. None if the request was not recorded."""

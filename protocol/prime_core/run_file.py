@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prime_core.errors import MalformedError, UserError
+from prime_core.given import read_given
 from prime_core.run import MAX_RUN_BYTES, RunDefinition
 
 _HINT = "give the file that the pool was made with by --run; make one with: orchestrator run new"
@@ -13,14 +14,8 @@ _HINT = "give the file that the pool was made with by --run; make one with: orch
 def read_run(path: Path, *, exact: bool = False) -> RunDefinition:
     """Reads a run definition; `exact` as in `RunDefinition.parse`. Raises UserError if the file
     cannot be read or parsed."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_RUN_BYTES + 1)
-    except OSError as error:
-        raise UserError(
-            f"the run definition {path} cannot be read: {error.strerror}", hint=_HINT
-        ) from error
+    raw = read_given(path, "run definition", _HINT, limit=MAX_RUN_BYTES)
     try:
         return RunDefinition.parse(raw, exact=exact)
     except MalformedError as error:
-        raise UserError(f"{path}: {error}", hint=_HINT) from error
+        raise UserError(f"{path} is no run definition: {error}", hint=_HINT) from error

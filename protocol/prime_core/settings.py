@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from prime_core.errors import UserError
+from prime_core.given import read_given
 
 
 class BaseSettings(pydantic_settings.BaseSettings):
@@ -44,6 +45,9 @@ Urls = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A list of URLs; comma-separated in the environment."""
 UserPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 """An absolute path; `~` is expanded."""
+
+
+_MEND = "correct or remove the file, or name another by --config"
 
 
 def load_settings(
@@ -84,10 +88,12 @@ def load_settings(
             f"the setting {name!r} is wrong: {first['msg']}",
             hint=f"set it by --{name.replace('_', '-')}, {variable} or in {toml or 'TOML'}",
         ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{toml} is not text in UTF-8", hint=_MEND) from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(
-            f"{toml} is not TOML: {error}", hint="correct or remove the file"
-        ) from error
+        raise UserError(f"{toml} is not TOML: {error}", hint=_MEND) from error
+    except OSError as error:
+        raise UserError(f"{toml} cannot be read: {error.strerror}", hint=_MEND) from error
     return loaded
 
 
@@ -103,12 +109,12 @@ def variable_of(kind: type[BaseSettings], name: str) -> str:
 
 
 def settings_file(config: Path | None) -> Path | None:
-    """The TOML file given by `--config`. Raises UserError if it does not exist."""
+    """The TOML file given by `--config`. Raises UserError if it cannot be read."""
     if config is None:
         return None
-    if not config.expanduser().is_file():
-        raise UserError(f"there is no settings file at {config}", hint="check --config")
-    return config.expanduser()
+    path = config.expanduser()
+    read_given(path, "settings file", "check --config", empty=True)
+    return path
 
 
 def needed(settings: BaseSettings, name: str, what: str = "") -> Any:

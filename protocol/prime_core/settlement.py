@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 from prime_core import encoding
 from prime_core.errors import MalformedError, UserError
 from prime_core.fees import MAX_FAULTS, Fault, FeeRecord, withhold
+from prime_core.given import read_given
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.signing import (
     U64,
@@ -273,12 +274,12 @@ def is_full(part: SettlementPage, page: str, head: Settlement) -> bool:
 def read_settlement(path: Path) -> Settlement:
     """Reads a settlement file, without the files of its pages. Raises UserError if it cannot be
     read or does not parse."""
+    hint = "make it with: orchestrator rewards settle, or fetch a copy of the posted object"
+    raw = read_given(path, "settlement", hint)
     try:
-        return Settlement.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"the settlement {path} cannot be read: {error.strerror}") from error
+        return Settlement.model_validate_json(raw)
     except ValueError as error:
-        raise UserError(f"{path} holds no settlement") from error
+        raise UserError(f"{path} holds no settlement", hint=hint) from error
 
 
 def settled_until(epoch: int | None, epoch_seconds: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.ids import Digest
 from prime_core.run import Conversation, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
@@ -22,10 +23,14 @@ from prime_envs.tools import load_tools
 
 def read_toml(source: Path) -> dict[str, Any]:
     """Reads a TOML file. Raises UserError if it cannot be read or parsed."""
+    hint = "give the TOML file of a run; see docs/examples"
+    raw = read_given(source, "run's TOML file", hint)
     try:
-        return tomllib.loads(source.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{source} cannot be read as TOML: {error}") from error
+        return tomllib.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not text in UTF-8", hint=hint) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{source} is not TOML: {error}", hint=hint) from error
 
 
 def require_config(model: Path) -> None:

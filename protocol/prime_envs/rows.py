@@ -56,7 +56,7 @@ def read_lines(path: Path, bounds: Bounds) -> Iterator[tuple[str, bytes]]:
             _unpack(path, unpacked, bounds)
             yield from _lines(unpacked, path.name, bounds)
     else:
-        raise UserError(f"{path.name} is neither .jsonl nor .parquet", hint="rename or convert it")
+        raise UserError(f"{path} is neither .jsonl nor .parquet", hint="rename or convert it")
 
 
 def _lines(path: Path, name: str, bounds: Bounds) -> Iterator[tuple[str, bytes]]:

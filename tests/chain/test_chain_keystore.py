@@ -120,7 +120,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
 def test_what_is_no_keystore_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "key"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match="no usable keystore"):
+    with pytest.raises(UserError, match=r"no usable keystore|is no keystore|is empty"):
         load_keystore(path, "pw")
 
 
@@ -186,7 +186,7 @@ def test_an_unusable_password_is_refused(tmp_path: Path, content: bytes, why: st
 
 
 def test_a_missing_password_file_or_descriptor_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="no password file"):
         read_password(tmp_path / "none")
     with pytest.raises(UserError, match="descriptor 987"):
         read_password(password_fd=987)

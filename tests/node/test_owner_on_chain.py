@@ -166,7 +166,7 @@ def test_a_consent_of_another_owner_or_of_nobody_is_one_sentence(
     assert f"is for {OTHER.address}" in owner.refused("node", "add", str(consent))
     (tmp_path / "none.json").write_text("{}")
     assert "is no signed consent" in owner.refused("node", "add", str(tmp_path / "none.json"))
-    assert "cannot be read" in owner.refused("node", "add", str(tmp_path / "missing.json"))
+    assert "no signed consent" in owner.refused("node", "add", str(tmp_path / "missing.json"))
     assert "no owner is named" in owner.refused("node", "consent", wallet=NODE)
 
 

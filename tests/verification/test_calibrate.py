@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_core import encoding
-from prime_core.errors import MalformedError, UnavailableError
+from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_envs.registry import environment_for
 from prime_verify import calibrate
 from prime_verify.engines import load_engine
@@ -239,11 +239,11 @@ def test_a_nan_exceeds_every_limit() -> None:
     assert limits.exceeded(values, "row") == {"sketch"}
 
 
-def test_a_broken_calibration_file_is_malformed(tmp_path: Path) -> None:
+def test_a_broken_calibration_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{}")
-    with pytest.raises(MalformedError):
+    with pytest.raises(UserError, match="is no calibration"):
         thresholds.load(tmp_path / "c.json")
-    with pytest.raises(MalformedError):
+    with pytest.raises(UserError, match="there is no calibration"):
         thresholds.load(tmp_path / "none.json")
 
 

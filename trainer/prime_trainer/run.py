@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_broadcast.files import write_whole
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_core.deployment import Deployment
 from prime_core.errors import PrimeError, UserError
 from prime_core.folders import held_alone, make_folder
@@ -41,9 +41,7 @@ FINISH_SECONDS = 30.0
 
 def unlock(settings: Settings) -> LocalSigner:
     """The trainer's key. Raises UserError without a wallet, or if the password is wrong."""
-    wallet = settings.need("wallet")
-    password = read_password(settings.password_file, settings.password_fd)
-    return load_keystore(wallet, password)
+    return open_keystore(settings.need("wallet"), settings.password_file, settings.password_fd)
 
 
 def known_facts(

@@ -42,7 +42,7 @@ from prime_chain.contracts import (
 from prime_chain.errors import ChainRevertedError
 from prime_chain.events import CaseOpened, Event, JurorsDrawn, ValidatorSet
 from prime_chain.history import read_events, read_slashes
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_chain.link import deployment_for
 from prime_chain.mirror import REORG_BLOCKS, AnySource, HttpSource, announced, open_sources
 from prime_chain.rewards import history_of
@@ -421,10 +421,7 @@ def run(settings: JurorSettings) -> None:
     stop = until_stopped()
     with ExitStack() as stack:
         wallet = needed(settings, "wallet")
-        password = read_password(
-            settings.password_file, settings.password_fd, prompt=f"Password of {wallet}: "
-        )
-        signer = load_keystore(wallet, password)
+        signer = open_keystore(wallet, settings.password_file, settings.password_fd)
         deployment = _deployment(settings)
         client = settings.open_chain(deployment.chain_id)
         stack.callback(client.close)

@@ -21,7 +21,7 @@ from typing import TypeVar
 from prime_broadcast.access import Passes
 from prime_broadcast.manifest import Trust
 from prime_chain.contracts import Contracts
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import PolicyError, UnavailableError
@@ -57,10 +57,7 @@ def run(settings: Settings) -> None:
     with ExitStack() as stack:
         url, _ = settings.need("orchestrator"), settings.need_rpc()
         wallet = settings.need("wallet")
-        password = read_password(
-            settings.password_file, settings.password_fd, prompt=f"Password of {wallet}: "
-        )
-        signer = load_keystore(wallet, password)
+        signer = open_keystore(wallet, settings.password_file, settings.password_fd)
         folder = Folder(settings.data)
         stack.callback(folder.close)
         worker = f"{os.getpid()}:{secrets.token_hex(8)}"

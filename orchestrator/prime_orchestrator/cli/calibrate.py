@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_core.calibration import CalibrationStatement
 from prime_core.command_line import command
 from prime_core.deployment import Deployment
@@ -96,8 +96,7 @@ def calibrate(
     domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
     signer = None
     if wallet is not None:
-        prompt = f"Password of {wallet}: "
-        signer = load_keystore(wallet, read_password(password_file, password_fd, prompt=prompt))
+        signer = open_keystore(wallet, password_file, password_fd)
     _try_to_write(out)  # what cannot be written is said now, not in an hour
     left_out: list[str] = []
     if sign is not None:

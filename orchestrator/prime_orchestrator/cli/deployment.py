@@ -16,7 +16,7 @@ from prime_chain.amounts import ETHER, ether, parse_amount
 from prime_chain.chain_session import Json, Rpc
 from prime_chain.client import ChainClient
 from prime_chain.deployment_check import check_deployment
-from prime_chain.keystore import keystore_address, load_keystore, read_password
+from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.networks import Network
 from prime_chain.sources import standard_input
 from prime_core import encoding
@@ -99,7 +99,7 @@ def deploy(
         raise UserError(
             f"{file} holds a deployment already", hint="name another by --out, or move it away"
         )
-    signer = None if dry_run else load_keystore(wallet, read_password(password_file, password_fd))
+    signer = None if dry_run else open_keystore(wallet, password_file, password_fd)
     sender = signer.address if signer is not None else _address_of(wallet)
     given = address(multisig) if multisig else None
     options = deployer.Options(

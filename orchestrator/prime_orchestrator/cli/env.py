@@ -19,6 +19,7 @@ import typer
 
 from prime_core.command_line import group
 from prime_core.errors import PolicyError, UserError
+from prime_core.given import read_given
 from prime_core.ids import Digest
 from prime_envs.crowd import open_packed, pack
 from prime_envs.crowd_check import Report, check
@@ -157,10 +158,8 @@ def _packed(source: Path, scratch: Path) -> tuple[Path, bytes]:
         path = scratch / f"{source.resolve().name}.jsonl"
         path.write_bytes(data)
         return path, data
-    try:
-        return source, source.read_bytes()
-    except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror}") from error
+    hint = "name an environment's folder; make one with: orchestrator env new FOLDER"
+    return source, read_given(source, "packed environment", hint)
 
 
 def _show_report(report: Report, source: Path, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from prime_chain.chain_session import ChainSession, Done, PoolNumber, sends_tran
 from prime_chain.leaves import find_leaf
 from prime_core import ids
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.node import Invite
 from prime_core.signing import SignatureField, Strict
 from prime_core.transport.client import OrchestratorClient
@@ -196,26 +197,22 @@ def reject(
 
 def read_opinions(path: Path) -> list[SignedOpinion]:
     """Opinions as the orchestrator serves them. Raises UserError if the file holds none."""
+    hint = "save the list `opinions` of GET /v1/submissions/DIGEST/opinions"
+    raw = read_given(path, "list of opinions", hint)
     try:
-        found = TypeAdapter(list[SignedOpinion]).validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"the opinions {path} cannot be read: {error.strerror}") from error
+        found = TypeAdapter(list[SignedOpinion]).validate_json(raw)
     except ValidationError as error:
-        raise UserError(f"{path} holds no opinions") from error
+        raise UserError(f"{path} holds no opinions", hint=hint) from error
     if not found:
-        raise UserError(f"{path} holds no opinions")
+        raise UserError(f"{path} holds no opinions", hint=hint)
     return found
 
 
 def read_invite(path: Path) -> SignedInvite:
     """A signed invite from its file. Raises UserError if it cannot be read or is none."""
+    hint = "make one with: orchestrator pool invite"
+    raw = read_given(path, "signed invite", hint, limit=MAX_INVITE_BYTES)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_INVITE_BYTES)
         return SignedInvite.model_validate(json.loads(raw))
-    except OSError as error:
-        raise UserError(f"the invite {path} cannot be read: {error.strerror}") from error
     except (ValidationError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is no signed invite", hint="make one with: orchestrator pool invite"
-        ) from error
+        raise UserError(f"{path} is no signed invite", hint=hint) from error

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from prime_broadcast.manifest import build_manifest
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_core.command_line import group
 from prime_core.errors import ConflictError, UserError
 from prime_core.folders import make_folder
@@ -74,9 +74,7 @@ def revise(
     way ahead.
     """
     definition = read_run(run, exact=True)
-    signer = load_keystore(
-        wallet, read_password(password_file, password_fd, prompt=f"Password of {wallet}: ")
-    )
+    signer = open_keystore(wallet, password_file, password_fd)
     request = RevisionRequest(run=definition.raw().decode(), from_step=from_step)
     with OrchestratorClient(orchestrator, signer, "manager") as client:
         made = client.post("/v1/revisions", request, RunRevision)

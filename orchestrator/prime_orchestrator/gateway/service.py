@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prime_broadcast.http1 import Bucket
-from prime_chain.keystore import load_keystore, read_password
+from prime_chain.keystore import open_keystore
 from prime_chain.networks import LOCAL
 from prime_core.errors import PolicyError, PrimeError, UnavailableError, UntrustedError, UserError
 from prime_core.folders import held_alone, make_folder
@@ -291,9 +291,7 @@ def serve(settings: Settings) -> None:
     from prime_orchestrator import serve as serving
 
     serving.set_up_logging("info")
-    signer = load_keystore(
-        needed(settings, "wallet"), read_password(settings.password_file, settings.password_fd)
-    )
+    signer = open_keystore(needed(settings, "wallet"), settings.password_file, settings.password_fd)
     make_folder(settings.data)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -31,6 +31,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from prime_core.errors import UnavailableError, UserError
+from prime_core.given import read_given
 from prime_core.settings import UserPath
 from prime_core.transport.addresses import (
     PrivateAddressError,
@@ -79,15 +80,11 @@ class _WithSecret(_Tool):
         one whose content is no header's value; the error does not contain it."""
         if self.secret_file is None:
             return {}
-        try:
-            secret = self.secret_file.read_bytes().decode("ascii", "replace").strip()
-        except OSError as error:
-            raise UserError(f"{self.secret_file} cannot be read: {error.strerror}") from error
+        hint = f"write the value of the header {self.header} into it, nothing else"
+        raw = read_given(self.secret_file, "secret file", hint, limit=64 << 10)
+        secret = raw.decode("ascii", "replace").strip()
         if not (secret and secret.isascii() and secret.isprintable()):
-            raise UserError(
-                f"{self.secret_file} is not one line of printable ASCII",
-                hint=f"write the value of the header {self.header} into it, nothing else",
-            )
+            raise UserError(f"{self.secret_file} is not one line of printable ASCII", hint=hint)
         return {self.header: secret}
 
 
@@ -360,19 +357,19 @@ class OpenApi:
     """See OpenApiTool."""
 
     def __init__(self, settings: OpenApiTool, web: Web) -> None:
+        hint = "give a document in JSON; name its server by `server`"
+        raw = read_given(settings.document, "OpenAPI document", hint)
         try:
-            document = json.loads(settings.document.read_text())
+            document = json.loads(raw)
             self._path, self._parameters = _operation(document, settings.operation)
             self._server = settings.server or str(document["servers"][0]["url"])
             if _parts(self._server).query:
                 raise ToolError("a server's URL has no query")
-        except OSError as error:
-            raise UserError(f"{settings.document} cannot be read: {error.strerror}") from error
         except (ValueError, LookupError, TypeError, AttributeError, ToolError) as error:
             raise UserError(
                 f"{settings.document} is no OpenAPI document with the operation "
                 f"{settings.operation!r} and a server: {error!r}",
-                hint="give a document in JSON; name its server by `server`",
+                hint=hint,
             ) from error
         self._headers, self._web = settings.headers(), web
 

@@ -15,6 +15,7 @@ import hashlib
 from pathlib import Path
 
 from prime_core.errors import UserError
+from prime_core.given import read_given
 from prime_core.ids import Digest, to_bytes
 
 HONEST = "honest"
@@ -40,11 +41,10 @@ def read_secret(path: Path) -> bytes:
     if other users may read the file."""
     hint = f"make one: (umask 077; openssl rand -hex {SECRET_BYTES} > {path})"
     try:
+        raw = read_given(path, "secret file", hint)
         if path.stat().st_mode & 0o077:
             raise UserError(f"others may read {path}", hint=f"chmod 600 {path}")
-        secret = bytes.fromhex(path.read_text().strip())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+        secret = bytes.fromhex(raw.decode().strip())
     except ValueError as error:
         raise UserError(f"{path} holds no hexadecimal secret", hint=hint) from error
     if len(secret) != SECRET_BYTES:

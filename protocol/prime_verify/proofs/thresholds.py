@@ -29,7 +29,8 @@ from pydantic import Field
 
 from prime_core import encoding
 from prime_core.calibration import CalibrationSignature, CalibrationStatement
-from prime_core.errors import MalformedError, UntrustedError
+from prime_core.errors import MalformedError, UntrustedError, UserError
+from prime_core.given import read_given
 from prime_core.ids import Address, Digest
 from prime_core.signing import DigestField, Domain, Signer, Strict
 from prime_verify.proofs.tails import MICRO, Tail
@@ -326,11 +327,13 @@ class Limits:
 
 
 def load(path: Path) -> Calibration:
-    """Reads a calibration file. Raises MalformedError."""
+    """Reads a calibration file. Raises UserError if it cannot be read or is none."""
+    hint = "make one with: orchestrator calibrate --out FILE"
+    raw = read_given(path, "calibration", hint)
     try:
-        return Calibration.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise MalformedError(f"{path} is no calibration: {error}") from error
+        return Calibration.model_validate_json(raw)
+    except ValueError as error:
+        raise UserError(f"{path} is no calibration", hint=hint) from error
 
 
 def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:

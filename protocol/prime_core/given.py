@@ -1,0 +1,31 @@
+"""Reads the files that a user names on a command line or in settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_core.errors import UserError
+
+
+def read_given(
+    path: Path, what: str, hint: str, *, limit: int = 1 << 30, empty: bool = False
+) -> bytes:
+    """Returns the contents of a file, at most `limit` bytes. `what` names it in prose.
+
+    Raises UserError, with `hint` as what to type next, if there is no such file, it is a folder, it
+    cannot be read, is too large, or is empty (unless it may be `empty`).
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no {what} at {path}", hint=hint) from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder, not a {what}", hint=hint) from error
+    except OSError as error:
+        raise UserError(f"the {what} {path} cannot be read: {error.strerror}", hint=hint) from error
+    if not raw and not empty:
+        raise UserError(f"the {what} {path} is empty", hint=hint)
+    if len(raw) > limit:
+        raise UserError(f"{path} is no {what}: it exceeds {limit} bytes", hint=hint)
+    return raw
