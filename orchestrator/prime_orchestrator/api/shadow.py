@@ -105,6 +105,7 @@ def forget(store: Store, objects: ObjectStore, now: float) -> None:
     """Deletes silent shadow nodes, and the leases, files and verdicts of those that are gone."""
     with store.begin() as connection:
         shadows.forget_nodes(connection, silent_since=now - FORGOTTEN_AFTER)
+        shadows.forget_places(connection, before=now - HOUR)
         # The hourly budget counts younger leases.
         found = shadows.find(connection, given_before=now - 2 * HOUR)
     try:

@@ -34,17 +34,20 @@ class Remains:
 def take(connection: Connection, place: str, now: float, *, most: int, within: float) -> bool:
     """Records a shadow lease for the address `place`, for all processes of the pool. Returns False,
     and records nothing, if it was given `most` within the last `within` seconds. The caller holds
-    the lock on leases. Addresses without a younger lease are forgotten."""
-    given: dict[str, list[float]] = {
-        key: json.loads(value) for key, value in meta.under(connection, _GIVEN)
-    }
-    for key in [key for key, times in given.items() if times[-1] < now - within]:
-        meta.drop(connection, key)
-    times = [at for at in given.get(_GIVEN + place, ()) if at >= now - within]
+    the lock on leases."""
+    given: list[float] = json.loads(meta.get(connection, _GIVEN + place) or "[]")
+    times = [at for at in given if at >= now - within]
     if len(times) >= most:
         return False
     meta.put(connection, _GIVEN + place, json.dumps([*times, now]))
     return True
+
+
+def forget_places(connection: Connection, *, before: float) -> None:
+    """Deletes what `take` recorded of addresses without a lease since `before` (Unix seconds)."""
+    for key, value in meta.under(connection, _GIVEN):
+        if json.loads(value)[-1] < before:
+            meta.drop(connection, key)
 
 
 def forget_nodes(connection: Connection, *, silent_since: float) -> None:
