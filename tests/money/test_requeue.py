@@ -15,6 +15,7 @@ from prime_core.checkpoint import PolicyStatement
 from prime_core.encoding import sha256
 from prime_core.ids import Digest
 from prime_core.verdict import Reason
+from prime_orchestrator.manager.settlement import settle_epochs
 from prime_orchestrator.manager.transactions import REST_SECONDS, requeue_wanted
 from prime_orchestrator.store import chain, intents, nodes, schema
 from prime_orchestrator.store.intents import IntentKind, queue_intent
@@ -163,3 +164,21 @@ def _queue_policy(mgr: ManagerSide, version: int) -> str:
             },
             now=mgr.now(),
         )
+
+
+def test_a_reward_root_below_a_table_that_others_posted_is_settled_again(mgr: ManagerSide) -> None:
+    table = schema.reward_roots
+    for total, kept in ((110, True), (90, False)):
+        with mgr.store.begin() as connection:
+            connection.execute(sa.delete(table))
+            for epoch, promised, claimable_at in ((4, 100, 1), (5, total, None)):
+                connection.execute(
+                    sa.insert(table).values(
+                        epoch=epoch, root="r", cumulative_total=str(promised), object=f"o{epoch}",
+                        created_at=0.0, claimable_at=claimable_at,
+                    )
+                )  # fmt: skip
+        assert settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now) is None
+        with mgr.store.read() as connection:
+            epochs = connection.execute(sa.select(table.c.epoch).order_by(table.c.epoch)).scalars()
+            assert list(epochs) == ([4, 5] if kept else [4])

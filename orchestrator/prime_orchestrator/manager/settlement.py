@@ -156,6 +156,10 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
     ).first()
     if last is not None and last.claimable_at is None:
+        if int(last.cumulative_total) < _promised(connection):
+            # Others posted a table meanwhile that promises more: this root can never follow it.
+            connection.execute(delete(reward_roots).where(reward_roots.c.epoch == last.epoch))
+            return None
         intent = f"reward_root:{last.epoch}:{last.object}"
         requeue_failed(connection, intent, now, not_before=now - run.epoch_seconds)
         return None
@@ -181,6 +185,17 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         previous=None if last is None else Digest(last.object),
         new_leaves=with_work is not None or looked.waits,
     )
+
+
+def _promised(connection: Connection) -> int:
+    """Returns the cumulative total of the newest reward root that the chain has confirmed."""
+    found = connection.execute(
+        select(reward_roots.c.cumulative_total)
+        .where(reward_roots.c.claimable_at.is_not(None))
+        .order_by(reward_roots.c.epoch.desc())
+        .limit(1)
+    ).scalar()
+    return int(found or 0)
 
 
 def _settle(
