@@ -8,6 +8,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from devnet.findings import Finding
@@ -94,11 +95,18 @@ def gather(
         "slashes": [
             {
                 "node": names.get(event.node, event.node),
+                "address": event.node,
                 "amount": _tokens(event.amount),
                 "transaction": event.tx_hash,
                 "at": event.block_time - started,
             }
             for event in seen.chain.of(events.SlashExecuted)
+        ],
+        "slash_transactions": [
+            _of_transaction(seen, tx_hash)
+            for tx_hash in dict.fromkeys(
+                event.tx_hash for event in seen.chain.of(events.SlashExecuted)
+            )
         ],
         "payouts": [
             {"node": p.name, "claimed": _tokens(p.claimed), "rebuilt": _tokens(p.rebuilt)}
@@ -112,6 +120,28 @@ def gather(
     }
 
 
+@dataclass(frozen=True)
+class _Cell:
+    """Text that links to a place in the page (`to`), or is such a place (`name`)."""
+
+    text: str
+    to: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _of_transaction(seen: Observation, tx_hash: str) -> dict[str, Any]:
+    """The events of one transaction, with its block."""
+    found = [event for event in seen.chain.events if event.tx_hash == tx_hash]
+    return {
+        "hash": tx_hash,
+        "block": found[0].block,
+        "events": [f"{event.name} {json.dumps(event.args(), default=str)}" for event in found],
+    }
+
+
 def _tokens(wei: int) -> str:
     return f"{wei // TOKEN}.{wei % TOKEN:018d}".rstrip("0").rstrip(".")
 
@@ -121,6 +151,7 @@ def page(data: dict[str, Any]) -> str:
     steps = data["steps"]
     verdict = "all six findings hold" if data["ok"] else "NOT all findings hold"
     minutes = f"{data['seconds'] / 60:.1f}"
+    addresses = {n["name"]: n["address"] for n in data["nodes"]}
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         '<meta name=viewport content="width=device-width, initial-scale=1">',
@@ -142,10 +173,10 @@ def page(data: dict[str, Any]) -> str:
         _figure(_timing_picture(steps), "Seconds of each step, by what was done or awaited."),
         "<h2>Nodes and verdicts</h2>",
         _table(
-            ("node", "state", "class", "accepted", "rejected", "void", "units"),
+            ("node", "address", "state", "class", "accepted", "rejected", "void", "units"),
             (
-                (n["name"], n["status"], n["speed_class"], n["accepted"], n["rejected"],
-                 n["void"], n["units"])
+                (n["name"], _Cell(n["address"], name=n["address"]), n["status"],
+                 n["speed_class"], n["accepted"], n["rejected"], n["void"], n["units"])
                 for n in data["nodes"]
             ),
         ),
@@ -157,12 +188,26 @@ def page(data: dict[str, Any]) -> str:
         "<h2>Slashes</h2>",
         _table(
             ("node", "amount", "transaction", "after (s)"),
-            ((s["node"], s["amount"], s["transaction"], s["at"]) for s in data["slashes"]),
+            (
+                (_Cell(s["node"], s["address"]), s["amount"],
+                 _Cell(s["transaction"], s["transaction"]), s["at"])
+                for s in data["slashes"]
+            ),
+        ),
+        _table(
+            ("transaction", "block", "events"),
+            (
+                (_Cell(t["hash"], name=t["hash"]), t["block"], "; ".join(t["events"]))
+                for t in data["slash_transactions"]
+            ),
         ),
         "<h2>Payouts</h2>",
         _table(
             ("node", "claimed on chain", "rebuilt from events and objects"),
-            ((p["node"], p["claimed"], p["rebuilt"]) for p in data["payouts"]),
+            (
+                (_Cell(p["node"], addresses.get(p["node"], "")), p["claimed"], p["rebuilt"])
+                for p in data["payouts"]
+            ),
         ),
         "<h2>Transactions</h2>",
         _table(("event", "times"), sorted(data["transactions"].items())),
@@ -174,7 +219,11 @@ def page(data: dict[str, Any]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     def cell(value: Any) -> str:
         kind = {"yes": " class=yes", "NO": " class=no"}.get(str(value), "")
-        return f"<td{kind}>{html.escape(str(value))}</td>"
+        text = html.escape(str(value))
+        if isinstance(value, _Cell) and value.to:
+            text = f'<a href="#{html.escape(value.to)}">{text}</a>'
+        place = f' id="{html.escape(value.name)}"' if getattr(value, "name", "") else ""
+        return f"<td{kind}{place}>{text}</td>"
 
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(cell(v) for v in row) + "</tr>" for row in rows)

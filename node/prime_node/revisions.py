@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from prime_chain.amounts import prime
 from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.ids import Digest
 from prime_core.node import Hardware
@@ -30,8 +31,8 @@ def check_limits(settings: Settings, run: RunDefinition, hardware: Hardware) -> 
     """Raises PolicyError if the owner's limits or this machine decline a run."""
     if run.price_per_unit < settings.min_price:
         raise PolicyError(
-            f"the run pays {run.price_per_unit} wei a token, less than --min-price "
-            f"{settings.min_price}"
+            f"the run pays {prime(run.price_per_unit)} a token, less than --min-price "
+            f"({prime(settings.min_price)})"
         )
     image = run.task.image
     allowed = settings.images

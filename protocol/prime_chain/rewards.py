@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from prime_chain import reward_events
+from prime_chain.amounts import prime
 from prime_chain.events import (
     Claimed,
     Event,
@@ -522,8 +523,8 @@ def _differences(event: RewardRootPosted, published: Settlement, rebuilt: Settle
         problems.append(f"{where}: the root on chain is not what the facts give")
     if int(rebuilt.cumulative_total) != event.cumulative_total:
         problems.append(
-            f"{where}: the chain promises {event.cumulative_total} wei, the facts give "
-            f"{rebuilt.cumulative_total}"
+            f"{where}: the chain promises {prime(event.cumulative_total)}, the facts give "
+            f"{prime(int(rebuilt.cumulative_total))}"
         )
     return problems
 

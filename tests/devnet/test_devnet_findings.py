@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from devnet import findings as f
+from devnet import report
 
 EVALUATIONS = [
     f.Evaluation(0, 0.38, 256, True),
@@ -137,3 +139,26 @@ def test_a_liar_whose_files_are_void_must_earn_nothing_and_lose_nothing() -> Non
 def test_nothing_is_asked_of_a_lie_that_is_known_not_to_be_seen() -> None:
     unseen = f.NodeFacts("liar-3", "0x4", True, (), 0, False, None, 0, 100, 100, 0, "unseen", 9)
     assert f.liars_slashed([HONEST, unseen]).ok
+
+
+def test_nodes_and_slashes_of_the_report_link_to_their_details() -> None:
+    node, tx_hash = "0x" + "11" * 20, "0x" + "22" * 32
+    page = report.page(
+        {
+            "ok": True, "seconds": 60.0, "findings": [], "evaluations": [], "steps": [],
+            "targets": [], "transactions": {"SlashExecuted": 1},
+            "nodes": [
+                {"name": "liar", "address": node, "status": "ejected", "speed_class": 1,
+                 "accepted": 1, "rejected": 1, "void": 0, "units": 5}
+            ],
+            "slashes": [
+                {"node": "liar", "address": node, "amount": "2", "transaction": tx_hash, "at": 3}
+            ],
+            "slash_transactions": [{"hash": tx_hash, "block": 7, "events": ["SlashExecuted <>"]}],
+            "payouts": [{"node": "liar", "claimed": "0", "rebuilt": "0"}],
+        }
+    )  # fmt: skip
+    links = re.findall(r'<a href="#(\w+)">', page)
+    assert links == [node, tx_hash, node]
+    assert all(page.count(f'id="{one}"') == 1 for one in links)
+    assert "SlashExecuted &lt;&gt;" in page
