@@ -1,0 +1,521 @@
+"""What protocol 1 is, as recorded bytes: a valid request to each operation with its answer, and
+an example of everything that is signed or named by a digest.
+
+    python tests/compat/recording.py    records what is missing; what is recorded never changes
+
+Keys, clock and randomness are fixed, so a second recording would give the same bytes. The tests
+replay the recorded requests against the code of today.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import sqlalchemy as sa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fastapi.testclient import TestClient
+from httpx import Response
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent.parent / "scripts", HERE.parent / "orchestrator", HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+from api_walk import VALIDATOR, walked  # noqa: E402
+from judges import commit_draws  # noqa: E402
+from make_vectors import vectors  # noqa: E402
+from orchestrator_world import (  # noqa: E402
+    AUDIENCE,
+    VERSIONED,
+    Clock,
+    Session,
+    World,
+    deployment,
+    run_definition,
+    signer,
+)
+
+from prime_core import (  # noqa: E402
+    batch,
+    calibration,
+    checkpoint,
+    draws,
+    encoding,
+    fees,
+    gateway,
+    messages,
+    node,
+    rollout,
+    seeds,
+    settlement,
+    task,
+    validator_messages,
+    verdict,
+)
+from prime_core.encoding import sha256  # noqa: E402
+from prime_core.gateway import GatewayCall  # noqa: E402
+from prime_core.ids import ZERO_DIGEST, Digest  # noqa: E402
+from prime_core.messages import LeaseAnswer  # noqa: E402
+from prime_core.rollout import (  # noqa: E402
+    CONVERSATION_SCHEMA,
+    GATEWAY_SCHEMA,
+    SCHEMA_VERSION,
+    SignedSubmission,
+    encode_leaves,
+)
+from prime_core.run import Chat, RunDefinition  # noqa: E402
+from prime_core.settlement import (  # noqa: E402
+    RewardEntry,
+    SettledFile,
+    SettledSlash,
+    Settlement,
+    SettlementPage,
+)
+from prime_core.signing import Answer, Strict  # noqa: E402
+from prime_core.storage.directory import DirectoryStore  # noqa: E402
+from prime_node import bridge_messages  # noqa: E402
+from prime_orchestrator.api.app import create_app  # noqa: E402
+from prime_orchestrator.api.backend import Backend  # noqa: E402
+from prime_orchestrator.context import PoolContext  # noqa: E402
+from prime_orchestrator.manager.draws import DrawBoard  # noqa: E402
+from prime_orchestrator.store import leases, open_store, schema, sqlite_url  # noqa: E402
+from prime_verify.proofs import sampling  # noqa: E402
+from prime_verify.rollout_file import (  # noqa: E402
+    FileMetadata,
+    FileRow,
+    RolloutFile,
+    read_rollout_file,
+    write_rollout_file,
+)
+
+FOLDER = HERE / "protocol_1"
+SENTENCES = {"detail", "hint"}
+"""Text for people: it may be worded otherwise."""
+OPAQUE = {"url", "file", "location", "retry_after_ms", "mmacs_per_second"}
+"""Values that a client passes on or obeys without knowing what is in them."""
+NO_BODY = {"GET /metrics"}
+"""Its lines follow the machine; the status is what counts."""
+SIGNED = ("content-digest", "signature-input", "signature", "prime-protocol")
+GIVES_URLS = re.compile(r".*(/upload|/validators/objects|/batches/0)\Z")
+
+
+class MismatchError(AssertionError):
+    """Today's code says something else than what was recorded."""
+
+
+@dataclass
+class Tape:
+    """Recorded exchanges by name. While `recording`, a name that is missing is added."""
+
+    exchanges: dict[str, dict[str, Any]]
+    recording: bool = False
+    used: list[str] = field(default_factory=list)
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        self.used.append(name)
+        return self.exchanges.get(name)
+
+
+def packed(data: bytes) -> str | dict[str, str]:
+    """Bytes in a JSON file: as text where they are text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}
+
+
+def unpacked(value: str | dict[str, str]) -> bytes:
+    return value.encode() if isinstance(value, str) else base64.b64decode(value["base64"])
+
+
+def covers(recorded: Any, now: Any, path: str = "", *, shape: bool = False) -> None:
+    """Raises MismatchError unless `now` holds all that was recorded; it may hold more. `shape`: of
+    values only the type must be equal."""
+    if isinstance(recorded, dict):
+        if not isinstance(now, dict):
+            raise MismatchError(f"{path} is no object any more: {now!r}")
+        for name, value in recorded.items():
+            if name not in now:
+                raise MismatchError(f"{path}.{name} is missing")
+            words = name == "reason" and isinstance(value, str)
+            loose = shape or words or name in SENTENCES | OPAQUE or path.endswith(".urls")
+            covers(value, now[name], f"{path}.{name}", shape=loose)
+    elif isinstance(recorded, list):
+        if not isinstance(now, list) or (len(now) != len(recorded) and not shape):
+            raise MismatchError(f"{path} has {now!r} instead of {recorded!r}")
+        for number, (one, other) in enumerate(zip(recorded, now, strict=False)):
+            covers(one, other, f"{path}[{number}]", shape=shape)
+    elif type(recorded) is not type(now) or (recorded != now and not shape):
+        raise MismatchError(f"{path} is {now!r} instead of {recorded!r}")
+
+
+@dataclass
+class TapedWorld(World):
+    """A world whose requests are recorded, or replaced by the recorded ones."""
+
+    tape: Tape = field(default_factory=lambda: Tape({}))
+    randomness: list[random.Random] = field(default_factory=list)
+    _seen: Counter[str] = field(default_factory=Counter)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        raw: bytes = b"",
+        session: Session | None = None,
+        **headers: str,
+    ) -> Response:
+        """Makes the request; while replaying, checks that it is the recorded one, sends that, and
+        checks that its answer holds all that the recorded one does."""
+        bare = re.sub(r"0x[0-9a-fA-F]{40,64}|[0-9a-f]{32}|store/[^?]*", "_", path.partition("?")[0])
+        self._seen[f"{method} {bare}"] += 1
+        name = f"{method} {bare} {self._seen[f'{method} {bare}']}"
+        self.randomness[:] = [random.Random(name)]  # so that a call does not depend on others
+        signed = self.signature(method, path, raw, session) if session else VERSIONED
+        made = {
+            "at": self.clock(),
+            "method": method,
+            "target": path,
+            "headers": {k.lower(): v for k, v in {**signed, **headers}.items()},
+            "body": packed(raw),
+        }
+        taped = self.tape.find(name)
+        if taped is not None:
+            self._require_same(name, taped["request"], made)
+            made = {**taped["request"], "target": path if "_?" in name else made["target"]}
+        now = self.http.request(
+            method, made["target"], content=unpacked(made["body"]), headers=made["headers"]
+        )
+        answer = {"status": now.status_code, "headers": self._headers(now), "body": ""}
+        if f"{method} {bare}" not in NO_BODY:
+            answer["body"] = packed(now.content)
+        if taped is None:
+            if self.tape.recording:
+                self.tape.exchanges[name] = {"request": made, "answer": answer}
+            return now
+        self._require_covered(name, taped["answer"], now)
+        if f"{method} {bare}" == "POST /v1/leases" and now.status_code == 200:
+            self._adopt(now.content, unpacked(taped["answer"]["body"]))
+        if GIVES_URLS.match(bare):
+            return now
+        return Response(
+            taped["answer"]["status"],
+            headers=taped["answer"]["headers"],
+            content=unpacked(taped["answer"]["body"]),
+        )
+
+    @staticmethod
+    def _headers(answer: Response) -> dict[str, str]:
+        kept = ("content-type", "prime-protocol", "location")
+        return {name: answer.headers[name] for name in kept if name in answer.headers}
+
+    def _require_same(self, name: str, taped: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        for part in ("at", "method", "target", "headers", "body"):
+            if part == "target" and "store" in made["target"]:
+                continue
+            if taped[part] != made[part]:
+                raise MismatchError(f"{name}: {part} is {made[part]!r} instead of {taped[part]!r}")
+
+    def _require_covered(self, name: str, taped: Mapping[str, Any], now: Response) -> None:
+        if now.status_code != taped["status"]:
+            raise MismatchError(
+                f"{name}: {now.status_code} instead of {taped['status']}: {now.text}"
+            )
+        covers(taped["headers"], self._headers(now), name)
+        body = unpacked(taped["body"])
+        exact = "/run" in name  # a run is its bytes
+        if "json" in taped["headers"].get("content-type", "") and not exact:
+            lease = name.startswith("POST /v1/leases ")  # which one a node gets is no protocol
+            covers(json.loads(body), now.json(), name, shape=lease)
+        elif body and body != now.content:
+            raise MismatchError(f"{name}: other bytes")
+
+    def _adopt(self, now: bytes, taped: bytes) -> None:
+        """Puts the recorded lease in place of the one that was given now."""
+        given, recorded = (LeaseAnswer.model_validate_json(raw).lease for raw in (now, taped))
+        assert given is not None
+        assert recorded is not None
+        with self.backend.store.begin() as connection:
+            of = schema.leases.c.digest == self.lease_digest(given)
+            connection.execute(sa.delete(schema.leases).where(of))
+            row = leases.new_row(self.lease_digest(recorded), recorded, now=self.clock())
+            leases.add(connection, [row])
+
+
+class SessionKeys:
+    """Stands for Ed25519PrivateKey: its keys are always the same, one after the other."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def generate(self) -> Ed25519PrivateKey:
+        seed = sha256(b"session key %d" % next(self._numbers))
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed[2:]))
+
+
+@contextmanager
+def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
+    """Makes all requests of the walk, and some that are refused."""
+    clock, manager, trainer = Clock(), signer(200), signer(201)
+    store = open_store(sqlite_url(folder / "orchestrator.sqlite"))
+    store.migrate()
+    randomness = [random.Random("start")]
+
+    def drawn(count: int) -> bytes:
+        return randomness[0].randbytes(count)
+
+    backend = Backend(
+        context=PoolContext(deployment(), pool=1, manager=manager.address, run=run_definition()),
+        store=store,
+        objects=DirectoryStore(folder / "objects", AUDIENCE, b"s" * 32),
+        manager=manager,
+        trainer=trainer.address,
+        audience=AUDIENCE,
+        relay_accounts=frozenset({signer(5).address}),
+        now=clock,
+        random=drawn,
+        draws=DrawBoard(random.Random("draws").randbytes),
+    )
+    with (
+        mock.patch("prime_core.transport.signatures.Ed25519PrivateKey", SessionKeys()),
+        mock.patch("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 0.0),
+        TestClient(create_app(backend), base_url=AUDIENCE) as http,
+    ):
+        http.follow_redirects = False
+        commit_draws(store, backend.context, VALIDATOR, clock)
+        world = TapedWorld(backend, clock, http, manager, trainer, tape=tape, randomness=randomness)
+        world.publish(0)
+        with walked(world, folder):
+            refusals(world)
+            yield world
+    store.close()
+
+
+def refusals(world: World) -> None:
+    """Requests that are refused, by problem documents."""
+    node = world.member(40)
+    world.send("POST", "/v1/heartbeat", b'{"policy_version":0,"added_later":1}', node)
+    world.send("POST", "/v1/heartbeat", b'{"policy_version":0}')
+    world.send("POST", "/v1/leases", b'{"policy_version":0}', world.login(signer(41)))
+    world.send("GET", f"/v1/submissions/{ZERO_DIGEST}")
+    world.send("GET", "/v1/policies/x")
+    world.send("GET", "/v1/pool", **{"Prime-Protocol": "2"})
+
+
+def objects_of(folder: Path) -> dict[str, str]:
+    """Every JSON object that the walk published, by its digest."""
+    found = {}
+    for path in sorted((folder / "objects").rglob("*")):
+        data = path.read_bytes() if path.is_file() else b""
+        if data.startswith(b"{"):
+            found[sha256(data)] = data.decode()
+    return found
+
+
+def runs() -> dict[str, str]:
+    """A run definition of each schema."""
+    chat = Chat(template=sha256(b"template"), system="Answer briefly.")
+    talk: dict[str, Any] = {"turns": 3, "tools": ("search-2",), "observation_bytes": 64}
+    pinned = {"url": "http://gateway:9", "key": signer(7).address, "tools": ("search-2",)}
+    made = {
+        1: {},
+        2: {"chat": chat},
+        3: {"chat": chat, "conversation": talk},
+        4: {"chat": chat, "conversation": talk | {"gateway": pinned}},
+    }
+    found = {}
+    for number, more in made.items():
+        whole = json.loads(run_definition().raw()) | json.loads(
+            json.dumps(more, default=lambda one: one.model_dump(mode="json"))
+        )
+        run = RunDefinition.model_validate_json(json.dumps(whole | {"schema_version": number}))
+        found[str(number)] = run.raw().decode()
+    return found
+
+
+def rollouts(lease: Digest) -> dict[str, bytes]:
+    """A file of each schema, and one of an exact class. Tokens, proofs and sketches are made up."""
+    call = GatewayCall(
+        group=0, sample=0, turn=0, prefix=ZERO_DIGEST, tool="search", arguments={"query": "x"}
+    )
+    answered = call.answered(lease, "An answer.", signer(7))
+    versions = {
+        "1": (SCHEMA_VERSION, ""), "2": (CONVERSATION_SCHEMA, ""), "3": (GATEWAY_SCHEMA, ""),
+        "1-exact": (SCHEMA_VERSION, sha256(b"exact class")),
+    }  # fmt: skip
+    found = {}
+    for name, (version, exact) in versions.items():
+        talk = version != SCHEMA_VERSION
+        rows = [
+            FileRow(
+                problem_id=f"p{number // 2}",
+                group=number // 2,
+                sample=number % 2,
+                prompt_tokens=(1, 2, 3),
+                output_tokens=(4, 5, 6, 7),
+                logprobs=np.array([-0.5, 0.0 if talk else -1.0, -0.25, -2.0], np.float32),
+                target_length=6,
+                finish_reason="end",
+                policy_version=0,
+                reward=number / 4,
+                proofs=bytes([4, 0, 9, 9, 9, 9]),
+                sketch=bytes(range(128)),
+                spans=(1, 1, 2) if talk else (),
+                gateway=(answered,) if version == GATEWAY_SCHEMA and number == 0 else (),
+                digests=bytes(range(16)) if exact else b"",
+            )
+            for number in range(4)
+        ]
+        metadata = FileMetadata(lease, "plain/1", "float32", "cpu", version, exact)
+        found[name] = write_rollout_file(rows, metadata)
+    return found
+
+
+def as_json(file: RolloutFile) -> dict[str, Any]:
+    """A parsed rollout file as JSON."""
+
+    def value(one: Any) -> Any:
+        if isinstance(one, bytes):
+            return one.hex()
+        if isinstance(one, np.ndarray):
+            return one.tolist()
+        return [part.model_dump(mode="json") for part in one] if _models(one) else one
+
+    rows = [{name: value(one) for name, one in vars(row).items()} for row in file.rows]
+    return json.loads(json.dumps({"metadata": vars(file.metadata), "rows": rows}))
+
+
+def _models(one: Any) -> bool:
+    return isinstance(one, tuple) and bool(one) and hasattr(one[0], "model_dump")
+
+
+def settlements(submission: Digest, receipt: str) -> dict[str, str]:
+    """A settlement that is one object, and a head with its page."""
+    file = SettledFile(
+        submission_digest=submission, node=signer(30).address, root_seq=1, received_at=5,
+        receipt=receipt, verdict=sha256(b"verdict"), table=sha256(b"table"), units=20,
+        price_per_unit="10", state="paid", because=ZERO_DIGEST, judges=(VALIDATOR.address,),
+        price_per_judged_file="7", prompt_units=6, price_per_prompt_token="1",
+    )  # fmt: skip
+    slash = SettledSlash(
+        submission_digest=sha256(b"bad"), node=signer(31).address, received_at=6, receipt=receipt,
+        state="open",
+    )  # fmt: skip
+    entry = RewardEntry(node=signer(30).address, cumulative="206")
+    whole = Settlement(
+        chain_id=31337, pool=1, epoch=3, previous=ZERO_DIGEST, as_of_block=9, files=(file,),
+        slashes=(slash,), entries=(entry,), cumulative_total="206",
+    )  # fmt: skip
+    page = encoding.canonical_json(SettlementPage(files=(file,)).model_dump(mode="json"))
+    values = whole.model_dump() | {"schema_version": 2, "files": (), "pages": (sha256(page),)}
+    return {
+        "whole": whole.canonical().decode(),
+        "head": encoding.canonical_json(Settlement(**values).model_dump(mode="json")).decode(),
+        "page": page.decode(),
+    }
+
+
+def derived(lease: Digest, submission: Digest) -> dict[str, Any]:
+    """What all parties compute alike from a lease and a submission."""
+    seed = seeds.lease_seed(lease)
+    noise = [seeds.noise_seed(seed, group, 1) for group in range(2)]
+    return {
+        "seed": seed,
+        "problems": seeds.problem_indices(seed, 4, 100),
+        "noise_seeds": noise,
+        "noise": sampling.noise_bits(noise, [0, 7], 5).tolist(),
+        "sketch_key": seeds.sketch_key(seed, 1, 0, 2, [4, 5, 6]).hex(),
+        "file_secret": draws.file_secret(sha256(b"epoch"), submission),
+        "rows_secret": draws.rows_secret(sha256(b"a"), sha256(b"b")),
+        "lot": str(draws.lot("second", sha256(b"epoch"), submission)),
+        "drawn_rows": seeds.drawn_rows(sha256(b"rows"), submission, 64, 8),
+    }
+
+
+EXACT_MODULES = (
+    batch, calibration, checkpoint, draws, fees, gateway, messages, node, rollout, settlement,
+    task, validator_messages, verdict, bridge_messages,
+)  # fmt: skip
+LENIENT = {"Task", "Gateway"}
+"""Parts of a run, whose readers ignore what they do not know."""
+
+
+def exact_fields() -> dict[str, list[str]]:
+    """The fields of everything whose readers refuse an unknown one: requests, what is signed, and
+    objects named by a digest."""
+    return {
+        f"{module.__name__}.{name}": sorted(kind.model_fields)
+        for module in EXACT_MODULES
+        for name, kind in sorted(vars(module).items())
+        if isinstance(kind, type)
+        and issubclass(kind, Strict)
+        and not issubclass(kind, Answer)
+        and kind.__module__ == module.__name__
+        and name not in LENIENT
+    }
+
+
+def recorded(name: str) -> Any:
+    """A recorded JSON file."""
+    return json.loads((FOLDER / name).read_text())
+
+
+def submission_of(exchanges: Mapping[str, Any]) -> tuple[SignedSubmission, dict[str, str]]:
+    """The first submission of the recorded traffic, and its receipt."""
+    exchange = exchanges["POST /v1/submissions 1"]
+    signed = SignedSubmission.model_validate_json(unpacked(exchange["request"]["body"]))
+    return signed, json.loads(unpacked(exchange["answer"]["body"]))
+
+
+def write(name: str, content: Any) -> None:
+    """Writes a JSON file of the recording, unless there is one."""
+    path = FOLDER / name
+    if not path.exists():
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(path)
+
+
+def main() -> None:
+    """Records what is missing."""
+    (FOLDER / "rollouts").mkdir(parents=True, exist_ok=True)
+    known = recorded("http.json") if (FOLDER / "http.json").exists() else {}
+    tape = Tape(dict(known), recording=True)
+    with tempfile.TemporaryDirectory() as name, traffic(tape, Path(name)) as world:
+        write("objects.json", objects_of(Path(name)))
+        deployed = world.backend.context.deployment.model_dump(mode="json")
+        write("deployment.json", deployed)
+    if tape.exchanges != known:
+        path = FOLDER / "http.json"
+        path.write_text(json.dumps(tape.exchanges, indent=1) + "\n")
+        print(path)
+    signed, receipt = submission_of(tape.exchanges)
+    lease, digest = signed.submission.lease_digest, receipt["receipt"]["submission_digest"]
+    write("runs.json", runs())
+    write("fields.json", exact_fields())
+    write("statements.json", vectors())
+    write("settlements.json", settlements(digest, receipt["signature"]))
+    write("leaves.json", encode_leaves([signed]).decode())
+    write("derived.json", derived(lease, digest))
+    for version, data in rollouts(lease).items():
+        path = FOLDER / "rollouts" / f"{version}.parquet"
+        if not path.exists():
+            path.write_bytes(data)
+            write(f"rollouts/{version}.json", as_json(read_rollout_file(data)))
+
+
+if __name__ == "__main__":
+    main()
