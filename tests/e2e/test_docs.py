@@ -32,7 +32,7 @@ RUNBOOKS = tuple(
 )  # fmt: skip
 NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
 NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
-SECONDS = 570
+SECONDS = 850
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _end_group(group: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.forge
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
     *first, last = console("README.md")
     inside = [text for page in IN_THE_POOL for text in console(page)]
@@ -163,7 +163,7 @@ def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", ALONE)
 def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
     run_session(console(page), tmp_path)
@@ -171,6 +171,6 @@ def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.forge
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_runbooks(tmp_path: Path) -> None:
     run_session([text for page in RUNBOOKS for text in console(page)], tmp_path)
