@@ -53,7 +53,7 @@ cli.main()
 """`prime-node` that joins without an RPC too: here an orchestrator is served, mostly no chain."""
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = 240.0) -> Any:
     """Polls until the condition holds, and returns its value; fails by name after a deadline."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

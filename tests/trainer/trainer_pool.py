@@ -205,7 +205,7 @@ def told_to_stop(
     return child.returncode, said
 
 
-def finished(command: list[str], seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def finished(command: list[str], seconds: float = 280.0) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
     return subprocess.run(
         command,
