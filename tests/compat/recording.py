@@ -40,6 +40,7 @@ from judges import commit_draws  # noqa: E402
 from make_vectors import vectors  # noqa: E402
 from orchestrator_world import (  # noqa: E402
     AUDIENCE,
+    START,
     VERSIONED,
     Clock,
     Session,
@@ -67,7 +68,7 @@ from prime_core import (  # noqa: E402
     verdict,
 )
 from prime_core.encoding import sha256  # noqa: E402
-from prime_core.gateway import GatewayCall  # noqa: E402
+from prime_core.gateway import GatewayCall, GatewayRequest  # noqa: E402
 from prime_core.ids import ZERO_DIGEST, Digest  # noqa: E402
 from prime_core.messages import LeaseAnswer  # noqa: E402
 from prime_core.rollout import (  # noqa: E402
@@ -87,10 +88,14 @@ from prime_core.settlement import (  # noqa: E402
 )
 from prime_core.signing import Answer, Strict  # noqa: E402
 from prime_core.storage.directory import DirectoryStore  # noqa: E402
+from prime_core.task import Lease, SignedLease  # noqa: E402
 from prime_node import bridge_messages  # noqa: E402
 from prime_orchestrator.api.app import create_app  # noqa: E402
 from prime_orchestrator.api.backend import Backend  # noqa: E402
 from prime_orchestrator.context import PoolContext  # noqa: E402
+from prime_orchestrator.gateway.records import Records  # noqa: E402
+from prime_orchestrator.gateway.service import CallService, Pool, Settings  # noqa: E402
+from prime_orchestrator.gateway.service import create_app as service_app  # noqa: E402
 from prime_orchestrator.manager.draws import DrawBoard  # noqa: E402
 from prime_orchestrator.store import leases, open_store, schema, sqlite_url  # noqa: E402
 from prime_verify.proofs import sampling  # noqa: E402
@@ -446,7 +451,44 @@ def derived(lease: Digest, submission: Digest) -> dict[str, Any]:
     }
 
 
-EXACT_MODULES = (
+class Repeats:
+    """A tool of the gateway that needs no network."""
+
+    def answer(self, arguments: Mapping[str, str]) -> str:
+        return f"You asked for {arguments['query']}."
+
+
+def gateway_call(run: RunDefinition) -> bytes:
+    """A node's call of the run's gateway."""
+    work = deployment().domain("work")
+    lease = Lease(
+        pool=1, step=7, node=signer(30).address, index=0, policy_digest=ZERO_DIGEST,
+        run_digest=run.digest(), target=2, salt=ZERO_DIGEST, deadline=int(START) + 60,
+    )  # fmt: skip
+    signed = SignedLease(lease=lease, signature=signer(200).sign(lease, work), policy_version=0)
+    call = GatewayCall(
+        group=0, sample=1, turn=0, prefix=sha256(b"tokens"), tool="search-2",
+        arguments={"query": "x"},
+    )  # fmt: skip
+    signature = signer(30).sign(call.statement(lease.digest(work), ""), work)
+    return GatewayRequest(lease=signed, call=call, signature=signature).model_dump_json().encode()
+
+
+def ask_gateway(run: RunDefinition, body: bytes, folder: Path) -> Response:
+    """What the gateway of today answers to a call."""
+    store = open_store(sqlite_url(folder / "gateway.sqlite"))
+    pool = Pool(1, signer(200).address, deployment().domain("work"), lambda _: run)
+    service = CallService(
+        pool, signer(7), Records(store), {"search-2": Repeats()}, Settings(data=folder),
+        now=lambda: START,
+    )  # fmt: skip
+    with TestClient(service_app(service)) as http:
+        answer = http.post("/v1/call", content=body, headers=VERSIONED)
+    store.close()
+    return answer
+
+
+MODULES = (
     batch, calibration, checkpoint, draws, fees, gateway, messages, node, rollout, settlement,
     task, validator_messages, verdict, bridge_messages,
 )  # fmt: skip
@@ -454,16 +496,16 @@ LENIENT = {"Task", "Gateway"}
 """Parts of a run, whose readers ignore what they do not know."""
 
 
-def exact_fields() -> dict[str, list[str]]:
-    """The fields of everything whose readers refuse an unknown one: requests, what is signed, and
-    objects named by a digest."""
+def fields(*, exact: bool) -> dict[str, list[str]]:
+    """The fields of everything whose readers refuse an unknown one (`exact`: requests, what is
+    signed, and objects named by a digest), or of answers, which may gain fields."""
     return {
         f"{module.__name__}.{name}": sorted(kind.model_fields)
-        for module in EXACT_MODULES
+        for module in MODULES
         for name, kind in sorted(vars(module).items())
         if isinstance(kind, type)
         and issubclass(kind, Strict)
-        and not issubclass(kind, Answer)
+        and issubclass(kind, Answer) != exact
         and kind.__module__ == module.__name__
         and name not in LENIENT
     }
@@ -505,7 +547,13 @@ def main() -> None:
     signed, receipt = submission_of(tape.exchanges)
     lease, digest = signed.submission.lease_digest, receipt["receipt"]["submission_digest"]
     write("runs.json", runs())
-    write("fields.json", exact_fields())
+    run = RunDefinition.parse(recorded("runs.json")["4"].encode())
+    with tempfile.TemporaryDirectory() as name:
+        body = gateway_call(run)
+        answer = ask_gateway(run, body, Path(name)).text
+        write("gateway.json", {"request": body.decode(), "answer": answer})
+    write("fields.json", fields(exact=True))
+    write("answers.json", fields(exact=False))
     write("statements.json", vectors())
     write("settlements.json", settlements(digest, receipt["signature"]))
     write("leaves.json", encode_leaves([signed]).decode())
