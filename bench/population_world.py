@@ -425,11 +425,8 @@ class World:
             valid_until=row.deadline + self.run.validity_seconds,
         )  # fmt: skip
         digest = backend.digest(claim)
-        intake._accept(
-            backend,
-            SignedSubmission(submission=claim, node=person.address, signature=SEALED),
-            digest,
-        )
+        sealed = SignedSubmission(submission=claim, node=person.address, signature=SEALED)
+        intake.accept(backend, [intake.Checked(sealed, digest)])
         self._queue(person, digest, row.policy_version, signed, rows)
 
     # ── validators ──

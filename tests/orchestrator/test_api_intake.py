@@ -167,7 +167,7 @@ def test_a_file_damaged_in_the_store_is_refused(
     assert (answer.status_code, "SHA-256" in answer.text) == (401, True)
 
 
-@pytest.mark.parametrize("broken", ["jobs.add", "leases.set_status", "submissions.add"])
+@pytest.mark.parametrize("broken", ["jobs.add", "leases.set_statuses", "submissions.add"])
 def test_a_crash_inside_the_intake_leaves_nothing_half_done(
     world: World,
     node: Session,

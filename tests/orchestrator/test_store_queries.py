@@ -119,7 +119,7 @@ def queued(store: Store, *numbers: int) -> None:
                     received_at=0.0, status="submitted",
                 )
             )  # fmt: skip
-            assert jobs.add(connection, name(number), now=float(number))
+            jobs.add(connection, {name(number): False}, now=float(number))
             jobs.change(connection, name(number), needed=1)
             jobs.assign(connection, name(number), NODE, now=float(number))
 
@@ -132,7 +132,7 @@ def take(store: Store, worker: str, now: float, most: int = 1) -> list[Digest]:
 def test_files_are_claimed_oldest_first_and_by_their_validator_alone(either_store: Store) -> None:
     queued(either_store, 3, 1, 2)
     with either_store.begin() as connection:
-        assert not jobs.add(connection, name(1), now=9.0)
+        jobs.add(connection, {name(1): False}, now=9.0)  # it is queued already
         other = Address("0x" + "22" * 20)
         assert jobs.take(connection, other, "b", most=9, now=10.0, until=20.0) == []
     assert [take(either_store, "a", 10.0) for _ in range(4)] == [

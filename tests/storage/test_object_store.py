@@ -257,10 +257,10 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(
 
 def test_a_really_full_disk_is_unavailable() -> None:
     """/dev/full answers ENOSPC to every write, as a full file system does."""
-    from prime_core.storage.directory import _Sink
+    from prime_core.storage.directory import Sink
 
     with Path("/dev/full").open("wb", buffering=0) as file:
-        sink = _Sink(file, 4)  # type: ignore[arg-type]
+        sink = Sink(file, 4)  # type: ignore[arg-type]
         with pytest.raises(UnavailableError, match="disk is full"):
             sink.write(b"data")
 

@@ -61,7 +61,13 @@ PROBLEM: dict[str, Any] = {
         "spoken": {"type": "array", "items": {"type": "integer"}},
     },
 }
-DIRECT = ("/v1/heartbeat", "/v1/leases", "/v1/leases/{digest}/upload")
+DIRECT = (
+    "/v1/heartbeat",
+    "/v1/leases",
+    "/v1/leases/{digest}/upload",
+    "/v1/submissions",
+    "/v1/store/{key:path}",
+)
 """Paths of the routes that every file or node uses all the time."""
 _PROBLEM_REF = {"$ref": "#/components/schemas/Problem"}
 
@@ -85,17 +91,17 @@ def create_app(
     app = FastAPI(title="Prime orchestrator", version=_version(), lifespan=lifespan)
     app.state.feed = feed
     install_problems(app)
-    node_routes = nodes.router(backend)
+    node_routes, object_routes = nodes.router(backend), objects.router(backend)
     for router in (
         node_routes,
-        objects.router(backend),
+        object_routes,
         pool.router(backend),
         validators.router(backend),
         watch.router(backend, feed, requests),
     ):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(Direct, routes=_routes(node_routes, DIRECT))
+    app.add_middleware(Direct, routes=_routes((node_routes, object_routes), DIRECT))
     app.add_middleware(Versions, spoken=spoken)
     app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
     app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added runs first
@@ -130,11 +136,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-def _routes(router: APIRouter, paths: Sequence[str]) -> list[APIRoute]:
+def _routes(routers: Sequence[APIRouter], paths: Sequence[str]) -> list[APIRoute]:
     """Returns the routes of these paths that change something. Their functions take only the
     request."""
     return [
         route
+        for router in routers
         for route in router.routes
         if isinstance(route, APIRoute)
         and route.path in paths

@@ -1,19 +1,23 @@
 """Accepts signed submissions: each becomes a row, a job and the manager's receipt.
 
-All checks come first. One transaction then writes the submission, ends the lease and queues the
-job. Finally the file is moved to permanent storage, which therefore contains only files that a
-submission names. After a crash before the commit, the lease is open and the file is among the
-uploads, so submitting again completes it. After the commit, submitting again returns the same
-receipt, and the next sweep of the uploads moves the file.
+All checks come first. One transaction then writes the submissions that came together, ends their
+leases and queues the jobs. Finally each file is moved to permanent storage, which therefore
+contains only files that a submission names. After a crash before the commit, the lease is open and
+the file is among the uploads, so submitting again completes it. After the commit, submitting again
+returns the same receipt, and the next sweep of the uploads moves the file.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from prime_core.errors import (
     ConflictError,
     MalformedError,
     NotFoundError,
     PolicyError,
+    PrimeError,
     UntrustedError,
 )
 from prime_core.ids import Digest
@@ -25,6 +29,25 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import uploads
 from prime_orchestrator.store import jobs, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
+from prime_orchestrator.store.nodes import NodeRow
+from prime_orchestrator.store.submissions import SubmissionRow
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the store holds of a submission's lease and node."""
+
+    lease: LeaseRow | None
+    before: SubmissionRow | None
+    node: NodeRow | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A submission that passed all checks, and its digest."""
+
+    signed: SignedSubmission
+    digest: Digest
 
 
 def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
@@ -34,17 +57,56 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
     NotFoundError (no such lease or file), ConflictError (another file was submitted, lease ended),
     PolicyError (node may not submit).
     """
-    if backend.signer_of(signed.submission, signed.signature) != signed.node:
-        raise UntrustedError("the submission is not signed by the node that it names")
-    digest = backend.digest(signed.submission)
+    (known,) = look_up(backend, [signed])
+    if isinstance(known, UntrustedError):
+        raise known
+    checked = check(backend, signed, known)
+    if isinstance(checked, ReceiptAnswer):
+        return checked
+    (answer,) = accept(backend, [checked])
+    if isinstance(answer, PrimeError):
+        raise answer
+    keep(backend, signed, known)
+    return answer
+
+
+def look_up(backend: Backend, given: Sequence[SignedSubmission]) -> list[Known | UntrustedError]:
+    """Returns what `check` needs to know of each submission, in one transaction. An entry is an
+    UntrustedError if the node that it names has not signed it; the store is not asked for it."""
+    found: list[UntrustedError | None] = [_forged(backend, signed) for signed in given]
+    genuine = [signed for signed, error in zip(given, found, strict=True) if error is None]
+    if not genuine:
+        return [error for error in found if error is not None]
+    digests = {signed.submission.lease_digest for signed in genuine}
     with backend.store.read() as connection:
-        row = leases.get(connection, signed.submission.lease_digest)
-        before = submissions.of_lease(connection, signed.submission.lease_digest)
-        node = nodes.get(connection, signed.node)
+        rows = leases.those(connection, digests)
+        before = submissions.of_leases(connection, digests)
+        seated = nodes.those(connection, {signed.node for signed in genuine})
+    return [
+        error or Known(rows.get(named), before.get(named), seated.get(signed.node))
+        for signed, error in zip(given, found, strict=True)
+        for named in (signed.submission.lease_digest,)
+    ]
+
+
+def _forged(backend: Backend, signed: SignedSubmission) -> UntrustedError | None:
+    try:
+        author = backend.signer_of(signed.submission, signed.signature)
+    except UntrustedError as error:
+        return error
+    if author != signed.node:
+        return UntrustedError("the submission is not signed by the node that it names")
+    return None
+
+
+def check(backend: Backend, signed: SignedSubmission, known: Known) -> Checked | ReceiptAnswer:
+    """Makes the other checks of `submit`; returns the receipt if the same file was submitted
+    before. Raises what `submit` raises."""
+    digest, row, node = backend.digest(signed.submission), known.lease, known.node
     if row is None:
         raise NotFoundError("there is no lease of that digest")
-    if before is not None:
-        return _again(before.digest, digest, before.receipt_answer())
+    if known.before is not None:
+        return _again(known.before.digest, digest, known.before.receipt_answer())
     check_claim(signed, row.signed().lease)
     _check_shape(backend, signed)
     if node is None or node.status in ("quarantined", "ejected", "left"):
@@ -54,10 +116,14 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
     if signed.submission.valid_until < backend.now():
         raise PolicyError("the submission's own validity has ended")
     _check_file(backend, signed, row.deadline)
-    answer = _accept(backend, signed, digest)
-    if not row.shadow:
-        uploads.keep(backend.objects, row.deadline, signed.submission.sha256)
-    return answer
+    return Checked(signed, digest)
+
+
+def keep(backend: Backend, signed: SignedSubmission, known: Known) -> None:
+    """Moves an accepted file to permanent storage."""
+    assert known.lease is not None
+    if not known.lease.shadow:
+        uploads.keep(backend.objects, known.lease.deadline, signed.submission.sha256)
 
 
 def check_claim(signed: SignedSubmission, lease: Lease) -> None:
@@ -98,33 +164,49 @@ def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> No
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
 
 
-def _accept(backend: Backend, signed: SignedSubmission, digest: Digest) -> ReceiptAnswer:
-    """Writes submission, lease and job in one transaction, and returns the receipt."""
+def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | PrimeError]:
+    """Writes submissions, leases and jobs in one transaction, and returns the receipts. An entry is
+    a NotFoundError or ConflictError if the lease has ended or has another file by now."""
     now = backend.now()
-    receipt = Receipt(submission_digest=digest, received_at=int(now))
-    answer = ReceiptAnswer(receipt=receipt, signature=backend.sign(receipt))
-    lease_digest = signed.submission.lease_digest
+    answers: list[ReceiptAnswer | PrimeError] = []
+    ended: list[LeaseRow] = []
+    added: list[SubmissionRow] = []
     with backend.store.begin() as connection:
-        row = leases.lock_row(connection, lease_digest)
-        before = submissions.of_lease(connection, lease_digest)
-        if before is not None:  # concurrent submission for the same lease
-            return _again(before.digest, digest, before.receipt_answer())
-        if row is None:
-            raise NotFoundError("there is no lease of that digest")
-        _check_open(row, now)
-        after, _ = step_lease(LeaseState(row.status, row.deadline), "submitted", now)
-        submissions.add(
-            connection,
-            digest,
-            signed,
-            policy_version=row.policy_version,
-            receipt=answer,
-            received_at=now,
-            shadow=row.shadow,
-        )
-        leases.set_status(connection, lease_digest, after.status)
-        jobs.add(connection, digest, now=now, shadow=row.shadow)
-    return answer
+        digests = {one.signed.submission.lease_digest for one in given}
+        rows = leases.lock_rows(connection, digests)
+        known = submissions.of_leases(connection, digests)
+        for one in given:
+            named = one.signed.submission.lease_digest
+            try:
+                before = known.get(named)
+                if before is not None:  # concurrent submission for the same lease
+                    answers.append(_again(before.digest, one.digest, before.receipt_answer()))
+                    continue
+                row = rows.get(named)
+                if row is None:
+                    raise NotFoundError("there is no lease of that digest")
+                _check_open(row, now)
+            except PrimeError as error:
+                answers.append(error)
+                continue
+            after, _ = step_lease(LeaseState(row.status, row.deadline), "submitted", now)
+            ended.append(replace(row, status=after.status, excused=0))
+            receipt = Receipt(submission_digest=one.digest, received_at=int(now))
+            answer = ReceiptAnswer(receipt=receipt, signature=backend.sign(receipt))
+            known[named] = submissions.new_row(
+                one.digest,
+                one.signed,
+                policy_version=row.policy_version,
+                receipt=answer,
+                received_at=now,
+                shadow=row.shadow,
+            )
+            added.append(known[named])
+            answers.append(answer)
+        submissions.add(connection, added)
+        leases.set_statuses(connection, ended)
+        jobs.add(connection, {row.digest: row.shadow for row in added}, now=now)
+    return answers
 
 
 def _again(known: Digest, given: Digest, receipt: ReceiptAnswer) -> ReceiptAnswer:

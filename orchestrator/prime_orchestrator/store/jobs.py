@@ -8,7 +8,7 @@ assignment  assigned ─► claimed ─► sealed ─► given
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records, upsert
+from prime_orchestrator.store.rows import insert_all_new, record, records, upsert
 
 _jobs = schema.jobs.c
 _work = schema.assignments.c
@@ -59,19 +59,22 @@ class AssignmentRow:
 # ── jobs ──
 
 
-def add(connection: Connection, submission: Digest, *, now: float, shadow: bool = False) -> bool:
-    """Queues the judging of a submission; returns False if it is queued already. Shadow submissions
-    come after all others."""
-    values = {
-        "submission_digest": submission,
-        "status": "open",
-        "needed": None,
-        "assigned": 0,
-        "whole": False,
-        "created_at": now,
-        "shadow": shadow,
-    }
-    return insert_new(connection, schema.jobs, values)
+def add(connection: Connection, given: Mapping[Digest, bool], *, now: float) -> None:
+    """Queues the judging of submissions, each with whether it is a shadow one; those that are
+    queued already stay as they are. Shadow submissions come after all others."""
+    rows = [
+        {
+            "submission_digest": submission,
+            "status": "open",
+            "needed": None,
+            "assigned": 0,
+            "whole": False,
+            "created_at": now,
+            "shadow": shadow,
+        }
+        for submission, shadow in given.items()
+    ]
+    insert_all_new(connection, schema.jobs, rows)
 
 
 def get(connection: Connection, submission: Digest) -> JobRow | None:

@@ -61,8 +61,7 @@ class SubmissionRow:
         return ReceiptAnswer.model_validate_json(self.receipt)
 
 
-def add(
-    connection: Connection,
+def new_row(
     digest: Digest,
     signed: SignedSubmission,
     *,
@@ -70,25 +69,41 @@ def add(
     receipt: ReceiptAnswer,
     received_at: float,
     shadow: bool = False,
-) -> None:
-    """Writes a new submission."""
+) -> SubmissionRow:
+    """Returns the row of a new submission."""
     body = signed.submission
-    connection.execute(
-        sa.insert(schema.submissions).values(
-            digest=digest,
-            lease_digest=body.lease_digest,
-            node=signed.node,
-            step=body.step,
-            policy_version=policy_version,
-            sha256=body.sha256,
-            size=body.size,
-            body=signed.model_dump_json(),
-            receipt=receipt.model_dump_json(),
-            received_at=received_at,
-            status="submitted",
-            shadow=shadow,
-        )
+    return SubmissionRow(
+        digest=digest,
+        lease_digest=body.lease_digest,
+        node=signed.node,
+        step=body.step,
+        policy_version=policy_version,
+        sha256=body.sha256,
+        size=body.size,
+        body=signed.model_dump_json(),
+        receipt=receipt.model_dump_json(),
+        received_at=received_at,
+        status="submitted",
+        reason=0,
+        units=0,
+        prompt_units=0,
+        verdict=None,
+        verdict_table=None,
+        evidence=None,
+        validator=None,
+        judged_at=None,
+        root_id=None,
+        leaf_index=None,
+        shadow=shadow,
+        compute_share=None,
+        repeated_rows=None,
     )
+
+
+def add(connection: Connection, rows: Sequence[SubmissionRow]) -> None:
+    """Writes new submissions."""
+    if rows:
+        connection.execute(sa.insert(schema.submissions), [vars(row) for row in rows])
 
 
 def get(connection: Connection, digest: Digest) -> SubmissionRow | None:

@@ -65,7 +65,7 @@ class DirectoryStore:
                 sink.write(piece)
 
     @contextmanager
-    def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[_Sink]:
+    def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[Sink]:
         """Stores what is written inside the block, if it is exactly `size` bytes and (if given) has
         that digest. Raises MalformedError as soon as that is impossible."""
         target = self._path(key)
@@ -82,7 +82,7 @@ class DirectoryStore:
             raise MalformedError(f"part of the key {key} already names an object") from error
         try:
             with file:
-                sink = _Sink(file, size)
+                sink = Sink(file, size)
                 yield sink
                 sink.finish(promised.pop() if promised else None)
             with _medium(f"write {key}"):
@@ -184,7 +184,7 @@ class DirectoryStore:
             raise UnavailableError(f"the object store's folder {self.root} is gone: mount its disk")
 
 
-class _Sink:
+class Sink:
     """Counts, hashes and limits what is written to a temporary file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
 
 from prime_broadcast.peers import place_of
 from prime_core import ids
@@ -31,6 +32,7 @@ from prime_orchestrator.api import admission, auth, intake, leasing, liveness
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
+    SMALL_BODY,
     Signed,
     answer,
     body_of,
@@ -38,6 +40,7 @@ from prime_orchestrator.api.routes.http import (
     in_path,
     nothing,
     parse,
+    read_body,
     signed_by,
     signed_reader,
     takes,
@@ -56,6 +59,9 @@ def router(backend: Backend) -> APIRouter:
 
     asking = Gathered[leasing.Ask, LeaseAnswer](partial(leasing.lease_all, backend))
     uploading = Gathered[leasing.UploadAsk, UploadAnswer](partial(leasing.upload_all, backend))
+
+    looking_up = Gathered[SignedSubmission, intake.Known](partial(intake.look_up, backend))
+    accepting = Gathered[intake.Checked, ReceiptAnswer](partial(intake.accept, backend))
 
     def awaited(account: Address, path: Mapping[str, str]) -> int:
         return admission.awaited(backend, account, path["challenge_id"])
@@ -154,8 +160,15 @@ def router(backend: Backend) -> APIRouter:
         responses={200: {"model": ReceiptAnswer}},
         openapi_extra=takes(SignedSubmission),
     )
-    def submit(body: bytes = body_of()) -> Response:
+    async def submit(request: Request) -> Response:
         """Hand in an uploaded file; anyone may carry the node's signed submission."""
-        return answer(intake.submit(backend, parse(SignedSubmission, body)))
+        signed = parse(SignedSubmission, await read_body(request, SMALL_BODY))
+        known = await looking_up.ask(signed)
+        checked = await run_in_threadpool(intake.check, backend, signed, known)
+        if isinstance(checked, ReceiptAnswer):
+            return answer(checked)
+        receipt = await accepting.ask(checked)
+        await run_in_threadpool(intake.keep, backend, signed, known)
+        return answer(receipt)
 
     return routes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AbstractContextManager
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -17,9 +18,9 @@ from starlette.requests import ClientDisconnect
 from prime_core import ids
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.storage.base import CHUNK_BYTES, digest_key
-from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.directory import DirectoryStore, Sink
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.routes.http import BODY_SECONDS, takes_bytes
+from prime_orchestrator.api.routes.http import BODY_SECONDS, in_path, takes_bytes
 
 GET_SECONDS = 600
 """How long the URL behind an object's redirect holds."""
@@ -38,10 +39,12 @@ def router(backend: Backend) -> APIRouter:
             raise NotFoundError("this orchestrator keeps its objects elsewhere")
         return backend.objects
 
-    @routes.put("/v1/store/{key:path}", status_code=204, openapi_extra=takes_bytes())
-    async def put(key: str, request: Request) -> Response:
+    @routes.put(
+        "/v1/store/{key:path}", status_code=204, openapi_extra=takes_bytes() | in_path("key")
+    )
+    async def put(request: Request) -> Response:
         """Upload to a signed URL: exactly the announced bytes, or nothing is kept."""
-        store = directory()
+        store, key = directory(), request.path_params["key"]
         grant = store.check_url("PUT", key, request.query_params.multi_items(), now=backend.now())
         assert grant.size is not None
         assert grant.sha256 is not None
@@ -94,12 +97,11 @@ async def _receive(
     seconds: float,
 ) -> None:
     """Streams a body into the store, a bounded piece at a time, off the event loop; each piece
-    within BODY_SECONDS and the whole within `seconds`."""
+    within BODY_SECONDS and the whole within `seconds`. A body of one piece takes one thread."""
     end = asyncio.get_running_loop().time() + seconds
     block = store.receive(key, size=size, sha256=sha256)
-    sink = await run_in_threadpool(block.__enter__)
+    sink, pending = None, bytearray()
     try:
-        pending = bytearray()
         stream = request.stream().__aiter__()
         while True:
             left = end - asyncio.get_running_loop().time()
@@ -109,12 +111,24 @@ async def _receive(
                 break
             pending += piece
             if len(pending) >= CHUNK_BYTES:
+                if sink is None:
+                    sink = await run_in_threadpool(block.__enter__)
                 await run_in_threadpool(sink.write, bytes(pending))
                 pending.clear()
-        await run_in_threadpool(sink.write, bytes(pending))
+        if sink is not None:
+            await run_in_threadpool(sink.write, bytes(pending))
     except BaseException as error:
-        block.__exit__(type(error), error, error.__traceback__)  # removes the temporary file
+        if sink is not None:
+            block.__exit__(type(error), error, error.__traceback__)  # removes the temporary file
         if isinstance(error, ClientDisconnect | TimeoutError):
             raise UnavailableError("the upload broke off") from error
         raise
-    await run_in_threadpool(block.__exit__, None, None, None)
+    if sink is not None:
+        await run_in_threadpool(block.__exit__, None, None, None)
+    else:
+        await run_in_threadpool(_store, block, bytes(pending))
+
+
+def _store(block: AbstractContextManager[Sink], data: bytes) -> None:
+    with block as sink:
+        sink.write(data)
