@@ -47,6 +47,7 @@ from prime_core.messages import LeaseRequest
 from prime_core.rollout import SignedSubmission, Submission
 from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
 from prime_core.settlement import JudgedFact
+from prime_core.storage.base import ObjectStat
 from prime_core.storage.directory import DirectoryStore
 from prime_core.task import SignedLease
 from prime_core.verdict import (
@@ -426,7 +427,7 @@ class World:
         )  # fmt: skip
         digest = backend.digest(claim)
         sealed = SignedSubmission(submission=claim, node=person.address, signature=SEALED)
-        intake.accept(backend, [intake.Checked(sealed, digest)])
+        intake.accept(backend, [intake.Checked(sealed, digest, ObjectStat(1, lease))])
         self._queue(person, digest, row.policy_version, signed, rows)
 
     # ── validators ──

@@ -16,6 +16,7 @@ from prime_core.errors import (
     FatalError,
     MalformedError,
     NotFoundError,
+    PrimeError,
     UnavailableError,
     UntrustedError,
 )
@@ -156,14 +157,19 @@ def test_keys_are_listed_by_prefix(store: ObjectStore) -> None:
 def test_a_copy_is_a_second_object_and_keeps_the_promise_of_its_key(store: ObjectStore) -> None:
     name = sha256(b"data")
     store.put("uploads/1", b"data")
+    seen = store.stat("uploads/1")
     store.copy("uploads/1", digest_key(name))
-    store.copy("uploads/1", digest_key(name))
+    store.copy("uploads/1", digest_key(name), seen)
     store.delete("uploads/1")
     assert store.get(digest_key(name), 4) == b"data"
     assert store.stat(digest_key(name)).sha256 == name
     store.put("uploads/1", b"dat4")
     with pytest.raises(MalformedError, match="digest"):
         store.copy("uploads/1", digest_key(name))
+    with pytest.raises(PrimeError):  # other bytes than were seen
+        store.copy("uploads/1", digest_key(name), seen)
+    with pytest.raises(MalformedError, match="digest"):
+        store.copy("uploads/1", digest_key(sha256(b"data?")), store.stat("uploads/1"))
     with pytest.raises(MalformedError, match="digest"):
         store.copy("uploads/1", digest_key(sha256(b"data?")))
     assert sorted(store.keys()) == [digest_key(name), "uploads/1"]

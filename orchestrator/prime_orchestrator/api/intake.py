@@ -24,6 +24,7 @@ from prime_core.ids import Digest
 from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import MAX_FILE_BYTES, Receipt, SignedSubmission
+from prime_core.storage.base import ObjectStat
 from prime_core.task import Lease
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import uploads
@@ -44,10 +45,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Checked:
-    """A submission that passed all checks, and its digest."""
+    """A submission that passed all checks, its digest, and its file."""
 
     signed: SignedSubmission
     digest: Digest
+    file: ObjectStat
 
 
 def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
@@ -66,7 +68,7 @@ def submit(backend: Backend, signed: SignedSubmission) -> ReceiptAnswer:
     (answer,) = accept(backend, [checked])
     if isinstance(answer, PrimeError):
         raise answer
-    keep(backend, signed, known)
+    keep(backend, checked, known)
     return answer
 
 
@@ -115,15 +117,14 @@ def check(backend: Backend, signed: SignedSubmission, known: Known) -> Checked |
     _check_open(row, backend.now())
     if signed.submission.valid_until < backend.now():
         raise PolicyError("the submission's own validity has ended")
-    _check_file(backend, signed, row.deadline)
-    return Checked(signed, digest)
+    return Checked(signed, digest, _check_file(backend, signed, row.deadline))
 
 
-def keep(backend: Backend, signed: SignedSubmission, known: Known) -> None:
+def keep(backend: Backend, checked: Checked, known: Known) -> None:
     """Moves an accepted file to permanent storage."""
-    assert known.lease is not None
-    if not known.lease.shadow:
-        uploads.keep(backend.objects, known.lease.deadline, signed.submission.sha256)
+    row, claim = known.lease, checked.signed.submission
+    if row is not None and not row.shadow:
+        uploads.keep(backend.objects, row.deadline, claim.sha256, checked.file)
 
 
 def check_claim(signed: SignedSubmission, lease: Lease) -> None:
@@ -154,14 +155,16 @@ def _check_open(row: LeaseRow, now: float) -> None:
         raise ConflictError(f"the lease is {ended}: the file came too late")
 
 
-def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> None:
-    """Checks that the stored object is exactly the file the node signed."""
+def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> ObjectStat:
+    """Returns the stored object. Raises UntrustedError unless it is exactly the file the node
+    signed."""
     claim = signed.submission
-    stored = uploads.ask(deadline, claim.sha256, backend.objects.stat)
+    stored = uploads.stat(backend.objects, deadline, claim.sha256)
     if stored.size != claim.size:
         raise UntrustedError("the stored file has another size than the submission says")
     if stored.sha256 != claim.sha256:
         raise UntrustedError("the stored file has another SHA-256 than the submission says")
+    return stored
 
 
 def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | PrimeError]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from sqlalchemy import Connection
@@ -25,7 +26,7 @@ from sqlalchemy import Connection
 from prime_core.encoding import sha256 as sha256_of
 from prime_core.errors import NotFoundError, PrimeError, UntrustedError
 from prime_core.ids import Digest
-from prime_core.storage.base import ObjectStore, digest_key
+from prime_core.storage.base import ObjectStat, ObjectStore, digest_key
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.store import meta, submissions
 
@@ -59,6 +60,15 @@ def ask(deadline: int, sha256: Digest, question: Callable[[str], T]) -> T:
     raise NotFoundError(f"the file {sha256} is not in the store: upload it first")
 
 
+def stat(objects: ObjectStore, deadline: int, sha256: Digest) -> ObjectStat:
+    """Returns size and digest of a file that is to be submitted, looking at its upload key first:
+    usually it is there. Raises NotFoundError if it is in neither place."""
+    try:
+        return objects.stat(staged_key(deadline, sha256))
+    except NotFoundError:
+        return ask(deadline, sha256, lambda key: replace(objects.stat(key), tag=""))
+
+
 def size_of(objects: ObjectStore, deadline: int, sha256: Digest) -> int | None:
     """Returns a file's size in bytes, submitted or uploaded; None if it is in neither place."""
     try:
@@ -78,19 +88,24 @@ def read(objects: ObjectStore, deadline: int, sha256: Digest, limit: int) -> byt
     return data
 
 
-def keep(objects: ObjectStore, deadline: int, sha256: Digest) -> None:
-    """Moves a submission's file to permanent storage. Logs failures and raises nothing: the next
-    sweep retries, and until then the file is read from its upload key."""
+def keep(
+    objects: ObjectStore, deadline: int, sha256: Digest, seen: ObjectStat | None = None
+) -> None:
+    """Moves a submission's file to permanent storage; `seen`: what `stat` returned. Logs failures
+    and raises nothing: the next sweep retries, and until then the file is read from its upload
+    key."""
     try:
-        _keep(objects, staged_key(deadline, sha256), sha256)
+        _keep(objects, staged_key(deadline, sha256), sha256, seen)
     except PrimeError as error:
         log.error("the file %s that was handed in is not kept yet: %s", sha256, error)
 
 
-def _keep(objects: ObjectStore, staged: str, sha256: Digest) -> None:
+def _keep(
+    objects: ObjectStore, staged: str, sha256: Digest, seen: ObjectStat | None = None
+) -> None:
     kept = digest_key(sha256)
     try:
-        objects.copy(staged, kept)
+        objects.copy(staged, kept, seen if seen is not None and seen.tag else None)
     except NotFoundError:
         if objects.exists(kept):  # copied by another orchestrator
             return

@@ -71,10 +71,11 @@ class SignedUrl:
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """Size and digest of an object's bytes."""
+    """Size and digest of an object's bytes. `tag` is the store's own name of them; empty: none."""
 
     size: int
     sha256: Digest
+    tag: str = field(default="", compare=False)
 
 
 @runtime_checkable
@@ -94,9 +95,10 @@ class ObjectStore(Protocol):
         """Stores a copy of the file at `path`, atomically."""
         ...
 
-    def copy(self, source: str, target: str) -> None:
-        """Stores an object's bytes under a second key, within the store. Raises MalformedError if
-        the second key names another digest."""
+    def copy(self, source: str, target: str, seen: ObjectStat | None = None) -> None:
+        """Stores an object's bytes under a second key, within the store. `seen`: what `stat`
+        returned for the source, so that the store need not look again; other bytes are not copied.
+        Raises MalformedError if the second key names another digest."""
         ...
 
     def get(self, key: str, limit: int) -> bytes:

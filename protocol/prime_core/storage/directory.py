@@ -58,7 +58,7 @@ class DirectoryStore:
                 while block := source.read(CHUNK_BYTES):
                     sink.write(block)
 
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, seen: ObjectStat | None = None) -> None:
         size, pieces = self.size(source), self.chunks(source)
         with self.receive(target, size=size) as sink:
             for piece in pieces:

@@ -181,14 +181,18 @@ class S3Store:
                         ),
                     )
 
-    def copy(self, source: str, target: str) -> None:
-        place, head = self._at(target), self._head(source)
-        if named_digest(target) is not None:
-            _promised(target, self._stat(source, head).sha256)
-        with self._errors("copy", source):  # the ETag pins the bytes just checked
-            self._client.copy_object(
-                **place, CopySource=self._at(source), CopySourceIfMatch=head["ETag"]
-            )
+    def copy(self, source: str, target: str, seen: ObjectStat | None = None) -> None:
+        place = self._at(target)
+        if seen is None:
+            head = self._head(source)
+            tag = head["ETag"]
+            if named_digest(target) is not None:
+                _promised(target, self._stat(source, head).sha256)
+        else:
+            tag = seen.tag
+            _promised(target, seen.sha256)
+        with self._errors("copy", source):  # the ETag pins the bytes that were checked
+            self._client.copy_object(**place, CopySource=self._at(source), CopySourceIfMatch=tag)
 
     def delete(self, key: str) -> None:
         place = self._at(key)
@@ -271,11 +275,11 @@ class S3Store:
     def _stat(self, key: str, head: dict[str, Any]) -> ObjectStat:
         size, kept = int(head["ContentLength"]), head.get("ChecksumSHA256", "")
         if kept and "-" not in kept:  # with a dash it is a checksum of the parts' checksums
-            return ObjectStat(size, ids.digest(base64.b64decode(kept)))
+            return ObjectStat(size, ids.digest(base64.b64decode(kept)), head["ETag"])
         running = hashlib.sha256()
         for block in self.chunks(key):
             running.update(block)
-        return ObjectStat(size, ids.digest(running.digest()))
+        return ObjectStat(size, ids.digest(running.digest()), head["ETag"])
 
     def _blocks(self, key: str, body: Any) -> Iterator[bytes]:
         with self._errors("read", key), closing(body):

@@ -168,7 +168,7 @@ def router(backend: Backend) -> APIRouter:
         if isinstance(checked, ReceiptAnswer):
             return answer(checked)
         receipt = await accepting.ask(checked)
-        await run_in_threadpool(intake.keep, backend, signed, known)
+        await run_in_threadpool(intake.keep, backend, checked, known)
         return answer(receipt)
 
     return routes
