@@ -183,25 +183,35 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
 
 
 def assign_files(connection: Connection, backend: Backend, now: float) -> None:
-    """Assigns open files to live validators named by their leases, in the drawn order."""
-    short = jobs.short(connection, 4 * ROOM)
-    if not short:
-        return
+    """Assigns open files to live validators named by their leases, in the drawn order, as long as
+    any of them has room."""
     able = jobs.live(connection, now - LIVE_SECONDS) & chain.appointed(
         connection, backend.context.pool
     )
     load = jobs.load_of(connection)
+    short = jobs.short(connection, 4 * ROOM)
+    if not short:
+        return
+    digests = [job.submission_digest for job in short]
+    rows = submissions.those(connection, digests)
+    promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+    known = jobs.assignments_among(connection, digests)
+    secrets: dict[Digest, Digest] = {}
     for job in short:
-        row = submissions.get(connection, job.submission_digest)
-        if row is None:
-            raise FatalError(f"a job names submission {job.submission_digest}, which is not here")
-        listed = backend.draws.listed(backend.objects, _lease(connection, row))
-        secret = draws.second_secret(connection, listed.second)
-        needed = job.needed
+        if all(load.get(one, 0) >= ROOM for one in able):
+            return
+        row = rows.get(job.submission_digest)
+        promise = promises.get(row.lease_digest) if row is not None else None
+        if row is None or promise is None:
+            raise FatalError(f"the store lacks submission {job.submission_digest} or its lease")
+        listed = backend.draws.listed(backend.objects, promise.signed())
+        if listed.second not in secrets:
+            secrets[listed.second] = draws.second_secret(connection, listed.second)
+        secret, needed = secrets[listed.second], job.needed
         if needed is None:
             needed = first_needed(listed, secret, row.digest)
             jobs.change(connection, row.digest, needed=needed)
-        parts = {one.validator: one for one in jobs.assignments(connection, row.digest)}
+        parts = {one.validator: one for one in known.get(row.digest, ())}
         _assign(connection, job, needed, listed, secret, parts, able, load, now)
 
 

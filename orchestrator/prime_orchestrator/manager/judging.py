@@ -42,6 +42,7 @@ from prime_core.errors import (
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.lifecycle import LeaseEventKind, LeaseState, step_lease
 from prime_core.opinions import check_stated
+from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_ROWS
 from prime_core.run import RunDefinition
 from prime_core.settlement import judged_fact
@@ -76,6 +77,7 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
+from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.rows import insert_new
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.proofs.thresholds import shipped
@@ -175,18 +177,32 @@ class Judge:
         """Decides the files whose opinions are complete; returns those that got a verdict."""
         with self.store.read() as connection:
             waiting = jobs.full(connection, AT_ONCE)
-        return [digest for digest in waiting if self.decide(digest)]
-
-    def decide(self, digest: Digest) -> bool:
-        """Decides one file. Returns False if it needs another opinion or already has a verdict."""
-        with self.store.read() as connection:
-            row = submissions.get(connection, digest)
-            lease = leases.get(connection, row.lease_digest) if row is not None else None
-            given = opinions.of(connection, digest)
+            if not waiting:
+                return []
+            rows = submissions.those(connection, waiting)
+            promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+            said = opinions.of_those(connection, waiting)
             runs = revisions.history(connection, self.context)
-        if row is None or lease is None:
-            raise FatalError(f"a job names submission {digest}, which the store does not hold")
-        promise = lease.signed()
+        decided = []
+        for digest in waiting:
+            row = rows.get(digest)
+            lease = promises.get(row.lease_digest) if row is not None else None
+            if row is None or lease is None:
+                raise FatalError(f"a job names submission {digest}, which the store does not hold")
+            if self._decide(row, lease.signed(), said.get(digest, []), runs):
+                decided.append(digest)
+        return decided
+
+    def _decide(
+        self,
+        row: SubmissionRow,
+        promise: SignedLease,
+        given: Sequence[OpinionRow],
+        runs: RunHistory,
+    ) -> bool:
+        """Decides one file with its opinions. Returns False if it needs another opinion, has more
+        by now, or already has a verdict."""
+        digest = row.digest
         run = runs.of_lease(promise.lease)
         found: list[Judgement] = []
         faults: dict[Address, str] = {}
@@ -197,10 +213,11 @@ class Judge:
                 faults[opinion.validator] = str(error)
         named = len(self.board.listed(self.objects, promise).commitments)
         with self.store.begin() as connection:
-            job, row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
-            if job is None or row is None or job.status != "full":
+            job, now_row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
+            if job is None or now_row is None or job.status != "full":
                 return False
-            if opinions.of(connection, digest) != given:
+            row = now_row
+            if opinions.of(connection, digest) != list(given):
                 return False  # a new opinion arrived; the next tick decides
             appointed = chain.appointed(connection, self.context.pool)
             for one in found:

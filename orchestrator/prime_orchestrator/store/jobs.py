@@ -214,6 +214,17 @@ def assignments(connection: Connection, submission: Digest) -> list[AssignmentRo
     return records(AssignmentRow, connection.execute(query).mappings().all())
 
 
+def assignments_among(
+    connection: Connection, submissions: Collection[Digest]
+) -> dict[Digest, list[AssignmentRow]]:
+    """Returns all assignments of those of the files that have any."""
+    query = sa.select(schema.assignments).where(_work.submission_digest.in_(list(submissions)))
+    found: dict[Digest, list[AssignmentRow]] = {}
+    for row in records(AssignmentRow, connection.execute(query).mappings().all()):
+        found.setdefault(row.submission_digest, []).append(row)
+    return found
+
+
 def load_of(connection: Connection) -> dict[Address, int]:
     """Returns how many files each validator still has to judge."""
     query = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -68,6 +68,21 @@ def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
         .order_by(_opinions.at, _opinions.validator)
     )
     return records(OpinionRow, connection.execute(query).mappings().all())
+
+
+def of_those(
+    connection: Connection, submissions: Collection[Digest]
+) -> dict[Digest, list[OpinionRow]]:
+    """Returns the opinions on those of the files that have any, oldest first."""
+    query = (
+        sa.select(schema.opinions)
+        .where(_opinions.submission_digest.in_(list(submissions)))
+        .order_by(_opinions.at, _opinions.validator)
+    )
+    found: dict[Digest, list[OpinionRow]] = {}
+    for row in records(OpinionRow, connection.execute(query).mappings().all()):
+        found.setdefault(row.submission_digest, []).append(row)
+    return found
 
 
 def waiting(connection: Connection) -> dict[str, tuple[int, float]]:

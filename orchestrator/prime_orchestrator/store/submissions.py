@@ -112,6 +112,13 @@ def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
     return record(SubmissionRow, connection.execute(query).mappings().first())
 
 
+def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, SubmissionRow]:
+    """Returns those of the submissions that exist."""
+    query = sa.select(schema.submissions).where(_submissions.digest.in_(list(digests)))
+    rows = records(SubmissionRow, connection.execute(query).mappings().all())
+    return {row.digest: row for row in rows}
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Filter for submissions; None matches all. `since` is the earliest arrival in Unix seconds."""
