@@ -471,7 +471,9 @@ class Link:
             fresh = self._connection is None or self._connection.sock is None
             if self._connection is None or self._connection.sock is None:
                 # http.client closes the socket after an answer that ends the connection.
+                self._stop_if_aborted()
                 self._connection = self._connect()
+            self._stop_if_aborted()  # `abort` may not have seen this connection
             assert self._wire is not None
             self._wire.within(HEAD_TIMEOUT)
             try:
@@ -482,6 +484,10 @@ class Link:
                 self.close()
                 if fresh or self._aborted:
                     raise
+
+    def _stop_if_aborted(self) -> None:
+        if self._aborted:
+            raise ConnectionAbortedError("the fetch is over")
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection

@@ -216,6 +216,10 @@ def test_tarpit_relays_hold_up_neither_the_first_fetch_nor_a_later_one(
         get(second, [*urls, origin.url], tmp_path / "1", book=book)
         assert same_files(tmp_path / "1", run, 1)
         assert sum(asked) - sum(before) <= 1, "newcomers are tried one at a time, apart"
+        # A fetch waits for its threads, so one that asks again costs a second.
+        for thread in [one for one in threading.enumerate() if one.name.startswith("fetch-")]:
+            thread.join(30)
+            assert not thread.is_alive(), f"{thread.name} asks although the fetch is over"
 
 
 def test_a_newcomer_proves_itself_apart_and_a_liar_among_them_is_named(
