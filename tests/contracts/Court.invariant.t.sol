@@ -215,7 +215,7 @@ contract CourtInvariant {
     }
 
     /// forge-config: default.invariant.runs = 24
-    /// forge-config: ci.invariant.runs = 256
+    /// forge-config: ci.invariant.runs = 512
     function invariant_Court_BalanceIsBondsPayAndPots_JurorsAreDistinctAndNoParty() public view {
         (address c, address t,,) = handler.parts();
         Court court = Court(c);

@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](32);
+        bytes4[] memory s = new bytes4[](33);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -80,6 +80,7 @@ contract MoneyInvariant {
         s[29] = handler.objectToSlash.selector;
         s[30] = handler.bondMore.selector;
         s[31] = handler.postTable.selector;
+        s[32] = handler.moveAway.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -129,7 +130,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[33] memory names = [
+        bytes32[34] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -162,7 +163,8 @@ contract MoneyInvariant {
             "objectToSlash",
             "bondMore",
             "postTable",
-            "bondDrawn"
+            "bondDrawn",
+            "moveAway"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));

@@ -45,11 +45,15 @@ contract Handler is StakeActs {
         uint256 silent = rewards.silentFrom(id);
         (uint256 free,) = rewards.funds(id);
         // So much work now and then that the free funds do not pay it.
-        if ((where >> 65) % 2 == 0 && free < 12 * PAY) {
+        if ((where >> 65) % 2 == 0 && free < 24 * PAY && !pools.hasEnded(id)) {
             for (uint256 i; i <= free / PAY; ++i) {
                 work_(i, where);
             }
+            pool = id;
+            addBond(24 * PAY);
+            bonded[id] += 24 * PAY;
             wait(0, postable(uint64(block.timestamp / EPOCH)));
+            wait(0, silent);
         }
         wait(where >> 64, silent);
         uint64 epoch = uint64((block.timestamp - VALIDITY) / EPOCH - 1);
@@ -250,7 +254,8 @@ contract Handler is StakeActs {
         uint256 before = works.length;
         work_(seed, seed >> 64);
         if (works.length == before || pools.hasEnded(pool)) return;
-        fundPool(pool, works.length * PAY);
+        (uint256 free,) = rewards.funds(pool);
+        if (free < works.length * PAY) fundPool(pool, works.length * PAY - free);
         uint64 epoch = uint64(block.timestamp / EPOCH);
         uint256 sum = tabulate(pool, epoch);
         bytes32 root = Tree.root(leavesOf(tables[tables.length - 1]));
@@ -408,8 +413,12 @@ contract Handler is StakeActs {
         }
         wait(seed >> 64, actAt);
         if (block.timestamp < actAt) return;
+        // What was proposed under the old terms is disputed under them.
+        bool open = (seed >> 65) % 2 == 0;
+        if (open) proposeSlash(seed & ~uint256(1));
         slasher.applyTerms();
         did("applyTerms");
+        if (open) disputeSlash(0);
     }
 
     // -------------------------------------------------------------------------------------- drain
@@ -426,6 +435,13 @@ contract Handler is StakeActs {
         }
         for (uint256 where; where < 2; ++where) {
             drainPool(poolIds[where]);
+        }
+        // Stake that is bound to no manager any more is still not the thief's to commit.
+        for (uint256 i; i < NODES; ++i) {
+            bytes memory data = snare(nodes[at[i]]);
+            vm.prank(stranger);
+            (bool done,) = address(pools).call(data);
+            vm.assertTrue(!done, "a stranger's stake is committed");
         }
         for (uint256 i; i < PROVIDERS + 2; ++i) {
             drainStake(pick(i));
@@ -445,8 +461,14 @@ contract Handler is StakeActs {
             fundPool(id, works.length * PAY + 1);
             vm.warp(postable(uint64(block.timestamp / EPOCH)));
             postRewards(id == poolIds[0] ? 0 : 1);
+            pool = id;
+            addBond(1);
+            ++bonded[id];
             vm.prank(manager);
             pools.end(id);
+            vm.prank(manager);
+            (bool early,) = address(rewards).call(abi.encodeCall(rewards.refund, (id)));
+            vm.assertTrue(!early, "refunded as soon as the pool ended");
         }
         (uint256 free,) = rewards.funds(id);
         if (free + bondLeft(id) > 0) {
@@ -463,6 +485,7 @@ contract Handler is StakeActs {
         }
         (uint256 left, uint256 reserved) = rewards.funds(id);
         vm.assertEq(left + reserved, 0, "an ended pool drains to zero");
+        vm.assertEq(rewards.bondOf(id), 0, "a refunded bond stays in the books");
     }
 
     function drainStake(address who) internal {

@@ -93,7 +93,7 @@ abstract contract StakeActs is Books {
     }
 
     /// @dev A provider moves a node to a new key, with its seats.
-    function moveNode(uint256 n, uint256 seed) external {
+    function moveNode(uint256 n, uint256 seed) public {
         n %= NODES;
         uint256 k = at[n];
         if (keys == KEYS || movedAt[k] + UNBONDING > block.timestamp) return;
@@ -124,7 +124,7 @@ abstract contract StakeActs is Books {
     }
 
     /// @dev A key that its provider moved away from is bound again and sits again, beside the new one.
-    function bringBack(uint256 n, uint256 where) external {
+    function bringBack(uint256 n, uint256 where) public {
         n %= NODES;
         for (uint256 k; k < keys; ++k) {
             if (providerOf[k] != providerOf[at[n]] || registry.providerOf(nodes[k]) != address(0)) {
@@ -222,6 +222,22 @@ abstract contract StakeActs is Books {
         }
     }
 
+    /// @dev A node that works, moves to a new key with its seat, and is slashed for the work; now and then
+    /// the old key sits again before that.
+    function moveAway(uint256 n, uint256 where) external {
+        n %= NODES;
+        uint256 k = at[n];
+        uint256 before = works.length;
+        work_(n, where);
+        if (works.length == before) return;
+        moveNode(n, 1);
+        if (at[n] == k) return;
+        if ((where >> 64) % 2 == 0) bringBack(n, where);
+        proposeSlash(2 * works.length - 1);
+        executeSlash(0);
+        did("moveAway");
+    }
+
     function takeAllOut(uint256 who) internal {
         for (uint256 i; i < 2; ++i) {
             for (uint256 j; j < keys; ++j) {
@@ -234,12 +250,14 @@ abstract contract StakeActs is Books {
         if (most > 0) unbond(who, most - 1);
     }
 
-    /// @dev Many slashes at once, with stake added in between: together they must not take more than
-    /// was there at the first and was added since.
+    /// @dev Many slashes at once, one time in two with stake added in between: together they must not
+    /// take more than was there at the first and was added since.
     function overreach(uint256 n, uint256 where) external {
         uint256 which = uint256(keccak256(abi.encode(n, where))) & ~uint256(1);
-        for (uint256 i; i < 5; ++i) {
+        bool adds = (where >> 1) % 2 == 0;
+        for (uint256 i; i < (adds ? 5 : 8); ++i) {
             proposeSlash(which);
+            if (!adds) continue;
             stakeFor(providers[(n % PROVIDERS + i) % PROVIDERS], STAKE);
             if (works.length > 0) {
                 stakeFor(providers[providerOf[works[works.length - 1].node]], STAKE);
