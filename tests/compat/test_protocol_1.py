@@ -17,19 +17,15 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 from recording import (
     FOLDER,
-    MismatchError,
-    Tape,
     as_json,
     ask_gateway,
-    covers,
     derived,
     fields,
     gateway_call,
     recorded,
     submission_of,
-    traffic,
-    unpacked,
 )
+from traffic import MismatchError, Tape, covers, traffic, unpacked
 
 from prime_core import batch, checkpoint, messages, task, validator_messages
 from prime_core.batch import BatchManifest
