@@ -503,7 +503,7 @@ def test_a_name_lookup_that_hangs_is_no_answer(site: str, monkeypatch: pytest.Mo
 def test_a_broken_secret_is_refused_at_load_and_not_shown(tmp_path: Path, secret: bytes) -> None:
     (tmp_path / "key").write_bytes(secret)
     settings = McpTool(kind="mcp", url="http://a.example", tool="x", secret_file=tmp_path / "key")
-    with pytest.raises(UserError, match="printable ASCII|is empty") as caught:
+    with pytest.raises(UserError, match=r"printable ASCII|is empty") as caught:
         make(settings, Web())
     assert "sesame" not in "".join(traceback.format_exception(caught.value))
 
