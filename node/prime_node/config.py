@@ -151,15 +151,12 @@ class Settings(ChainSettings):
         return str(needed(self, "orchestrator")).rstrip("/")
 
     def need_wallet(self) -> Path:
-        """Returns the node's keystore. Raises UserError if none was given or the file is none."""
+        """Returns the path of the node's keystore. Raises UserError if none was given."""
         if self.wallet is None:
             raise UserError(
                 "no wallet is named",
                 hint="add --wallet KEYSTORE; make one with: prime-node wallet new --out FILE",
             )
-        from prime_chain.keystore import keystore_address
-
-        keystore_address(self.wallet)
         return self.wallet
 
 

@@ -245,7 +245,7 @@ class BanSet(Event):
 
 @dataclass(frozen=True)
 class SeatsAllowed(Event):
-    """The provider agrees to seats of its nodes in this pool, up to a class."""
+    """The provider allows or forbids new seats of its nodes in this pool."""
 
     CONTRACT = "pools"
     pool: int

@@ -33,6 +33,7 @@ _MAX_KEYSTORE_BYTES = 64 << 10
 _MAX_SCRYPT_MEMORY = 1 << 30
 _MAX_PBKDF2_ROUNDS = 10_000_000
 _MAX_PASSWORD_BYTES = 4096
+_OTHER_FILE = "name a keystore v3 file, or restore a backup"
 _ONE_LINE = "give a file with the password as its only line by --password-file"
 
 
@@ -50,7 +51,7 @@ def save_keystore(path: Path, private_key: bytes, password: str, *, light: bool 
     """Writes an existing 32-byte key encrypted to `path`; otherwise as `create_keystore`."""
     if not password:
         raise UserError("an empty password protects nothing", hint="choose a password")
-    if path.exists():
+    if os.path.lexists(path):  # unlike Path.exists, False where the folder cannot be searched
         raise _exists(path)
     rounds = LIGHT_SCRYPT_N if light else SCRYPT_N
     body = _encrypted(private_key, password, rounds)
@@ -83,7 +84,10 @@ def load_keystore(path: Path, password: str) -> LocalSigner:
     Raises UserError if the file is missing, is not a keystore v3, asks for an unreasonable key
     derivation, or the password is wrong.
     """
-    body = _read(path)
+    return _opened(path, _read(path), password)
+
+
+def _opened(path: Path, body: dict[str, Any], password: str) -> LocalSigner:
     try:
         key = _decrypted(body["crypto"] if "crypto" in body else body["Crypto"], password)
         signer = None if key is None else LocalSigner(key)
@@ -105,12 +109,12 @@ def open_keystore(
 ) -> LocalSigner:
     """Decrypts the keystore at `path` with a password as in `read_password`.
 
-    Raises UserError as both do; the file is looked at before a password is asked for.
+    Raises UserError as both do; the file is looked at before a password is asked for. It is read
+    once, so `path` may be a pipe.
     """
-    _read(path)
-    return load_keystore(
-        path, read_password(password_file, password_fd, prompt=f"Password of {path}: ")
-    )
+    body = _read(path)
+    password = read_password(password_file, password_fd, prompt=f"Password of {path}: ")
+    return _opened(path, body, password)
 
 
 def keystore_address(path: Path) -> Address | None:
@@ -184,10 +188,13 @@ def _aes_ctr(key: bytes, iv: bytes, data: bytes) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    hint = "name a keystore v3 file, or restore a backup"
-    if not path.exists():
-        hint = f"make one with: prime-node wallet new --out {path}"
-    raw = read_given(path, "keystore", hint, limit=_MAX_KEYSTORE_BYTES)
+    raw = read_given(
+        path,
+        "keystore",
+        _OTHER_FILE,
+        limit=_MAX_KEYSTORE_BYTES,
+        missing=f"make one with: prime-node wallet new --out {path}",
+    )
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -216,9 +223,7 @@ def _exists(path: Path) -> UserError:
 
 
 def _broken(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path} is no usable keystore: {why}", hint="name a keystore v3 file, or restore a backup"
-    )
+    return UserError(f"{path} is no usable keystore: {why}", hint=_OTHER_FILE)
 
 
 def read_password(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def new(
     from prime_core.errors import UserError
 
     out = out.expanduser()
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(
             f"{out} exists already and is never overwritten",
             hint="name another file with --out, or move the old one away yourself",

@@ -6,20 +6,31 @@ from pathlib import Path
 
 from prime_core.errors import UserError
 
+_PIECE = 1 << 20
+
 
 def read_given(
-    path: Path, what: str, hint: str, *, limit: int = 1 << 30, empty: bool = False
+    path: Path,
+    what: str,
+    hint: str,
+    *,
+    limit: int = 1 << 30,
+    empty: bool = False,
+    missing: str = "",
 ) -> bytes:
     """Returns the contents of a file, at most `limit` bytes. `what` names it in prose.
 
-    Raises UserError, with `hint` as what to type next, if there is no such file, it is a folder, it
-    cannot be read, is too large, or is empty (unless it may be `empty`).
+    Raises UserError, with `hint` as what to type next (`missing`, if given, where there is no such
+    file), if there is no such file, it is a folder, it cannot be read, is too large, or is empty
+    (unless it may be `empty`). Memory grows with the file, not with `limit`.
     """
+    raw = bytearray()
     try:
         with path.open("rb") as file:
-            raw = file.read(limit + 1)
+            while piece := file.read(min(_PIECE, limit + 1 - len(raw))):
+                raw += piece
     except FileNotFoundError as error:
-        raise UserError(f"there is no {what} at {path}", hint=hint) from error
+        raise UserError(f"there is no {what} at {path}", hint=missing or hint) from error
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder, not a {what}", hint=hint) from error
     except OSError as error:
@@ -28,4 +39,4 @@ def read_given(
         raise UserError(f"the {what} {path} is empty", hint=hint)
     if len(raw) > limit:
         raise UserError(f"{path} is no {what}: it exceeds {limit} bytes", hint=hint)
-    return raw
+    return bytes(raw)

@@ -16,6 +16,7 @@ from prime_chain.keystore import (
     create_keystore,
     keystore_address,
     load_keystore,
+    open_keystore,
     read_password,
     save_keystore,
 )
@@ -89,7 +90,7 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
-    monkeypatch.setattr(Path, "exists", lambda self: False)  # the check was passed in time
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # the check was passed in time
     path.write_text("theirs")
     with pytest.raises(UserError, match="never overwritten"):
         create_keystore(path, "pw", light=True)
@@ -105,6 +106,37 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_keystore(tmp_path / "none", "pw")
     assert f"prime-node wallet new --out {tmp_path / 'none'}" in caught.value.hint
+
+
+def test_a_path_that_cannot_be_looked_up_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("k" * 300)
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        load_keystore(long, "pw")
+    assert "restore a backup" in caught.value.hint
+    with pytest.raises(UserError, match="cannot be written"):
+        create_keystore(long, "pw", light=True)
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("stat", "open"):  # as in a folder that may not be searched; root always may
+        monkeypatch.setattr(Path, name, forbidden)
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        load_keystore(tmp_path / "key", "pw")
+
+
+def test_a_keystore_is_opened_from_a_pipe(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "pw").write_text("right")
+    reader, writer = os.pipe()
+    os.write(writer, path.read_bytes())
+    os.close(writer)
+    try:
+        found = open_keystore(Path(f"/dev/fd/{reader}"), tmp_path / "pw")
+    finally:
+        os.close(reader)
+    assert found.address == keystore_address(path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import socket
+import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from prime_core import ids
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.gateway import Cassette
+from prime_core.given import read_given
 from prime_core.messages import ContractAddresses
 from prime_core.settlement import read_settlement
 from prime_envs.definition import read_toml
@@ -91,14 +94,18 @@ FOLDERS = {
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("files")
-    found = {name: folder / name for name in ("folder", "empty", "garbage", "unreadable")}
+    found = {name: folder / name for name in ("folder", "empty", "garbage")}
     found["folder"].mkdir()
     found["empty"].write_bytes(b"")
     found["garbage"].write_bytes(bytes(range(128, 256)))
     for name in ("empty", "garbage"):
         found[name].chmod(0o600)
-    with socket.socket(socket.AF_UNIX) as held:  # no one, not even root, can open it
-        held.bind(str(found["unreadable"]))
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,  # a socket's path has at most 107 bytes
+        socket.socket(socket.AF_UNIX) as held,
+    ):
+        found["unreadable"] = Path(short) / "unreadable"
+        held.bind(str(found["unreadable"]))  # no one, not even root, can open it
         yield found
 
 
@@ -172,6 +179,21 @@ def test_a_wrong_file_is_refused_with_what_to_do(name: str, bad: dict[str, Path]
             BY_FUNCTION[name](path)
         check(f"{caught.value}; {caught.value.hint}", kind, path)
         assert caught.value.hint, kind
+
+
+def test_a_small_file_takes_little_memory_and_one_byte_too_many_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    tracemalloc.start()
+    try:
+        assert read_given(path, "file", "") == b"x" * 1000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+    assert len(read_given(path, "file", "", limit=1000)) == 1000
+    with pytest.raises(UserError, match="exceeds 999 bytes"):
+        read_given(path, "file", "", limit=999)
 
 
 def test_tools_of_a_gateway_refuse_a_wrong_file(bad: dict[str, Path]) -> None:
