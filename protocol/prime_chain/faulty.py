@@ -10,6 +10,7 @@ Faults (`Fault.kind`):
     internal   JSON-RPC error -32603              null        result null
     type       a result of the wrong type         oversize    an endless answer
     chain      says that it serves chain 1        stale       `seconds` behind (in blocks of 1 s)
+    drip       a head without end, one byte at a time
     omit       leaves out logs and receipts       forge       adds a log that is not on the chain
     lie        flips a bit of a hex result        deaf        takes transactions, forwards none
 """
@@ -33,7 +34,7 @@ from prime_core.encoding import keccak256
 
 Kind = Literal[
     "delay", "hang", "drop", "truncate", "rate", "busy", "internal", "null", "type", "oversize",
-    "chain", "stale", "omit", "forge", "lie", "deaf",
+    "chain", "stale", "omit", "forge", "lie", "deaf", "drip",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -116,6 +117,13 @@ class FaultyRpc:
         if "drop" in kinds or "hang" in kinds:
             self._count("drop")
             handler.close_connection = True
+            return
+        if "drip" in kinds:
+            self._count("drip")
+            handler.send_response(200)
+            handler.flush_headers()
+            while not self._closing.wait(0.05):
+                handler.wfile.write(b"x")
             return
         if "rate" in kinds:
             self._count("rate")

@@ -27,6 +27,7 @@ from prime_chain.errors import (
     WrongChainError,
 )
 from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.transport.paced import paced_client
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,12 +83,10 @@ class Endpoint:
         self.name = shown_url(url)
         self._url = url
         self._chain_id = chain_id
-        self._timeout = timeout
         self._now = now
         local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-        self._http = httpx.Client(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)), trust_env=not local
-        )
+        limits = httpx.Timeout(timeout, connect=min(timeout, 5.0))
+        self._http = paced_client(limits, seconds=timeout, trust_env=not local)
         self._ids = itertools.count(1)
         self._checked = False
         self._faults = 0
@@ -168,7 +167,7 @@ class Endpoint:
         began = time.monotonic()
         body = {"jsonrpc": "2.0", "id": number, "method": method, "params": list(params)}
         try:
-            raw = self._post(json.dumps(body).encode(), began + self._timeout)
+            raw = self._post(json.dumps(body).encode())
             answer = json.loads(raw)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
@@ -186,7 +185,7 @@ class Endpoint:
             raise BadAnswerError("the answer is to another request")
         return answer.get("result")
 
-    def _post(self, body: bytes, deadline: float) -> bytes:
+    def _post(self, body: bytes) -> bytes:
         received = bytearray()
         with self._http.stream(
             "POST", self._url, content=body, headers={"content-type": "application/json"}
@@ -201,10 +200,6 @@ class Endpoint:
                     raise RangeTooLargeError(
                         "HTTP", 0, f"an answer of more than {MAX_ANSWER_BYTES} bytes"
                     )
-                if time.monotonic() > deadline:
-                    raise UnavailableError(
-                        f"no whole answer within {self._timeout:g} s"
-                    ) from httpx.ReadTimeout("slow")
         return bytes(received)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 VARIABLE = "PRIME_DATASETS"
 MAX_BYTES = 8 << 30
 MAX_REDIRECTS = 5
+SLOWEST = 32 << 10  # bytes per second; a server that is slower is given up
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
 BESIDE_POLICIES = "datasets"
@@ -148,6 +149,8 @@ def fetch(
     UserError (unsupported address)."""
     import httpx
 
+    from prime_core.transport.paced import paced_client
+
     parts = urlsplit(url)
     suffix = Path(parts.path).suffix
     if parts.scheme not in ("http", "https") or suffix not in SUFFIXES:
@@ -160,7 +163,7 @@ def fetch(
     try:
         with (
             os.fdopen(handle, "wb") as file,
-            httpx.Client(timeout=60.0) as client,
+            paced_client(60.0, seconds=60.0, rate=SLOWEST) as client,
             _opened(client, url, public_only) as answer,
         ):
             if answer.status_code != 200:

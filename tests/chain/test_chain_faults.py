@@ -104,9 +104,9 @@ def test_an_endpoint_that_hangs_costs_one_time_out(deployed: Deployed, proxy: Op
     waited: list[int] = []
     post = client._pool.endpoints[0]._post
 
-    def watched(body: bytes, deadline: float) -> bytes:
+    def watched(body: bytes) -> bytes:
         waited.append(threading.get_ident())
-        return post(body, deadline)
+        return post(body)
 
     client._pool.endpoints[0]._post = watched  # type: ignore[method-assign]
     for _ in range(20):

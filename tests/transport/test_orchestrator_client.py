@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -108,6 +110,42 @@ def test_an_answer_without_end_is_read_no_further_than_the_limit(status: int) ->
         with pytest.raises(MalformedError, match="more than"):
             ask()
         assert read <= MAX_ANSWER_BYTES + (2 << 16)
+
+
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"x"),
+        (b"HTTP/1.1 ", b"100 Continue\r\n\r\nHTTP/1.1 "),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;", b"x"),
+    ],
+    ids=["head", "interim responses", "head of a chunk"],
+)
+def test_an_answer_that_drips_is_given_up(begin: bytes, again: bytes) -> None:
+    """Each byte comes in time, and the answer has no end."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(begin)
+                while not ended.wait(0.02):
+                    connection.sendall(again)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        try:
+            with (
+                OrchestratorClient(url, timeout=0.3) as client,
+                pytest.raises(UnavailableError, match="does not answer"),
+            ):
+                client.get("/x", Empty)
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_a_compressed_answer_is_not_asked_for_and_not_unfolded() -> None:

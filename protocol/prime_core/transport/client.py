@@ -54,6 +54,8 @@ from prime_core.transport.signatures import SessionKey, sign_headers
 sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 import httpx  # noqa: E402
 
+from prime_core.transport.paced import paced_client  # noqa: E402
+
 Model = TypeVar("Model", bound=Strict)
 _NODES = TypeAdapter(list[NodeInfo])
 _SUBMISSIONS = TypeAdapter(list[SubmissionInfo])
@@ -63,8 +65,8 @@ SESSION_SECONDS = 12 * 3600
 POLITE_TRIES = 8
 LONGEST_PAUSE = 5.0
 SLOWEST = 32 << 10
-"""Bytes per second. An answer that comes slower, on average since `timeout` seconds after its
-head, is given up: a server that sends a byte now and then must not hold its reader."""
+"""Bytes per second. An answer, head included, that takes longer than `timeout` and what this rate
+allows is given up: a server that sends a byte now and then must not hold its reader."""
 
 
 class _Reply(NamedTuple):
@@ -107,8 +109,7 @@ class OrchestratorClient:
         self.allows_private = allow_private or (not named and is_loopback(self.base_url))
         self.named = named
         self._trusted = "" if named else authority(self.base_url)
-        self._timeout = timeout
-        self._http = httpx.Client(timeout=timeout, follow_redirects=False)
+        self._http = paced_client(timeout, seconds=timeout, rate=SLOWEST)
         self._session: tuple[SessionKey, int] | None = None
         self._pool: PoolInfo | None = None
         self._spoken = spoken
@@ -371,7 +372,7 @@ class OrchestratorClient:
             for tries_left in reversed(range(POLITE_TRIES)):
                 with self._open("GET", url, {"Accept-Encoding": "identity"}) as response:
                     if response.status_code == 200:
-                        yield from self._paced(response.iter_raw())
+                        yield from response.iter_raw()
                         return
                     if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
                         raise from_problem(response.status_code, self._content(response))
@@ -389,22 +390,11 @@ class OrchestratorClient:
                 return b""  # the status says enough
             raise MalformedError("the answer is compressed, which was not asked for")
         content = bytearray()
-        for block in self._paced(response.iter_bytes()):
+        for block in response.iter_bytes():
             content += block
             if len(content) > MAX_ANSWER_BYTES:
                 raise MalformedError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
         return bytes(content)
-
-    def _paced(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """The blocks as they come. Raises httpx.ReadTimeout once they are slower than SLOWEST."""
-        begun, received = time.monotonic(), 0
-        for block in blocks:
-            received += len(block)
-            if time.monotonic() > begun + self._timeout + received / SLOWEST:
-                raise httpx.ReadTimeout(
-                    f"{received} bytes came in {time.monotonic() - begun:.0f} s"
-                )
-            yield block
 
 
 def run_bytes(client: OrchestratorClient, digest: Digest) -> bytes:

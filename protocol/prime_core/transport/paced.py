@@ -1,0 +1,90 @@
+"""An httpx client whose peers cannot take their time.
+
+httpx limits each read of a socket. A peer that sends one byte before each limit ends (in the head,
+in endless interim responses or in chunk headers, where no body arrives) would hold a thread for
+ever. Here the time spent in all reads of one exchange is limited.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import httpcore
+import httpx
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection whose reads since the last write take at most `seconds`, and one second more for
+    each `rate` bytes received (if `rate` is not 0)."""
+
+    def __init__(self, inner: httpcore.NetworkStream, seconds: float, rate: int) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self._rate = rate
+        self._waited = 0.0
+        self._received = 0
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        earned = self._received / self._rate if self._rate else 0.0
+        left = self._seconds + earned - self._waited
+        if left <= 0:
+            raise httpcore.ReadTimeout(f"{self._received} bytes came in {self._waited:.0f} s")
+        began = time.monotonic()
+        try:
+            data = self._inner.read(max_bytes, left if timeout is None else min(timeout, left))
+        finally:
+            self._waited += time.monotonic() - began
+        self._received += len(data)
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._waited, self._received = 0.0, 0
+        self._inner.write(buffer, timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        secure = self._inner.start_tls(ssl_context, server_hostname, timeout)
+        return _Stream(secure, self._seconds, self._rate)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class _Backend(httpcore.SyncBackend):
+    def __init__(self, seconds: float, rate: int) -> None:
+        self._seconds = seconds
+        self._rate = rate
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        inner = super().connect_tcp(host, port, timeout, local_address, socket_options)
+        return _Stream(inner, self._seconds, self._rate)
+
+
+def paced_client(
+    timeout: httpx.Timeout | float, *, seconds: float, rate: int = 0, trust_env: bool = True
+) -> httpx.Client:
+    """A client that follows no redirect. Reading one response takes at most `seconds`, and one
+    second more for each `rate` bytes received (0: no more); else it raises httpx.ReadTimeout."""
+    client = httpx.Client(timeout=timeout, trust_env=trust_env, follow_redirects=False)
+    # httpx has no public parameter for httpcore's network backend.
+    for transport in (client._transport, *client._mounts.values()):
+        if isinstance(transport, httpx.HTTPTransport):
+            transport._pool._network_backend = _Backend(seconds, rate)
+    return client
