@@ -14,6 +14,7 @@ from prime_core.encoding import sha256
 from prime_core.errors import UserError
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.batches import free_groups, seal_ready_batches
+from prime_orchestrator.manager.funding import owed_by
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.store import leases, opinions, schema, submissions
@@ -126,6 +127,38 @@ def test_no_planted_file_is_ever_rooted_or_sealed_before_or_after_its_verdict(
     reveal(mgr.store, mgr.context, PLANTED, mgr.now)
     assert post_roots(mgr.store, mgr.objects, mgr.context, mgr.now) == [], "for good"
     assert all(mgr.row(row.digest).root_id is None for row in rows)
+
+
+def test_a_rooted_file_of_a_planted_node_is_an_ordinary_file(mgr: ManagerSide) -> None:
+    """The node joined before the orchestrator knew that it is planted; a root may also appear
+    between verdict and reveal, or after it."""
+    paid = mgr.submit(NODE)
+    mgr.now.time += RUN.root_seconds
+    assert len(post_roots(mgr.store, mgr.objects, mgr.context, mgr.now)) == 1
+    mgr.judge(paid)
+    with mgr.store.read() as connection:
+        owed = owed_by(connection, mgr.context, PLANTED.accounts)
+    assert owed == 20 * RUN.price_per_unit, "it will be paid"
+    assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == []
+    assert not mgr.row(paid.digest).shadow
+    assert (count(mgr, schema.credits), count(mgr, schema.planted)) == (1, 0)
+    later = mgr.submit(NODE)
+    mgr.judge(later)
+    assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [later.digest]
+
+    def counted() -> list[str]:
+        with mgr.store.read() as connection:
+            rows = opinions.on_planted(connection, 0, mgr.now() + 1)
+            return [one.opinion.submission_digest for one in rows]
+
+    assert counted() == [later.digest]
+    with mgr.store.begin() as connection:
+        connection.execute(
+            sa.update(schema.submissions)
+            .where(schema.submissions.c.digest == later.digest)
+            .values(root_id=mgr.row(paid.digest).root_id, leaf_index=1)
+        )
+    assert counted() == [], "settled as an ordinary file, it charges no validator"
 
 
 def test_nothing_in_the_store_marks_a_planted_file_before_its_verdict(mgr: ManagerSide) -> None:

@@ -6,6 +6,9 @@
                         groups, slash; without a root none can have reached the chain). The file
                         then counts as a shadow file
 
+A file that has a root, even one that is not on chain yet, is an ordinary file of its node: it
+is paid, slashed and settled, and no validator is charged for it.
+
 See prime_verify.canaries.planting for how such files are made. A validator that reads the shared
 store can see whose files were revealed before, so planted nodes change keys from time to time
 (prime-node node move).
@@ -24,8 +27,10 @@ from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.members import apply_node_event, has_open_slash
+from prime_orchestrator.manager.settlement import CHAIN_LOCK
 from prime_orchestrator.store import leases, nodes, opinions, schema
-from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.submissions import has_root
 from prime_verify.canaries import planting
 
 log = logging.getLogger(__name__)
@@ -60,9 +65,13 @@ def reveal(
         return []
     with store.read() as connection:
         waiting = _ended(connection, context.run, planted, now())
+    revealed: list[Digest] = []
     for digest, node, lease, judged in waiting:
         with store.begin() as connection:
+            lock(connection, CHAIN_LOCK)  # the indexer assigns roots to leaves posted by nodes
             nodes.lock_row(connection, node)
+            if has_root(connection, digest):
+                continue
             if judged:
                 kind = planting.kind(planted.secret, lease)
                 opinions.plant(connection, digest, kind, now=now())
@@ -71,8 +80,9 @@ def reveal(
             held = row is not None and row.status == "quarantined"
             if held and not has_open_slash(connection, node):
                 apply_node_event(connection, context, node, "slash_cancelled", now())
+        revealed.append(digest)
         log.info("planted file %s is judged", digest)
-    return [digest for digest, *_ in waiting]
+    return revealed
 
 
 def _ended(
@@ -86,6 +96,7 @@ def _ended(
         ).where(
             _submissions.node.in_(planted.accounts),
             _submissions.shadow.is_(False),
+            _submissions.root_id.is_(None),
             sa.or_(judged, too_old),
         )
     )

@@ -139,13 +139,17 @@ class PlantedOpinion:
 
 def on_planted(connection: Connection, since: float, until: float) -> list[PlantedOpinion]:
     """Returns the opinions on judged planted files received from `since` to before `until` (Unix
-    seconds)."""
+    seconds), without files that have a root: those are settled as ordinary files."""
     submissions = schema.submissions.c
     query = (
         sa.select(schema.opinions, _planted.kind, submissions.step)
         .join(schema.planted, _planted.submission_digest == _opinions.submission_digest)
         .join(schema.submissions, submissions.digest == _opinions.submission_digest)
-        .where(submissions.received_at >= since, submissions.received_at < until)
+        .where(
+            submissions.received_at >= since,
+            submissions.received_at < until,
+            submissions.root_id.is_(None),
+        )
         .order_by(_opinions.submission_digest, _opinions.validator)
     )
     return [

@@ -303,11 +303,17 @@ class UnsettledFiles:
     opinions: int
 
 
+def has_root(connection: Connection, digest: Digest) -> bool:
+    """Whether a root lists the file, whether or not the root is on chain yet."""
+    query = sa.select(_submissions.root_id).where(_submissions.digest == digest)
+    return connection.execute(query).scalar() is not None
+
+
 def unsettled(
     connection: Connection, since: float, without: Collection[Address]
 ) -> list[UnsettledFiles]:
     """Returns the files received at `since` or later that the pool may owe for, or owes validators
-    for. No shadow files, no files of the nodes `without`."""
+    for. No shadow files, no unrooted files of the nodes `without`."""
     opinions, leases = schema.opinions.c, schema.leases.c
     judged = (
         sa.select(sa.func.count())
@@ -328,7 +334,7 @@ def unsettled(
         .where(
             _submissions.received_at >= since,
             _submissions.shadow.is_(False),
-            _submissions.node.not_in(without),
+            sa.or_(_submissions.node.not_in(without), _submissions.root_id.is_not(None)),
         )
         .subquery()
     ).c
