@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judges import appoint
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from sqlalchemy.pool import QueuePool
 
 from prime_core.encoding import sha256
 from prime_core.ids import Address
@@ -59,7 +60,13 @@ def assigned(
 
 
 def dismissed(mgr: ManagerSide, quorum: int = 2) -> list[Address]:
-    return end_appointments(mgr.store, mgr.context, lambda: quorum, mgr.now)
+    def ask_chain() -> int:
+        pool = mgr.store.engine.pool
+        assert isinstance(pool, QueuePool)
+        assert pool.checkedout() == 0, "no transaction is open while the chain is asked"
+        return quorum
+
+    return end_appointments(mgr.store, mgr.context, ask_chain, mgr.now)
 
 
 @given(st.integers(0, WINDOW), st.integers(0, WINDOW))
@@ -112,3 +119,15 @@ def test_a_file_that_no_one_judged_and_a_needed_validator_are_left_alone(mgr: Ma
     assigned(mgr, me, LEAST, 0)
     assert dismissed(mgr, quorum=3) == [], "the quorum needs it"
     assert dismissed(mgr) == [me]
+
+
+def test_a_dismissal_under_way_counts_so_that_the_quorum_stays(mgr: ManagerSide) -> None:
+    """Its event is indexed ticks later; until then the validator is still among the appointed."""
+    suspects = sorted((VALIDATOR.address, THIRD.address))
+    for one in suspects:
+        assigned(mgr, one, LEAST, 0)
+    assert dismissed(mgr) == suspects[:1]
+    assert dismissed(mgr) == [], "two of three stay, as many as the quorum"
+    appoint(mgr.store, mgr.context.pool, suspects[0], on=False)
+    assert dismissed(mgr) == []
+    assert dismissed(mgr, quorum=1) == suspects[1:]

@@ -33,7 +33,8 @@ def end_appointments(
     store: Store, context: PoolContext, quorum: Callable[[], int], now: Callable[[], float]
 ) -> list[Address]:
     """Queues the dismissal of validators that abstain too often, as long as as many as the pool's
-    `quorum` (read only if needed) stay appointed. Returns those that are to be dismissed.
+    `quorum` (read only if needed) stay appointed. Validators whose dismissal was queued before do
+    not count as staying. Returns those that are to be dismissed.
 
     Raises UnavailableError if `quorum` cannot be read.
     """
@@ -46,10 +47,13 @@ def end_appointments(
             for validator in sorted(suspects)
         }
     due = [one for one, counts in counted.items() if abstains_too_often(*counts)]
+    if not due:
+        return []
+    least = quorum()  # may ask the chain: not within a transaction
     with store.begin() as connection:
-        known = {one: f"{one}:{since[one][0]}" for one in due}
-        due = [one for one in due if intents.get(connection, f"dismiss:{known[one]}") is None]
-        due = due[: max(0, len(since) - quorum())] if due else []
+        known = {one: f"{one}:{block}" for one, (block, _) in since.items()}
+        stay = {one for one in since if not intents.get(connection, f"dismiss:{known[one]}")}
+        due = [one for one in due if one in stay][: max(0, len(stay) - least)]
         for validator in due:
             abstained, files = counted[validator]
             log.error(
