@@ -344,6 +344,19 @@ def test_a_step_has_one_batch(either_store: Store) -> None:
         batches.add(connection, row)
 
 
+def test_no_account_crowds_the_relays_of_others_out(either_store: Store) -> None:
+    crowd, own = Address("0x" + "22" * 20), Address("0x" + "33" * 20)
+    with either_store.begin() as connection:
+        for number in range(8):
+            policies.see_relay(connection, f"http://c{number}", crowd, (), now=float(number))
+        policies.see_relay(connection, "http://new", NODE, (), now=50.0)
+        policies.see_relay(connection, "http://origin", own, (), now=60.0)
+        policies.see_relay(connection, "http://origin2", own, (), now=61.0)
+        listed = policies.relays(connection, since=0.0, own={own}, limit=5)
+    urls = ["http://origin", "http://origin2", "http://c0", "http://new", "http://c1"]
+    assert [row.url for row in listed] == urls
+
+
 def test_relays_are_listed_while_heard_of_those_known_longest_first(either_store: Store) -> None:
     with either_store.begin() as connection:
         policies.see_relay(connection, "http://a", NODE, (1, 2), now=1.0)

@@ -55,6 +55,11 @@ class Backend:
         """Every URL that a session grant may name."""
         return self.also_known_as | {self.audience}
 
+    @cached_property
+    def own_accounts(self) -> frozenset[Address]:
+        """The pool's own keys and the accounts that the operator allows to announce relays."""
+        return self.relay_accounts | {self.trainer, self.context.manager}
+
     def name_for(self, host: str) -> str | None:
         """Returns our URL for a request with this Host header, or None if it does not name us."""
         return self._by_authority.get(host.lower())

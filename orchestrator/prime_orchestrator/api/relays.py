@@ -53,10 +53,7 @@ def announce(backend: Backend, account: Address, relay: RelayAnnouncement) -> No
 def has_leave(connection: Connection, backend: Backend, account: Address) -> bool:
     """Whether the account may announce: the pool's own keys, accounts that the operator allows,
     nodes with a seat and their providers."""
-    own = {backend.trainer, backend.context.manager}
-    if account in own or account in backend.relay_accounts:
-        return True
-    return nodes.seated(connection, account)
+    return account in backend.own_accounts or nodes.seated(connection, account)
 
 
 def check_url(url: str, *, local: bool) -> str:

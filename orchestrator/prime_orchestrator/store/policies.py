@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -96,13 +97,20 @@ def see_relay(
         connection.execute(sa.update(schema.relays).where(_relays.url == url).values(known))
 
 
-def relays(connection: Connection, *, since: float, limit: int = 64) -> list[RelayRow]:
-    """Returns relays announced since then, oldest known first, so that newcomers cannot crowd them
-    out."""
+def relays(
+    connection: Connection, *, since: float, own: Collection[Address] = (), limit: int = 64
+) -> list[RelayRow]:
+    """Returns relays announced since then: those of the pool's `own` accounts first, then the first
+    of each other account, the second of each, and so on, oldest known first. So no account can
+    crowd out the trainer's origin, and a few cannot fill the list."""
+    place = sa.func.row_number().over(
+        partition_by=_relays.account, order_by=(_relays.first_seen, _relays.url)
+    )
+    others = sa.case((_relays.account.in_(sorted(own)), 0), else_=place)
     query = (
         sa.select(schema.relays)
         .where(_relays.last_seen >= since)
-        .order_by(_relays.first_seen, _relays.url)
+        .order_by(others, _relays.first_seen, _relays.url)
         .limit(limit)
     )
     return [

@@ -115,7 +115,8 @@ def router(backend: Backend) -> APIRouter:
     def relay_list() -> Response:
         """Relays heard of lately."""
         with backend.store.read() as connection:
-            rows = policies.relays(connection, since=backend.now() - RELAY_SECONDS)
+            since = backend.now() - RELAY_SECONDS
+            rows = policies.relays(connection, since=since, own=backend.own_accounts)
         return answer([RelayInfo(url=row.url, versions=row.versions) for row in rows])
 
     @routes.post("/v1/relays", openapi_extra=takes(RelayAnnouncement))
