@@ -156,6 +156,8 @@ class Rebuilder:
         self._leaves: dict[Digest, list[_Leaf]] = {}
         self._charged: set[tuple[str, str]] = set()
         """Submission and validator of each fault in the settlements rebuilt so far."""
+        self._settled_files: set[Digest] = set()
+        """Submissions that the settlements rebuilt so far settle."""
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
 
     def posted(self) -> list[RewardRootPosted]:
@@ -167,6 +169,7 @@ class Rebuilder:
         rebuilt: Settlement | None = None
         problems: list[str] = []
         self._charged.clear()
+        self._settled_files.clear()
         history = self.published(epoch)
         for event, published in history:
             rebuilt = self._again(published, rebuilt)
@@ -271,6 +274,7 @@ class Rebuilder:
         }
         block = published.as_of_block
         leaves = self._open_leaves(published.epoch, block, previous, claims=claims)
+        self._settled_files.update(leaf.digest for _, leaf in leaves)
         slashes = self._slashes(published)
         return self._settled(
             published.epoch,
@@ -296,27 +300,39 @@ class Rebuilder:
         return found
 
     def _faults(self, published: Settlement) -> Sequence[Fault]:
-        """The wrong opinions on planted files: each signed by a validator, charged once at its
-        run's price, and on a file that no root lists. That the file was planted, and whether it
-        lies, is the manager's word."""
+        """The wrong opinions on planted files: each signed by a validator and charged once at its
+        run's price. No file charged so far may be settled, or be in the list of a root up to the
+        settlement's block. That the file was planted, and whether it lies, is the manager's
+        word."""
         domain = self._deployment.domain_of(Opinion)
         runs = [self._runs.first, *(run for _, run in self._runs.revisions)]
         prices = {str(run.digest()): str(run.price_per_judged_file) for run in runs}
-        rooted = {leaf.digest for leaves in self._leaves.values() for leaf in leaves}
         for fault in published.faults:
             signed = fault.opinion
             signed.check(domain)
             said = signed.opinion
             if signed.validator not in self._validators or said.pool != self._pool:
                 raise UntrustedError("a fault is not a validator's opinion in this pool")
-            if said.submission in rooted or (said.submission, signed.validator) in self._charged:
-                raise UntrustedError(
-                    f"{said.submission} is rooted or charged before: it is no planted file's fault"
-                )
+            if (said.submission, signed.validator) in self._charged:
+                raise UntrustedError(f"{said.submission} was charged before")
             if prices.get(signed.law.run) != fault.fee:
                 raise UntrustedError(f"the fault on {said.submission} has another price")
             self._charged.add((said.submission, signed.validator))
+        charged = {submission for submission, _ in self._charged}
+        if charged and (rooted := charged & self._rooted(published.as_of_block)):
+            raise UntrustedError(f"{min(rooted)} is rooted: it is no planted file's fault")
         return published.faults
+
+    def _rooted(self, block: int) -> set[Digest]:
+        """The files in the lists of all roots up to `block`, and those settled so far. A leaf that
+        others posted counts once a settlement takes it up: else a validator could post the planted
+        files that it misjudged, and pay nothing for them."""
+        lists = (
+            self._leaves_of(root, None)
+            for root in reward_events.roots_until(self._events, block)
+            if root.leaves_object != ZERO_DIGEST
+        )
+        return self._settled_files.union(leaf.digest for leaves in lists for leaf in leaves)
 
     def _open_leaves(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from money_kit import RUN, TOKEN, VALIDATOR
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
+from prime_chain.event_kinds import Event
+from prime_chain.events import LeafPosted, RootPosted
 from prime_chain.explain import ROOTED_LATE, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
@@ -230,6 +232,44 @@ def _an_accused_planted_file_costs_the_validator_its_fees(world: World) -> None:
     ):  # fmt: skip
         with pytest.raises(UntrustedError):
             rebuilder._faults(settlement.model_copy(update={"faults": (lie,)}))
+    _a_file_that_is_settled_after_it_was_charged_is_refused(world, row)
+
+
+def _a_file_that_is_settled_after_it_was_charged_is_refused(
+    world: World, charged: SubmissionRow
+) -> None:
+    """By a list of the manager's, or as a leaf that its node posted."""
+    mgr = world.mgr
+    before = settled(world).epoch
+    with mgr.store.begin() as connection:
+        connection.execute(
+            sa.update(schema.submissions)
+            .where(schema.submissions.c.digest == charged.digest)
+            .values(shadow=False)
+        )
+    world.loops = replace(world.loops, planted=Planted())
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks()
+    later = settled(world)
+    assert [file.submission_digest for file in later.files] == [charged.digest]
+    events = read_events(world.client, world.deployment)
+    by_node: list[Event] = []
+    for event in events:
+        if isinstance(event, RootPosted) and event.root == charged.digest:
+            base = {f.name: getattr(event, f.name) for f in fields(Event)}
+            leaf = {"node": charged.node, "leaf": event.root, "sha256": charged.sha256}
+            by_node.append(LeafPosted(**base, pool=1, seq=event.seq, **leaf))
+            event = replace(event, leaves_object=ZERO_DIGEST)
+        by_node.append(event)
+    assert len(by_node) == len(events) + 1
+    runs = RunHistory(mgr.context.run)
+    for posted in (events, by_node):
+        rebuilder = Rebuilder(posted, world.deployment, 1, runs, Published(world))
+        for _ in range(2):
+            with pytest.raises(UntrustedError, match="is rooted"):
+                rebuilder.rebuild(later.epoch)
+            assert rebuilder.rebuild(before).match, "it was not rooted then"
 
 
 def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: Path) -> None:
