@@ -3,9 +3,16 @@
     missed    a planted lie that a validator accepted
     accused   an honest planted file that it rejected
 
-Each accusation, and each missed lie beyond one in TOLERATED, costs FAULT_FEES fees. They are
-withheld from the validator's fees of this settlement and, as far as these do not suffice, of later
-ones. Nothing else is taken. Settlement and rebuild call `withhold` alike.
+Each accusation costs FAULT_FEES fees, and so does each missed lie beyond FREE_MISSES and one in
+TOLERATED of all lies that it judged. They are withheld from the validator's fees of this settlement
+and, as far as these do not suffice, of later ones. Nothing else is taken. Counted is the whole
+record: if its share of missed lies falls, what was withheld too much is paid. Settlement and
+rebuild call `withhold` alike.
+
+A validator that misses at most one lie in ten is ever charged for a miss with a probability below
+one in a thousand, however long its record. With X = 1 for a miss, E[exp(t·(X − 1/8))] = 1 at
+t = 0.486 for that share, so exp(t·(missed − lies/8)) is a supermartingale, and by Ville's
+inequality it ever exceeds exp(15·t) with a probability of at most exp(−15·t) < 1/1000.
 """
 
 from __future__ import annotations
@@ -21,8 +28,10 @@ from prime_core.signing import AddressField, Strict
 from prime_core.verdict import Outcome, SignedOpinion
 
 FAULT_FEES = 200
-TOLERATED = 10
+TOLERATED = 8
 """One missed lie in so many costs nothing: a validator replays some rows of most files."""
+FREE_MISSES = 15
+"""So many misses more cost nothing: they may be bad luck."""
 MAX_FAULTS = 1000
 """Most faults in one settlement."""
 
@@ -50,8 +59,8 @@ class Fault(Strict):
 
 class FeeRecord(Strict):
     """A validator's planted files in all settlements so far. `lies`: planted lies that it judged;
-    `missed`, `accused`: see above; `charged`: faults that cost it fees. In wei: `due`, which later
-    fees pay; `withheld` in all."""
+    `missed`, `accused`: see above; `charged`: faults that cost it fees now. In wei: `due`, which
+    later fees pay; `withheld` in all, less what was paid back."""
 
     validator: AddressField
     lies: int = Field(ge=0)
@@ -64,7 +73,7 @@ class FeeRecord(Strict):
 
 def chargeable(lies: int, missed: int, accused: int) -> int:
     """Returns how many of a validator's faults cost it fees."""
-    return accused + max(0, missed - -(-lies // TOLERATED))
+    return accused + max(0, missed - FREE_MISSES - -(-lies // TOLERATED))
 
 
 def withhold(
@@ -97,13 +106,16 @@ def withhold(
         if more < missed[name]:
             raise MalformedError(f"{name} missed more planted lies than it judged")
         total = (old.lies + more, old.missed + missed[name], old.accused + accused[name])
-        charged = max(old.charged, chargeable(*total))
-        due = int(old.due) + (charged - old.charged) * FAULT_FEES * price[name]
-        taken = min(due, fees.get(name, 0))
+        charged, cost = chargeable(*total), int(old.due) + int(old.withheld)
+        if charged < old.charged:  # each at the mean price of those charged so far
+            cost = cost * charged // old.charged
+        else:
+            cost += (charged - old.charged) * FAULT_FEES * price[name]
+        withheld = min(cost, int(old.withheld) + fees.get(name, 0))
         records.append(
             FeeRecord(
                 validator=name, lies=total[0], missed=total[1], accused=total[2], charged=charged,
-                due=str(due - taken), withheld=str(int(old.withheld) + taken),
+                due=str(cost - withheld), withheld=str(withheld),
             )
         )  # fmt: skip
     return tuple(records)
