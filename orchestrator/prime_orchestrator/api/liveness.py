@@ -119,8 +119,8 @@ def _answer_beats(
         now=now,
     )
     ended = chain.pool_ended(connection, context.pool) is not None
-    heard = policies.relays(connection, since=now - RELAY_SECONDS, own=backend.own_accounts)
-    relays = tuple(row.url for row in heard)
+    found = policies.relays(connection, since=now - RELAY_SECONDS, own=backend.own_accounts)
+    relays = tuple(row.url for row in found)
     measured = speed.want_challenges(connection, rows.values(), now)
     run_digest = revisions.next_run(connection, context).digest()
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
