@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 
 import pytest
-from orchestrator_world import World
+import sqlalchemy as sa
+from orchestrator_world import World, signer
 
 from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
 from prime_core.messages import Heartbeat
+from prime_core.node import Hardware
 from prime_orchestrator.api.liveness import LifeTicks, heartbeats
-from prime_orchestrator.store import leases
+from prime_orchestrator.store import leases, lock, nodes, open_store
 
 
 def lives(world: World, life: LifeTicks, seconds: int) -> str:
@@ -104,3 +109,51 @@ def test_heartbeats_of_two_machines_in_one_batch_differ(world: World) -> None:
     beats = [Heartbeat(policy_version=0, instance=digit * 32) for digit in "12"]
     one, two = heartbeats(world.backend, [(account, beat) for beat in beats])
     assert [one.directive, two.directive] == ["work", "stop"]
+
+
+@pytest.mark.postgres
+def test_expiry_waits_for_leases_that_are_issued_without_a_deadlock(
+    world: World, empty_postgres: str
+) -> None:
+    """Issuing leases writes rows of nodes in the order of the requests, here against the order of
+    the leases that expire."""
+    session = world.member(1)
+    row = leases.new_row(Digest("0x" + "00" * 32), world.lease(session), now=world.clock())
+    row = replace(row, deadline=int(world.clock()) - 1)
+    store = open_store(empty_postgres)
+    store.migrate()
+    backend = replace(world.backend, store=store)
+    accounts = [signer(number).address for number in (1, 2, 3)]
+    digests = [Digest("0x" + f"{number:02x}" * 32) for number in (3, 2, 1)]
+    with store.begin() as connection:
+        for account, digest in zip(accounts, digests, strict=True):
+            nodes.admit(
+                connection, account, now=world.clock(), status="active", runtime="process",
+                hardware=Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=()),
+            )  # fmt: skip
+            one = replace(row, digest=digest, node=account, lease_index=digests.index(digest))
+            leases.add(connection, [one])
+    ticking = threading.Thread(target=LifeTicks(backend).tick)
+    try:
+        with store.begin() as connection:
+            assert [one.digest for one in leases.overdue(connection, world.clock())] == [
+                *reversed(digests)
+            ]
+        with store.begin() as connection:
+            lock(connection, "leases")
+            nodes.set_class(connection, accounts[0], 2)
+            ticking.start()
+            waits = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            for _ in range(2000):
+                if connection.execute(waits).scalar_one():
+                    break
+                threading.Event().wait(0.01)
+            nodes.set_class(connection, accounts[2], 2)
+        ticking.join(20)
+        with store.read() as connection:
+            after = leases.those(connection, digests)
+        assert {one.status for one in after.values()} == {"expired"}
+    finally:
+        if ticking.is_alive():
+            ticking.join(20)
+        store.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -36,6 +39,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
 from prime_core.transport.client import OrchestratorClient
 from prime_orchestrator.config import load
+from prime_orchestrator.manager import loops as manager
 from prime_orchestrator.serve import Loops, address_of, bind, place_of, run
 from prime_orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
 
@@ -271,3 +275,24 @@ def test_a_defect_in_a_loop_is_loud_and_ends_the_process(
         loops.raise_crash()
     assert "the test loop met a defect" in caplog.text
     assert not issubclass(ZeroDivisionError, PrimeError)
+
+
+@pytest.mark.parametrize(
+    ("tick", "failing"), [("chain_tick", "check_reward_roots"), ("money_tick", "settle_epochs")]
+)
+def test_a_step_that_fails_in_each_tick_keeps_no_other_from_running(
+    tick: str, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoints hide a reward root, or a table's object cannot be read: others decide."""
+    names = getattr(manager.ManagerLoops, tick).__code__.co_names
+    steps = {name for name in names if inspect.isfunction(getattr(manager, name, None))}
+    calls: list[str] = []
+    for name in steps:
+        error = UnavailableError("not there") if name == failing else None
+        step = MagicMock(return_value=[], side_effect=error)
+        monkeypatch.setattr(manager, name, lambda *_, n=name, s=step: (calls.append(n), s())[1])
+    fields = {field.name: MagicMock() for field in dataclasses.fields(manager.ManagerLoops)}
+    with pytest.raises(UnavailableError):
+        getattr(manager.ManagerLoops(**fields), tick)()
+    assert len(steps) > 4
+    assert set(calls) == steps

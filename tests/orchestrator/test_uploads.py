@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import os
@@ -9,14 +10,16 @@ import re
 import threading
 from typing import Any
 
+import httpx
 import pytest
-from orchestrator_world import World
+from orchestrator_world import AUDIENCE, Session, World
 
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError, NotFoundError, UntrustedError
 from prime_core.messages import UploadRequest
 from prime_core.storage.base import digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
+from prime_core.task import SignedLease
 from prime_orchestrator.api import intake, leasing
 from prime_orchestrator.manager import uploads
 from prime_orchestrator.store import submissions
@@ -167,6 +170,45 @@ def test_a_file_that_is_handed_in_again_while_it_moves_is_the_same_file(
     world.backend.objects.delete(digest_key(sha256(data)))
     monkeypatch.setattr(DirectoryStore, "size", moves_first)
     assert intake.submit(world.backend, claim).receipt.received_at == world.clock()
+
+
+def test_a_repeated_announcement_keeps_no_other_node_waiting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = world.member(1), world.member(2)
+    first, second = world.lease(slow), world.lease(other)
+    assert world.upload(slow, first, b"again").status_code == 204
+    asked, free = threading.Event(), threading.Event()
+
+    def stalls(store: DirectoryStore, key: str) -> int:
+        asked.set()
+        assert free.wait(20)
+        raise NotFoundError("no such object")
+
+    monkeypatch.setattr(DirectoryStore, "size", stalls)
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(world.http.app)
+        async with httpx.AsyncClient(transport=transport, base_url=AUDIENCE) as client:
+
+            def announce(session: Session, lease: SignedLease, data: bytes) -> Any:
+                path = f"/v1/leases/{world.lease_digest(lease)}/upload"
+                request = UploadRequest(sha256=sha256(data), size=len(data))
+                raw = request.model_dump_json().encode()
+                signed = world.signature("POST", path, raw, session)
+                return client.post(path, content=raw, headers=signed)
+
+            repeated = asyncio.create_task(announce(slow, first, b"again"))
+            assert await asyncio.to_thread(asked.wait, 20)
+            try:
+                answered = await asyncio.wait_for(announce(other, second, b"new"), 10)
+            finally:
+                free.set()
+            return answered, await repeated
+
+    for answer in asyncio.run(ask()):
+        assert answer.status_code == 200
+        assert answer.json()["url"]
 
 
 def test_a_file_whose_intake_was_killed_before_it_was_moved_is_never_swept_away(

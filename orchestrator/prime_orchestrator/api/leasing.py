@@ -307,6 +307,14 @@ class UploadAsk:
     request: UploadRequest
 
 
+@dataclass(frozen=True)
+class Announced:
+    """A lease whose file is announced; `first`: it was not before."""
+
+    row: LeaseRow
+    first: bool
+
+
 def upload(
     backend: Backend, account: Address, digest: Digest, request: UploadRequest
 ) -> UploadAnswer:
@@ -318,15 +326,17 @@ def upload(
     (found,) = upload_all(backend, [UploadAsk(account, digest, request)])
     if isinstance(found, PrimeError):
         raise found
-    return found
+    return place(backend, request, found)
 
 
-def upload_all(backend: Backend, asked: Sequence[UploadAsk]) -> list[UploadAnswer | PrimeError]:
-    """Answers requests in order, like `upload`, in one transaction. An entry is what `upload` would
-    raise."""
+def upload_all(
+    backend: Backend, asked: Sequence[UploadAsk]
+) -> list[Announced | UploadAnswer | PrimeError]:
+    """Announces the files of requests in order, in one transaction that asks nothing of the object
+    store; `place` makes the answers. An entry is what `upload` would raise."""
     digests = {ask.digest for ask in asked}
     announced: dict[Digest, LeaseRow] = {}
-    found: list[tuple[LeaseRow, bool] | UploadAnswer | PrimeError] = []
+    found: list[Announced | UploadAnswer | PrimeError] = []
     with backend.store.begin() as connection:
         rows = leases.lock_rows(connection, digests)
         submitted = submissions.of_leases(connection, digests)
@@ -337,21 +347,17 @@ def upload_all(backend: Backend, asked: Sequence[UploadAsk]) -> list[UploadAnswe
             except PrimeError as error:
                 found.append(error)
                 continue
-            found.append(one if isinstance(one, UploadAnswer) else (one, one is not row))
-            if isinstance(one, LeaseRow) and one is not row:
-                rows[ask.digest] = announced[ask.digest] = one
+            found.append(one)
+            if isinstance(one, Announced) and one.first:
+                rows[ask.digest] = announced[ask.digest] = one.row
         leases.announce_uploads(connection, list(announced.values()))
-    return [
-        one if isinstance(one, UploadAnswer | PrimeError) else _place(backend, ask.request, *one)
-        for ask, one in zip(asked, found, strict=True)
-    ]
+    return found
 
 
 def _announced(
     backend: Backend, row: LeaseRow, submitted: SubmissionRow | None, request: UploadRequest
-) -> LeaseRow | UploadAnswer:
-    """Returns the lease's row with the file announced: `row` itself if it was before; or the
-    answer, if the file was submitted."""
+) -> Announced | UploadAnswer:
+    """Returns the lease's row with the file announced, or the answer if the file was submitted."""
     most = largest_file(backend.context.run)
     if request.size > most:
         raise PolicyError(f"a rollout file of this run has at most {most} bytes")
@@ -362,16 +368,24 @@ def _announced(
         ended = "past its deadline" if row.status == "open" else row.status
         raise ConflictError(f"the lease is {ended} and takes no file")
     if row.upload_sha256 == request.sha256:
-        return row
+        return Announced(row, first=False)
     if row.uploads >= MAX_UPLOADS:
         raise PolicyError(f"{MAX_UPLOADS} files were announced for this lease already")
-    return replace(
+    announced = replace(
         row, upload_sha256=request.sha256, upload_size=request.size, uploads=row.uploads + 1
     )
+    return Announced(announced, first=True)
 
 
-def _place(backend: Backend, request: UploadRequest, row: LeaseRow, first: bool) -> UploadAnswer:
-    there = None if first else uploads.size_of(backend.objects, row.deadline, request.sha256)
+def place(
+    backend: Backend, request: UploadRequest, found: Announced | UploadAnswer
+) -> UploadAnswer:
+    """Returns the answer to a request whose file `upload_all` announced. For a file announced
+    before, it asks the object store whether it is there."""
+    if isinstance(found, UploadAnswer):
+        return found
+    row = found.row
+    there = None if found.first else uploads.size_of(backend.objects, row.deadline, request.sha256)
     if there == request.size:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
     key = uploads.staged_key(row.deadline, request.sha256)

@@ -20,6 +20,7 @@ from prime_orchestrator.store import (
     challenges,
     intents,
     leases,
+    lock,
     nodes,
     policies,
     row_marks,
@@ -224,6 +225,7 @@ class LifeTicks:
         if now - self._ticked_at > GAP_SECONDS:
             self._up_since = now
         with backend.store.begin() as connection:
+            lock(connection, "leases")  # issuing leases also writes rows of several nodes
             for node in nodes.active_before(connection, now - backend.context.run.death_seconds):
                 state, _ = step_node(
                     NodeState(node.status, node.last_heartbeat),

@@ -56,21 +56,21 @@ class ManagerLoops:
     planted: Planted = field(default_factory=Planted)
 
     def chain_tick(self) -> list[Event]:
-        """Sends queued intents, then reads the chain; returns new events."""
+        """Sends queued intents, then reads the chain; returns new events. The comparison of reward
+        roots comes last, since it fails in each tick until an endpoint shows them."""
         queue_executions(self.store, self.now)
         run_transactions_tick(self.store, self.context, self.contracts, self.sender, self.now)
         events = run_indexer_tick(
             self.store, self.context, self.watcher, self.now, self.window_time
-        )
-        events += check_reward_roots(
-            self.store, self.context, self.watcher, self.contracts.rewards, self.now
         )
         end_appointments(self.store, self.context, lambda: self.quorum, self.now)
         settle_revisions(self.store, self.contracts)
         compare_funding(
             self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now
         )
-        return events
+        return events + check_reward_roots(
+            self.store, self.context, self.watcher, self.contracts.rewards, self.now
+        )
 
     @cached_property
     def quorum(self) -> int:
@@ -106,11 +106,12 @@ class ManagerLoops:
         return sealed
 
     def money_tick(self) -> None:
-        """Posts work roots and reward roots, voids files not judged or rooted in time, drops
-        expired slashes and reveals planted files."""
+        """Reveals planted files, posts work roots, voids files not judged or rooted in time, drops
+        expired slashes and posts reward roots. Reward roots come last, since settling fails while
+        the object of a table that others posted cannot be read."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
-        settle_epochs(self.store, self.objects, self.context, self.now)
         void_unjudged(self.store, self.context, self.now)
         void_unrooted(self.store, self.context, self.now, self.planted.accounts)
         drop_expired(self.store, self.context, self.now, self.planted.accounts)
+        settle_epochs(self.store, self.objects, self.context, self.now)

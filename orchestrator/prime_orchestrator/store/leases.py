@@ -157,8 +157,13 @@ def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRo
 
 
 def overdue(connection: Connection, now: float) -> list[LeaseRow]:
-    """Returns open leases whose deadline has passed."""
-    query = sa.select(schema.leases).where(_leases.status == "open", _leases.deadline < now)
+    """Returns open leases whose deadline has passed, locked as by `lock_rows`."""
+    query = (
+        sa.select(schema.leases)
+        .where(_leases.status == "open", _leases.deadline < now)
+        .order_by(_leases.digest)
+        .with_for_update()
+    )
     return records(LeaseRow, connection.execute(query).mappings().all())
 
 

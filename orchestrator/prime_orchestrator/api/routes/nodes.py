@@ -58,7 +58,9 @@ def router(backend: Backend) -> APIRouter:
     )
 
     asking = Gathered[leasing.Ask, LeaseAnswer](partial(leasing.lease_all, backend))
-    uploading = Gathered[leasing.UploadAsk, UploadAnswer](partial(leasing.upload_all, backend))
+    uploading = Gathered[leasing.UploadAsk, leasing.Announced | UploadAnswer](
+        partial(leasing.upload_all, backend)
+    )
 
     looking_up = Gathered[SignedSubmission, intake.Known](partial(intake.look_up, backend))
     accepting = Gathered[intake.Checked, ReceiptAnswer](partial(intake.accept, backend))
@@ -153,7 +155,8 @@ def router(backend: Backend) -> APIRouter:
         signed = await signed_node(request)
         digest = ids.digest(request.path_params["digest"])
         wish = parse(UploadRequest, signed.body)
-        return answer(await uploading.ask(leasing.UploadAsk(signed.caller.account, digest, wish)))
+        found = await uploading.ask(leasing.UploadAsk(signed.caller.account, digest, wish))
+        return answer(await run_in_threadpool(leasing.place, backend, wish, found))
 
     @routes.post(
         "/v1/submissions",
