@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
@@ -48,10 +47,3 @@ def test_several_optimizer_steps_a_batch_go_with_the_proximal_ratio(path: Path) 
     settings = load({}, path)
     ratio = "proximal" if settings.optimizer_steps > 1 else "behaviour"
     assert settings.objective.ratio == ratio
-
-
-def test_every_test_that_the_page_names_is_there() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (DOCS / "learning.md").read_text()))
-    tests = "".join(path.read_text() for path in (DOCS.parent / "tests").rglob("test_*.py"))
-    assert named
-    assert not {name for name in named if f"def {name}(" not in tests}

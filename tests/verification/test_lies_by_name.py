@@ -27,8 +27,9 @@ from prime_verify.rollout_file import FileRow, read_rollout_file
 from prime_verify.verify import Finding, verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
-LEASES = range(300, 330)
-"""A lie that changes few tokens is not in every file; a liar makes many."""
+LEASES = range(300, 400)
+"""A lie that changes few tokens is not in every file (one step of 1e-5: in 6 of 100). A liar makes
+many files."""
 ENDINGS = {Outcome.REJECTED: "slashed", Outcome.VOID: "void", Outcome.ACCEPTED: "unseen"}
 
 
