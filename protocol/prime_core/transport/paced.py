@@ -30,11 +30,14 @@ class _Stream(httpcore.NetworkStream):
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         earned = self._received / self._rate if self._rate else 0.0
         left = self._seconds + earned - self._waited
-        if left <= 0:
-            raise httpcore.ReadTimeout(f"{self._received} bytes came in {self._waited:.0f} s")
         began = time.monotonic()
         try:
+            if left <= 0:
+                raise httpcore.ReadTimeout
             data = self._inner.read(max_bytes, left if timeout is None else min(timeout, left))
+        except httpcore.ReadTimeout as error:
+            waited = self._waited + time.monotonic() - began
+            raise httpcore.ReadTimeout(f"{self._received} bytes came in {waited:.0f} s") from error
         finally:
             self._waited += time.monotonic() - began
         self._received += len(data)
