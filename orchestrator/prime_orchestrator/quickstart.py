@@ -369,7 +369,7 @@ class Quickstart:
         text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
         (self.folder / "orchestrator.toml").write_text(text)
 
-    # -- checks beside the steps -----------------------------------------------------------------
+    # -- checks of the endpoint and the machine --------------------------------------------------
 
     def _endpoint(self) -> Iterator[Found]:
         """What the programs ask of an endpoint, and what the deployment would cost."""

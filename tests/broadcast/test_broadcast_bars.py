@@ -44,7 +44,7 @@ def test_hashing_comparing_and_verifying_come_to_their_end_byte_for_byte(run: Ru
     ]
     assert all(total == done for _, total, done in received.parts), received.parts
     build_manifest(run.folder / "checkpoint-0", pool=0, version=0, step=0)
-    assert len(received.parts) == 4, "nobody watches any more"
+    assert len(received.parts) == 4, "no one watches it now"
 
 
 @pytest.fixture

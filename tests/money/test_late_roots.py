@@ -134,7 +134,7 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: Manager
     assert {row.digest for row in reported} == {judged.digest, waiting.digest}
     assert lease is not None
     assert lease.status == "void"
-    assert mgr.row(bad.digest).status == "submitted", "a planted file is rooted by nobody"
+    assert mgr.row(bad.digest).status == "submitted", "no party puts a planted file into a root"
 
 
 def test_groups_of_work_that_nobody_rooted_count_for_no_batch(mgr: ManagerSide) -> None:

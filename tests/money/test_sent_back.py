@@ -204,7 +204,7 @@ def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(panel: Judged
     root_posted(panel, copy, ago=validity + 1)
     assert panel.validator.judge_next() == original.digest
     assert panel.validator.judge_next() is None, "too late to send it back"
-    assert of_file(panel, schema.row_marks, copy.digest) == [], "it has nobody replayed any more"
+    assert of_file(panel, schema.row_marks, copy.digest) == [], "no file of it is replayed now"
 
     with mgr.store.begin() as connection:  # it becomes too late while it is judged
         assert jobs.reopen(connection, copy.digest)

@@ -46,8 +46,8 @@ def test_heartbeats_go_on_and_the_journal_is_read(
     assert node.last_heartbeat > received
     assert "no heartbeat got through" not in caplog.text
     assert [entry.lease_digest for entry in kit.spool.waiting()] == [lease]
-    beside = Spool(kit.folder.parent / "spool", now=time.time, sweep=False)
-    assert beside.find(lease) is not None, "so do the commands beside the agent"
+    other = Spool(kit.folder.parent / "spool", now=time.time, sweep=False)
+    assert other.find(lease) is not None, "so do commands that run with the agent"
     assert kit.broker.open_leases() == (lease,)
 
 

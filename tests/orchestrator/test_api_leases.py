@@ -227,7 +227,7 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
     (ending,) = reported(0)
     assert (ending["status"], ending["reason"]) == ("void", Reason.MALFORMED)
     assert ending["detail"] == Reason.MALFORMED.sentence
-    assert reported(int(world.clock())) == [ending], "told again: the verdict may have come late"
+    assert reported(int(world.clock())) == [ending], "again: the verdict may have come late"
     assert reported(int(world.clock()) + 100) == []
 
 

@@ -307,7 +307,7 @@ def test_calls_of_a_lease_are_counted_and_its_rate_is_bounded(site: str, tmp_pat
 
 
 def test_no_lease_and_no_tool_takes_all_threads(world: World) -> None:
-    """Calls that wait for a slow site are few; others are told to repeat, not kept waiting."""
+    """Calls that wait for a slow site are few; other callers get an answer to try again later."""
     ended, waiting = [], []
 
     def ask(index: int, sample: int) -> None:

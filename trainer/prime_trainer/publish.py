@@ -283,8 +283,8 @@ class Origin:
 
 
 def other_files(base: Path, training: str) -> dict[str, Path | bytes]:
-    """The files of a policy beside its weights: the base's, and the configuration `training` that
-    made it (prime_trainer/config.py)."""
+    """The files of a policy other than its weights: the base's, and the configuration `training`
+    that made it (prime_trainer/config.py)."""
     found: dict[str, Path | bytes] = {path.name: path for path in sidecars(base)}
     if training:
         found[TRAINING_FILE] = training.encode()

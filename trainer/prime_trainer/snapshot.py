@@ -85,9 +85,9 @@ def take(
     """This rank's part of the file with all weights of `shapes` in bf16; a collective operation.
     The result is a copy.
 
-    `state` holds the model's weights (DTensors sharded by rows, or whole tensors), adapters beside
-    their frozen weights; they are merged as W + lora_scale · B · A in their own width. The policy's
-    other files have `other_bytes` bytes, which count for the size of chunks.
+    `state` holds the model's weights (DTensors sharded by rows, or whole tensors), and adapters
+    with their frozen weights; they are merged as W + lora_scale · B · A in their own width. The
+    policy's other files have `other_bytes` bytes, which count for the size of chunks.
 
     Raises FatalError, on every rank, if a weight is missing, has another shape, or is not finite in
     bf16.

@@ -147,7 +147,7 @@ class Page:
 def _charset(content_type: str) -> str:
     """The charset that a Content-Type names if it is one of CHARSETS, else UTF-8.
 
-    Message.get_content_charset is not used: it decodes by whatever codec the header names.
+    Message.get_content_charset is not used: it decodes with any codec that the header names.
     """
     named = _CHARSET.search(content_type)
     try:
