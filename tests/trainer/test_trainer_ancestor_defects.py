@@ -32,15 +32,14 @@ from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import checkpoint
 from prime_trainer.advantages import judge
 from prime_trainer.checkpoint import TrainerState
-from prime_trainer.collate import collate
 from prime_trainer.config import Objective
 from prime_trainer.data import TrainingBatch, assemble
+from prime_trainer.feed import Prefetcher
 from prime_trainer.learner import backward, train_step
 from prime_trainer.loss import Tokens, kl_estimate, policy_loss
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.packing import Plan, plan
+from prime_trainer.packing import Plan, collate, plan
 from prime_trainer.parallel import World, full_state
-from prime_trainer.prefetch import Prefetcher
 from prime_trainer.publish import export
 
 RUN = kit.run_definition(groups=8)

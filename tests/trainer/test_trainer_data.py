@@ -31,9 +31,8 @@ from prime_core.rollout import COLUMNS, Rollout
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import feed
-from prime_trainer.data import TrainingBatch, assemble
+from prime_trainer.data import TrainingBatch, assemble, decode_message, encode_message
 from prime_trainer.feed import fetcher, insist
-from prime_trainer.wire import decode, encode
 
 RUN = kit.run_definition(groups=12)
 STEP = 4
@@ -85,11 +84,11 @@ def test_a_batch_in_memory_takes_few_bytes_a_token() -> None:
             tracemalloc.stop()
 
     found = assemble(signed, STEP, kit.rules(run), objects.fetch)
-    sent = encode(found)
+    sent = encode_message(found)
     assert len(sent) < 9 * tokens
     assert held(lambda: assemble(signed, STEP, kit.rules(run), objects.fetch)) < 10
-    assert held(lambda: decode(sent)) < 10
-    assert decode(sent) == found
+    assert held(lambda: decode_message(sent)) < 10
+    assert decode_message(sent) == found
 
 
 def test_only_the_groups_that_the_manifest_takes_are_trained() -> None:

@@ -25,15 +25,16 @@ from prime_envs.tasks import Task
 from prime_trainer.difficulty import Range, describe, filter_tasks, select
 from prime_trainer.evaluate import (
     compare,
+    comparison_table,
     environment_name,
     evaluate,
+    evaluation_table,
     interval,
     pass_at_k,
     share,
     summary,
 )
 from prime_trainer.sampling import Answered
-from prime_trainer.tables import comparison_table, evaluation_table
 
 RUN = kit.run_definition()
 

@@ -11,10 +11,10 @@ import trainer_kit as kit
 
 from prime_core.rollout import Rollout
 from prime_trainer.advantages import group_advantages
-from prime_trainer.collate import collate
 from prime_trainer.config import Objective
 from prime_trainer.learner import Learner, backward
 from prime_trainer.loss import policy_loss, token_weights
+from prime_trainer.packing import collate
 from prime_trainer.parallel import World
 
 OBJECTIVES = (

@@ -16,8 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from prime_core.errors import UserError
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.observe import MetricsServer, Observers, flat, peak_flops
-from prime_trainer.progress import WORDS, Bar
+from prime_trainer.observe import WORDS, Bar, MetricsServer, Observers, flat, peak_flops
 
 
 def records(data: bytes) -> Iterator[Event]:

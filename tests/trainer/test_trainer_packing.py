@@ -11,9 +11,8 @@ import trainer_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_trainer.collate import collate
 from prime_trainer.model import PAD, block_causal_mask
-from prime_trainer.packing import cost, pack_rows, plan, quality
+from prime_trainer.packing import collate, cost, pack_rows, plan, quality
 
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=120)
 

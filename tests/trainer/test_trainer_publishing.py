@@ -25,7 +25,7 @@ from prime_core.ids import Step
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_orchestrator.store import arrivals
-from prime_trainer import carried, publish
+from prime_trainer import publish, run
 from prime_trainer.config import Settings
 from prime_trainer.data import BadBatch
 from prime_trainer.feed import pool_facts
@@ -158,14 +158,14 @@ def a_node_names(pool: Pool, version: int) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What the command heard each time that it asked who has the policy."""
     received: list[str | None] = []
-    ask = carried.whole_at
+    ask = run.whole_at
 
     def asked(*args: Any) -> str | None:
         received.append(ask(*args))
         return received[-1]
 
-    monkeypatch.setattr(carried, "whole_at", asked)
-    monkeypatch.setattr(carried, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run, "whole_at", asked)
+    monkeypatch.setattr(run, "LOOK_SECONDS", 0.02)
     return received
 
 

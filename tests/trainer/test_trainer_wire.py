@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from prime_core.errors import FatalError
 from prime_core.ids import Digest, Step
-from prime_trainer.data import BadBatch, TrainingBatch
-from prime_trainer.wire import decode, encode
+from prime_trainer.data import BadBatch, TrainingBatch, decode_message, encode_message
 
 
 def batch(groups: int, samples: int, seed: int) -> TrainingBatch:
@@ -26,29 +25,29 @@ def batch(groups: int, samples: int, seed: int) -> TrainingBatch:
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000))
 def test_a_batch_arrives_to_the_last_bit(groups: int, samples: int, seed: int) -> None:
     sent = batch(groups, samples, seed)
-    assert decode(encode(sent)) == sent
+    assert decode_message(encode_message(sent)) == sent
 
 
 def test_which_batch_is_skipped_and_why_arrives() -> None:
     bad = BadBatch(Step(7), "file 0x12 is of policy 9")
-    assert decode(encode(bad)) == bad
+    assert decode_message(encode_message(bad)) == bad
 
 
 def test_that_the_run_stops_arrives() -> None:
-    assert decode(encode(None)) is None
+    assert decode_message(encode_message(None)) is None
 
 
 @given(st.integers(0, 4000), st.integers(1, 255))
 def test_bytes_that_are_no_message_are_an_error_and_never_run(place: int, change: int) -> None:
-    whole = encode(batch(2, 2, 1))
+    whole = encode_message(batch(2, 2, 1))
     cut = whole[: place % len(whole)]
     with pytest.raises(FatalError, match="cannot be read"):
-        decode(cut)
+        decode_message(cut)
     header = 8 + int.from_bytes(whole[:8], "little")
     spoilt = bytearray(whole)
     spoilt[place % header] ^= change
     with contextlib.suppress(FatalError):  # anything else that is raised fails the test
-        decode(bytes(spoilt))
+        decode_message(bytes(spoilt))
 
 
 def test_a_pickle_is_not_opened() -> None:
@@ -57,4 +56,4 @@ def test_a_pickle_is_not_opened() -> None:
             return (pytest.fail, ("unpickled",))
 
     with pytest.raises(FatalError):
-        decode(pickle.dumps(Bomb()))
+        decode_message(pickle.dumps(Bomb()))

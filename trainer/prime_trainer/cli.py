@@ -158,7 +158,7 @@ def plan(
     """Memory, traffic and computing time of a training step, simulated without weights or GPUs."""
     from prime_core.run_file import read_run
     from prime_trainer.config import load
-    from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans
+    from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans, plan_table
 
     definition = read_run(run)
     settings = load({"model": model, "peak_tflops": peak_tflops}, config)
@@ -167,8 +167,6 @@ def plan(
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    from prime_trainer.tables import plan_table
-
     print(plan_table(rows))
 
 
@@ -369,9 +367,8 @@ def evaluate(
     import torch
 
     from prime_core.run_file import read_run
-    from prime_trainer.evaluate import compare
+    from prime_trainer.evaluate import compare, comparison_table, evaluation_table
     from prime_trainer.evaluate import evaluate as evaluate_model
-    from prime_trainer.tables import comparison_table, evaluation_table
 
     torch.set_num_threads(1)
     definition = read_run(run)

@@ -285,3 +285,19 @@ def in_bytes(number: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+def plan_table(rows: Sequence[PlanRow]) -> str:
+    """One line per number of ranks."""
+    columns = ("ranks", "kept", "peak", "host", "fits", "micro-batches", "traffic", "computing")
+    words = {True: "yes", False: "no", None: "?"}
+    lines = [columns]
+    for row in rows:
+        seconds = row.seconds_per_batch
+        lines.append((
+            str(row.step.ranks), in_bytes(row.step.kept), in_bytes(row.step.peak),
+            in_bytes(row.step.host),
+            words[row.fits], str(row.micro_batches), in_bytes(row.traffic),
+            "?" if seconds is None else f"{seconds:.3g} s",
+        ))  # fmt: skip
+    return "\n".join("  ".join(f"{cell:>13}" for cell in line) for line in lines)

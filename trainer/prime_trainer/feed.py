@@ -1,7 +1,14 @@
 """The trainer's inputs from the orchestrator: the pool's facts, the run, sealed batches.
 
 Waits are persistent and interruptible: an unavailable orchestrator is retried with growing pauses
-until it answers or the trainer is stopped.
+until it answers or the trainer is stopped. The next batch is fetched while the current one trains:
+
+    rank 0's thread:   wait for batch s ─► fetch by signed URLs ─► check every row ─► one slot
+    the loop:          take batch s (waits only if it is not ready) ─► the slot is free
+
+Exactly one batch is held ahead, so memory is bounded by two batches: 4 bytes per prompt token, 8
+per generated one (`Rollout`), plus one file while it is read. Download errors are raised in the
+loop.
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -31,7 +39,8 @@ from prime_core.run_file import read_run
 from prime_core.signing import Domain
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError, until_answered
-from prime_trainer.data import Fetch
+from prime_trainer.data import BadBatch, Fetch, TrainingBatch
+from prime_trainer.metrics import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,9 @@ POLL_SECONDS = 0.5
 """Interval between requests for a batch that is not sealed yet."""
 LONGEST_PAUSE = 15.0
 FETCH_TRIES = 6
+Produce = Callable[[int, Stopwatch], TrainingBatch | BadBatch]
+"""(step, watch) → the verified batch, or which one to skip; raises why it is unusable, or
+StoppedError when stopped."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +166,49 @@ def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Ev
         raise FatalError("unreachable")
 
     return fetch
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A batch, and the time its thread spent on it by name."""
+
+    batch: TrainingBatch | BadBatch
+    watch: Stopwatch
+
+
+class Prefetcher:
+    """Fetches one batch ahead, in a thread. Not thread-safe; `close` ends the thread.
+
+    `limit`: batches from this step on are never requested.
+    """
+
+    def __init__(self, produce: Produce, limit: int | None) -> None:
+        self._produce, self._limit = produce, limit
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._slots: dict[int, Future[Fetched]] = {}
+
+    def take(self, step: int) -> Fetched:
+        """Returns the first batch from number `step` on; the thread then starts on the next. Raises
+        what `produce` raised; taking the same step again retries."""
+        future = self._slots.pop(step, None) or self._begin(step)
+        fetched = future.result()
+        self.ahead(fetched.batch.step + 1)
+        return fetched
+
+    def ahead(self, step: int) -> None:
+        """Starts fetching the first batch from number `step` on, unless it is in progress or beyond
+        the limit."""
+        if step not in self._slots and (self._limit is None or step < self._limit):
+            self._slots[step] = self._begin(step)
+
+    def close(self) -> None:
+        """Ends the thread. To close before the limit is reached, first set the event that stops
+        `produce`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, step: int) -> Future[Fetched]:
+        return self._pool.submit(self._fetch, step)
+
+    def _fetch(self, step: int) -> Fetched:
+        watch = Stopwatch()
+        return Fetched(self._produce(step, watch), watch)

@@ -21,7 +21,6 @@ from prime_core.errors import FatalError
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
 from prime_trainer.advantages import Judged, judge
-from prime_trainer.collate import Extra, collate
 from prime_trainer.config import Objective, Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.loading import empty_policy, fill_weights
@@ -30,7 +29,7 @@ from prime_trainer.loss import policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import form_of
-from prime_trainer.packing import Plan, plan, quality
+from prime_trainer.packing import Extra, Plan, collate, plan, quality
 from prime_trainer.parallel import World, all_finite, clip_gradients, shard
 
 log = logging.getLogger(__name__)

@@ -5,19 +5,19 @@ Each shows the step's line of metrics, which does not depend on the observers.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prime_core.errors import UserError
 from prime_trainer.config import TRAINING, Settings
-from prime_trainer.progress import Bar
-from prime_trainer.sinks import Sink, TensorBoard, Tracker, table_rows
 
 COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
 """Names in the step's line for compute on the device."""
@@ -39,6 +39,158 @@ UNITS = {
     "applied": "0 or 1",
 }  # fmt: skip
 """Units of a step's numbers by the first part of their name. The others have none."""
+WAITS = {
+    "wait_batch": "waiting for a sealed batch",
+    "share": "sharing the batch with every rank",
+    "proximal": "scoring the batch by the present policy",
+    "plan": "planning the batch",
+    "collate": "computing the gradient",
+    "statistics": "computing the gradient",
+    "forward_backward": "computing the gradient",
+    "optimizer": "stepping",
+    "wait_kept": "waiting for the last checkpoint and publication",
+    "snapshot": "copying the weights",
+}
+COLUMNS = ("reward", "parts", "finish", "tokens", "prompt", "turns")
+"""Columns of the table of rollout texts, fields of a line of samples.jsonl."""
+TABLE = "rollouts"
+
+
+class Sink(Protocol):
+    """Receives the numbers of each step and, every few steps, texts of its rollouts."""
+
+    def step(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Shows a step's numbers; names are those of `flat`."""
+        ...
+
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """Shows a table of rollout texts; each row has a value for each of COLUMNS."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is not written yet."""
+        ...
+
+
+class TensorBoard:
+    """Event files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def step(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """See Sink.step."""
+        for tag, value in numbers.items():
+            self._writer.add_scalar(tag, value, step, time)
+        self._writer.flush()
+
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """See Sink.texts. TensorBoard shows it as a Markdown table."""
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in row] for row in rows)]
+        self._writer.add_text(TABLE, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See Sink.close."""
+        self._writer.close()
+
+
+class Tracker:
+    """An experiment tracker with the interface of Weights & Biases: wandb or trackio.
+
+    Its own environment variables say where runs go (WANDB_MODE, WANDB_DIR, TRACKIO_DIR …). Raises
+    UserError if the tracker cannot start.
+    """
+
+    def __init__(self, name: str, project: str, config: Mapping[str, Any]) -> None:
+        self._module = importlib.import_module(name)
+        try:
+            self._run = self._module.init(project=project, config=dict(config))
+        except Exception as error:  # each tracker has its own errors
+            raise UserError(
+                f"the tracker {name} cannot start: {error}",
+                hint="log in, set WANDB_MODE=offline, or leave out --tracker",
+            ) from error
+
+    def step(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """See Sink.step."""
+        self._run.log(dict(numbers), step=step)
+
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """See Sink.texts."""
+        table = self._module.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self._run.log({TABLE: table}, step=step)
+
+    def close(self) -> None:
+        """See Sink.close."""
+        self._run.finish()
+
+
+def table_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of the table of rollout texts from lines of samples.jsonl."""
+    return [
+        [
+            f"{sample['reward']:.3f}",
+            ", ".join(f"{name} {value}" for name, value in sorted(sample["parts"].items())),
+            str(sample["finish"]),
+            str(sample["tokens"]),
+            str(sample["prompt"]),
+            "\n\n".join(sample["turns"]),
+        ]
+        for sample in samples
+    ]
+
+
+def _cell(text: str) -> str:
+    """Text inside a cell of a Markdown table."""
+    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+    return safe.replace("\n", "<br>")
+
+
+class Bar:
+    """A rich progress bar; `total` None shows steps without an end."""
+
+    def __init__(self, total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[reward]}{task.fields[waits]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("train", total=total, reward="", waits="starting")
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def say(self, name: str) -> None:
+        """Shows what the loop waits for; `name` is its name in the step's line."""
+        self._progress.update(self._task, waits=WAITS.get(name, name))
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Shows a saved step. Uses the absolute step number, so that a resumed run continues from
+        its step."""
+        reward = f"reward {line['reward']:.3f} · " if "reward" in line else ""
+        self._progress.update(self._task, completed=line["step"] + 1, reward=reward)
 
 
 def peak_flops(settings: Settings, device_name: str) -> float | None:

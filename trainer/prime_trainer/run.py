@@ -1,5 +1,5 @@
-"""Wiring of `trainer run`: builds everything from the settings and runs one process until a stop
-request."""
+"""Wiring of `trainer run` and `trainer publish`: builds everything from the settings and runs one
+process until a stop request."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
 from prime_broadcast.files import write_whole
+from prime_broadcast.transfer import Link, TransferError
 from prime_chain.keystore import open_keystore
 from prime_core.deployment import Deployment
-from prime_core.errors import PrimeError, UserError
+from prime_core.errors import MalformedError, PrimeError, UserError
 from prime_core.folders import held_alone, make_folder
 from prime_core.logs import log_to_stderr
+from prime_core.messages import RelayInfo, Status
 from prime_core.signing import LocalSigner
 from prime_core.stopping import until_stopped
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
-from prime_trainer.carried import wait_whole, whole_at
 from prime_trainer.config import Settings
 from prime_trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
 
@@ -37,6 +41,8 @@ KNOWN_RUN = "run.json"
 time."""
 FINISH_SECONDS = 30.0
 """Time for readers to finish their downloads once a policy is available elsewhere."""
+LOOK_SECONDS = 2.0
+_RELAYS = TypeAdapter(list[RelayInfo])
 
 
 def unlock(settings: Settings) -> LocalSigner:
@@ -254,3 +260,52 @@ def publish_and_say(publisher: Publisher, model: Path, version: int, as_json: bo
 
 def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
+
+
+def whole_at(
+    client: OrchestratorClient, version: int, ended: Callable[[], bool] = lambda: False
+) -> str | None:
+    """A relay or node that has all of a published policy, in words; None if none is known, or once
+    `ended` returns True. Raises PrimeError if the orchestrator does not answer."""
+    reach = {of.version: len(of.after_ms) for of in client.get("/v1/status", Status).reach}
+    if reach.get(version):
+        return "a node"
+    try:
+        relays = _RELAYS.validate_json(client.request("GET", "/v1/relays", b"", signed=False))
+    except ValidationError as error:
+        raise MalformedError("the orchestrator's list of relays does not parse") from error
+    for relay in relays:
+        if not ended() and version in relay.versions and _says_whole(relay.url, version):
+            return f"the relay {relay.url}"
+    return None
+
+
+def wait_whole(client: OrchestratorClient, version: int, stop: threading.Event) -> str | None:
+    """Waits until `whole_at` finds one, and returns it; None if `stop` is set first."""
+    trouble = ""
+    while True:
+        try:
+            if (who := whole_at(client, version, stop.is_set)) is not None:
+                return who
+            trouble = ""
+        except PrimeError as error:
+            if str(error) != trouble:
+                trouble = str(error)
+                log.warning("cannot ask who has policy %d: %s", version, error)
+        if stop.wait(LOOK_SECONDS):
+            return None
+
+
+def _says_whole(url: str, version: int) -> bool:
+    """Whether a relay claims to have the version. Origins do not count: they have what they
+    publish, and this may be our own."""
+    try:
+        link = Link(url)
+        try:
+            health = link.health()
+        finally:
+            link.close()
+    except (TransferError, ValueError):  # unreachable, or an invalid address
+        return False
+    complete = health.get("complete")
+    return health.get("role") == "relay" and isinstance(complete, list) and version in complete

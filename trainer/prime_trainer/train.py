@@ -56,15 +56,15 @@ from prime_trainer.data import (
     GroupKey,
     TrainingBatch,
     assemble,
+    decode_message,
+    encode_message,
     verify_statement,
 )
-from prime_trainer.feed import PoolFacts, fetcher, insist, wait_for_batch
+from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_batch
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch
 from prime_trainer.observe import Observers
-from prime_trainer.prefetch import Prefetcher
 from prime_trainer.publish import Origin, Publisher, publish_state, take_part
-from prime_trainer.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -221,8 +221,8 @@ class Trainer:
                         found = self.bad(found.step, error)
         with watch.timed("share"):
             if self.world.size > 1:
-                message = self.world.broadcast(encode(found) if self.world.leads else None)
-                found = found if self.world.leads else decode(message)
+                message = self.world.broadcast(encode_message(found) if self.world.leads else None)
+                found = found if self.world.leads else decode_message(message)
         return found
 
     def train(
