@@ -14,9 +14,9 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from devnet.accounts import PARTIES, Account, make, recorded
 from devnet.chain import Anvil, free_port
 from devnet.faults import FaultyEndpoints
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
@@ -24,11 +24,13 @@ from devnet.processes import Child, Supervisor
 from prime_broadcast.manifest import build_manifest
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
+from prime_chain.keystore import create_keystore, keystore_address, load_keystore
 from prime_core.deployment import Deployment
 from prime_core.errors import PrimeError, UnavailableError, UserError
-from prime_core.ids import Digest
+from prime_core.ids import Address, Digest
 from prime_core.messages import Status
 from prime_core.run import RunDefinition
+from prime_core.signing import LocalSigner
 from prime_core.transport.client import OrchestratorClient
 
 MODEL = Path(__file__).parent / "model"
@@ -38,6 +40,50 @@ RECORD = "network.json"
 POOL_FUNDS = 5_000 * TOKEN
 BLOCK_SECONDS = 1
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
+PARTIES = ("deployer", "manager", "trainer", "validator", "relay")
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where a party's key lies; the key itself is opened only when asked for."""
+
+    name: str
+    address: Address
+    keystore: Path
+    password_file: Path
+
+    def flags(self) -> tuple[str, ...]:
+        """The command-line flags that name this account to any of the programs."""
+        return ("--wallet", str(self.keystore), "--password-file", str(self.password_file))
+
+    def open(self) -> LocalSigner:
+        """The key, in memory."""
+        return load_keystore(self.keystore, self.password_file.read_text())
+
+
+def make_account(folder: Path, name: str) -> Account:
+    """Draws a key and a password; the weak key derivation is for local networks only."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    password_file = folder / f"{name}.password"
+    password_file.touch(mode=0o600)
+    password = secrets.token_urlsafe(24)
+    password_file.write_text(password)
+    keystore = folder / f"{name}.json"
+    address = create_keystore(keystore, password, light=True)
+    return Account(name, address, keystore, password_file)
+
+
+def recorded_accounts(folder: Path) -> dict[str, Account]:
+    """The accounts of an earlier run. Raises UserError if there are none."""
+    accounts = {}
+    for keystore in sorted(folder.glob("*.json")):
+        address = keystore_address(keystore)
+        assert address is not None, "made by us, with its address"
+        password_file = keystore.with_suffix(".password")
+        accounts[keystore.stem] = Account(keystore.stem, address, keystore, password_file)
+    if not accounts:
+        raise UserError(f"there is no run under {folder.parent}", hint="make_account demo")
+    return accounts
 
 
 class Network:
@@ -76,7 +122,7 @@ class Network:
             raise UserError(f"there is no finished run under {root}", hint="make demo")
         saved = json.loads(record.read_text())
         network = cls(Plan.from_json(saved["plan"], root))
-        network.accounts = recorded(network.root / "keys")
+        network.accounts = recorded_accounts(network.root / "keys")
         network.pool = int(saved["pool"])
         return network
 
@@ -97,7 +143,7 @@ class Network:
         """
         self.anvil.start()
         names = (*PARTIES, *self.plan.judges[1:], *(node.name for node in self.plan.nodes))
-        self.accounts = {name: make(self.root / "keys", name) for name in names}
+        self.accounts = {name: make_account(self.root / "keys", name) for name in names}
         for account in self.accounts.values():
             self.anvil.fund(account.address)
         periods = self.plan.periods

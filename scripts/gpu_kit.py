@@ -747,7 +747,6 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "network": (network, 110),
 }
 """What each part does, and the seconds it may take."""
-NEED_NOTHING = ("kernels", "engine", "trainer", "calibration")
 
 
 def run(arguments: argparse.Namespace) -> int:

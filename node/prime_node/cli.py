@@ -31,9 +31,8 @@ from prime_node.cli_common import (
     print_json,
 )
 from prime_node.cli_nodes import dispute, node_app, payout
-from prime_node.cli_owner import rewards_app, stake_app, wallet_app
+from prime_node.cli_owner import rewards_app, stake_app, wallet_app, work_app
 from prime_node.cli_plan import plan
-from prime_node.cli_work import work_app
 
 if TYPE_CHECKING:
     from prime_node.config import Settings

@@ -58,8 +58,8 @@ from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.loops import ManagerLoops
 from prime_orchestrator.store import Store, meta, open_store
 from prime_orchestrator.store.chain import STATE_EVENTS
+from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.leaders import BEAT_SECONDS, LoopLease
-from prime_orchestrator.store.transaction_queue import StoreQueue
 
 log = logging.getLogger(__name__)
 

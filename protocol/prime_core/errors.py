@@ -3,7 +3,6 @@
 PrimeError
 ├── MalformedError        external bytes or fields that do not parse or exceed a limit
 ├── UntrustedError        it parses, but a signature, digest or statement is invalid
-│   └── EvidenceError     … and the evidence is strong enough to reject a file (slashable)
 ├── UnavailableError      a peer, RPC, object or engine is temporarily unavailable: retry
 ├── ConflictError         the request conflicts with the state (lease taken, already submitted)
 ├── PolicyError           refused by the pool's rules (too old, no stake, wrong class)
@@ -34,10 +33,6 @@ class UntrustedError(PrimeError):
     """An invalid signature, digest or claim."""
 
     exit_code = 65
-
-
-class EvidenceError(UntrustedError):
-    """Cheating that the evidence proves."""
 
 
 class UnavailableError(PrimeError):

@@ -28,8 +28,6 @@ from prime_core.task import LeaseStatus, SignedLease
 from prime_core.verdict import SignedOpinion
 
 MAX_JOBS = 64
-MAX_MARKS_BODY = 4 << 20
-"""Maximum size of a RowsRequest in bytes: a file may have very many rows."""
 Worker = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """Identifies one of the processes that share a validator's key."""
 

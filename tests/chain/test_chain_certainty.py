@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from devnet.deployed import Deployed, pool_config
+from devnet.deployed import Deployed
 from prime_chain import flows
 from prime_chain.amounts import ETHER, ether, parse_amount, prime
-from prime_chain.certainty import block_for, counted_stake, final_reward_root, is_final, tag_for
 from prime_chain.networks import BASE, NETWORKS
-from prime_core.encoding import sha256
 from prime_core.errors import UserError
+from prime_orchestrator.manager.depth import (
+    block_for,
+    counted_stake,
+    tag_for,
+)
 
 
 def test_every_network_admits_at_latest_counts_stake_at_safe_and_pays_at_finalized() -> None:
@@ -38,25 +41,6 @@ def test_a_deposit_counts_as_stake_only_once_it_is_safe(deployed: Deployed) -> N
     assert counted_stake(c, owner.address) == 0, "its block may still leave the chain"
     deployed.anvil.mine(1)
     assert counted_stake(c, owner.address) == 5 * ETHER
-
-
-def test_a_reward_root_pays_only_once_it_is_final(deployed: Deployed) -> None:
-    c, manager = deployed.contracts, deployed.accounts[1]
-    create = c.pools.create(pool_config(manager.address, sha256(b"run"), ETHER))
-    pool = flows.created_pool(c, deployed.send(manager, create))
-    periods = deployed.deployment.periods
-    epoch = deployed.now() // periods.epoch_length
-    deployed.anvil.forward(2 * periods.epoch_length + periods.validity)
-    post = c.rewards.post_reward_root(pool, epoch, sha256(b"root"), 0, sha256(b"object"))
-    posted = deployed.send(manager, post)
-    assert c.rewards.reward_root(pool, epoch) is not None
-    assert final_reward_root(c, pool, epoch) is None
-    assert not is_final(deployed.client, posted.block)
-    deployed.anvil.mine(2)
-    assert is_final(deployed.client, posted.block)
-    found = final_reward_root(c, pool, epoch)
-    assert found is not None
-    assert found.root == sha256(b"root")
 
 
 def test_amounts_are_read_and_written_exactly() -> None:

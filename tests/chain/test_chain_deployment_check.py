@@ -15,9 +15,15 @@ from prime_chain import codec
 from prime_chain.amounts import ETHER
 from prime_chain.client import ChainClient
 from prime_chain.deployer import Options, deploy, dry_run
-from prime_chain.deployment_check import Check, check_deployment, code_hash, masked
+from prime_chain.deployment_check import (
+    Check,
+    check_deployment,
+    code_hash,
+    masked,
+    resolve,
+    standard_input,
+)
 from prime_chain.keystore import save_keystore
-from prime_chain.sources import resolve, standard_input
 from prime_core.deployment import SOLIDITY_NAMES, Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import FatalError, NotFoundError, UserError

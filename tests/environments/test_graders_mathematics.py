@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from prime_core.errors import MalformedError
 from prime_core.run import MICRO
-from prime_envs.graders.mathematics import Mathematics
-from prime_envs.graders.numerals import read_numeral, same_number
+from prime_envs.graders.mathematics import Mathematics, read_numeral, same_number
 from prime_envs.tasks import Task, parse_task
 
 

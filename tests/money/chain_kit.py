@@ -25,8 +25,7 @@ from prime_core.signing import LocalSigner
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.loops import ManagerLoops
 from prime_orchestrator.store.chain import STATE_EVENTS
-from prime_orchestrator.store.intents import queue_intent
-from prime_orchestrator.store.transaction_queue import StoreQueue
+from prime_orchestrator.store.intents import StoreQueue, queue_intent
 
 DEPLOYER, ARBITER, TREASURY = key(20), key(21), key(22)
 FUNDS = 1000 * TOKEN

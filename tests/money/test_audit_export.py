@@ -18,7 +18,7 @@ from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import SubmissionInfo
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
-from prime_node.audit_export import gather, submission_of, write
+from prime_node.audit import gather, submission_of, write
 from prime_orchestrator.store.submissions import SubmissionRow
 
 

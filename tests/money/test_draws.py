@@ -31,7 +31,7 @@ from prime_core.verdict import Evidence, Reason
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, listing, reveal_second, second_secret
 from prime_orchestrator.store import leases
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_verify.draw_audit import REVEAL_PATIENCE, check_draw
+from prime_verify.audit import REVEAL_PATIENCE, check_draw
 
 NODE, OTHER = key(20), key(21)
 SECOND = DrawReveal(

@@ -9,8 +9,8 @@ import pytest
 from orchestrator_world import World, signer
 
 from prime_core.errors import PolicyError
-from prime_orchestrator.api import relays
-from prime_orchestrator.manager.lies import MOST, LiesReported
+from prime_orchestrator.api import publishing
+from prime_orchestrator.api.backend import MOST, LiesReported
 from prime_orchestrator.store import nodes
 
 
@@ -88,8 +88,8 @@ def test_off_local_networks_a_relay_has_a_public_address(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
     url = f"http://{host}:8480"
     with pytest.raises(PolicyError, match="private address"):
-        relays.check_url(url, local=False)
-    relays.check_url(url, local=True)
+        publishing.check_url(url, local=False)
+    publishing.check_url(url, local=True)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_public_relay_is_taken_and_one_without_address_is_not(
 ) -> None:
     answers = [(0, 0, 0, "", ("93.184.216.34", 0)), (0, 0, 0, "", ("2606:2800:220:1::1", 0, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
-    relays.check_url("https://relay.example.org/pool", local=False)
+    publishing.check_url("https://relay.example.org/pool", local=False)
 
     def unknown(*_: object, **__: object) -> None:
         raise OSError("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(PolicyError, match="has no address"):
-        relays.check_url("https://relay.invalid", local=False)
+        publishing.check_url("https://relay.invalid", local=False)
 
 
 def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follows(

@@ -21,8 +21,7 @@ from prime_core.errors import (
 from prime_core.ids import Digest
 from prime_envs.registry import environment_for
 from prime_envs.sandbox import kernel
-from prime_orchestrator.cli.env import app
-from prime_orchestrator.cli.env_queue import Queue, Record
+from prime_orchestrator.cli.env import Queue, Record, app
 from prime_orchestrator.cli.run import define
 
 pytestmark = pytest.mark.skipif(

@@ -14,8 +14,8 @@ from prime_chain.sender import Sender
 from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.ids import address
 from prime_orchestrator.store import Store, open_store
+from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.leaders import LEASE_SECONDS, LoopLease
-from prime_orchestrator.store.transaction_queue import StoreQueue
 
 
 class Clock:

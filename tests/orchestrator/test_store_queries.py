@@ -40,9 +40,9 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.groups import GroupRow
+from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.sessions import SessionRow
-from prime_orchestrator.store.transaction_queue import StoreQueue
 
 NODE = signer(1).address
 OTHER = signer(2).address

@@ -24,7 +24,7 @@ from prime_core.errors import UserError
 from prime_core.ids import Step
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
-from prime_orchestrator.store import arrivals
+from prime_orchestrator.store import policies
 from prime_trainer import publish, run
 from prime_trainer.config import Settings
 from prime_trainer.data import BadBatch
@@ -151,7 +151,7 @@ def trust(pool: Pool) -> Trust:
 def a_node_names(pool: Pool, version: int) -> None:
     """As a heartbeat does."""
     with pool.store.begin() as connection:
-        arrivals.note(connection, kit.MANAGER.address, version, now=time.time())
+        policies.note_arrivals(connection, [(kit.MANAGER.address, version)], now=time.time())
 
 
 @pytest.fixture

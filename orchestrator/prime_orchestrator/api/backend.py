@@ -5,9 +5,11 @@ Clock and randomness are included, so that every decision can be reproduced.
 
 from __future__ import annotations
 
+import logging
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from urllib.parse import urlsplit
@@ -20,10 +22,47 @@ from prime_core.transport.addresses import DEFAULT_PORTS, authority
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
-from prime_orchestrator.manager.lies import LiesReported
 from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.speed import Turns
 from prime_orchestrator.store import Store
+
+log = logging.getLogger(__name__)
+
+MOST_RELAYS = 256
+"""Number of relays whose reports are kept; beyond it, the one first reported is dropped."""
+
+
+class LiesReported:
+    """Records since process start which nodes reported that which relay sent them a wrong chunk,
+    for the last MOST_RELAYS relays, including nodes that have gone silent. Thread-safe.
+
+    The reports are unverified and may be slander, and readers check every chunk anyway, so they
+    have no consequences. A node counts once per relay, and only currently announced relays count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by: dict[str, set[Address]] = {}
+
+    def note(self, node: Address, named: Collection[str], announced: Collection[str]) -> None:
+        """Records a node's reports; `announced` are the relays that count now."""
+        known = {url.rstrip("/"): url for url in announced}
+        new = []
+        with self._lock:
+            for url in {known[one] for one in named if one in known}:
+                by = self._by.setdefault(url, set())
+                if node not in by:
+                    by.add(node)
+                    new.append(url)
+            for url in list(self._by)[:-MOST_RELAYS]:
+                del self._by[url]
+        for url in sorted(new):
+            log.warning("node %s says that the relay %s sent it a wrong chunk", node, url)
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many nodes reported each relay."""
+        with self._lock:
+            return {url: len(by) for url, by in self._by.items()}
 
 
 @dataclass(frozen=True)

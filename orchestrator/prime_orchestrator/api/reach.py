@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.messages import PolicyReach
-from prime_orchestrator.store import arrivals, nodes, policies
+from prime_orchestrator.store import nodes, policies
 
 SHOWN = 8
 KEPT = 256
@@ -38,8 +38,8 @@ def note(
         if version is not None and latest - KEPT < version <= latest
     ]
     if known:
-        arrivals.note_all(connection, known, now=now)
-        arrivals.forget(connection, latest - KEPT)
+        policies.note_arrivals(connection, known, now=now)
+        policies.forget_arrivals(connection, latest - KEPT)
 
 
 def picture(connection: Connection) -> list[PolicyReach]:
@@ -54,7 +54,7 @@ def picture(connection: Connection) -> list[PolicyReach]:
             nodes=working,
             after_ms=tuple(
                 max(0, round(1000 * (at - row.published_at)))
-                for at in arrivals.of(connection, row.version)
+                for at in policies.arrivals_of(connection, row.version)
             ),
         )
         for row in reversed(policies.newest(connection, SHOWN))

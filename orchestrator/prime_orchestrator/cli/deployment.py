@@ -15,10 +15,9 @@ from prime_chain import deployer, networks
 from prime_chain.amounts import ETHER, ether, parse_amount
 from prime_chain.chain_session import Json, Rpc
 from prime_chain.client import ChainClient
-from prime_chain.deployment_check import check_deployment
+from prime_chain.deployment_check import check_deployment, standard_input
 from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.networks import Network
-from prime_chain.sources import standard_input
 from prime_core import encoding
 from prime_core.command_line import Quorum, group
 from prime_core.deployment import Deployment, Periods

@@ -1,25 +1,27 @@
-"""Required depth of chain facts before an intent is sent (prime_chain/certainty.py).
+"""Required depth of chain facts before an intent is sent.
 
     join         the provider's stake covers the seat at the safe block
     propose      the root that holds the bad leaf is in a safe block
     reward_root  the settlement's block is final
 
 Until then the intent waits in its queue. A reorganization that removes the facts behind any other
-kind also removes its transaction, so those kinds do not wait.
+kind also removes its transaction, so those kinds do not wait. Each read names the number of the
+block at the network's tag, so that several endpoints can be asked for the very same state
+(`ChainClient.agree`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_chain.certainty import Purpose, block_for, counted_stake
-from prime_chain.client import ChainClient
+from prime_chain.client import Block, ChainClient
 from prime_chain.contracts import Contracts
+from prime_chain.networks import BlockTag, Network
 from prime_core import ids
 from prime_core.ids import Address
 from prime_orchestrator.context import PoolContext
@@ -27,6 +29,33 @@ from prime_orchestrator.store import schema
 
 STATE_BLOCKS = 64
 """Endpoints are asked for states of blocks at most this far below the newest."""
+Purpose = Literal["admit", "stake", "payout"]
+"""Admitting a node (facts at latest), counting stake or queueing a slash (safe: the data lies on
+L1), releasing a payout (finalized: L1 cannot take it back)."""
+
+
+def tag_for(network: Network, purpose: Purpose) -> BlockTag:
+    """The block tag that facts for `purpose` are read at."""
+    tags: dict[Purpose, BlockTag] = {
+        "admit": network.admit_tag, "stake": network.stake_tag, "payout": network.payout_tag,
+    }  # fmt: skip
+    return tags[purpose]
+
+
+def block_for(client: ChainClient, purpose: Purpose) -> Block:
+    """The newest block deep enough for `purpose`.
+
+    Raises UnavailableError if no endpoint answers, or the chain is so young that it has none yet.
+    """
+    return client.agreed_block(tag_for(client.network, purpose))
+
+
+def counted_stake(contracts: Contracts, provider: Address) -> int:
+    """Active stake of `provider`, in wei, as it counts for a seat or a slash: at the safe block."""
+    block = block_for(contracts.client, "stake").number
+    return contracts.client.agree(
+        lambda one: Contracts(one, contracts.deployment).vault.active(provider, block)
+    )
 
 
 def has_state(client: ChainClient, block: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -12,10 +12,11 @@ from sqlalchemy import Connection
 from prime_core.checkpoint import SignedManifest
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records
+from prime_orchestrator.store.rows import insert_all_new, insert_new, record, records
 
 _policies = schema.policies.c
 _relays = schema.relays.c
+_arrivals = schema.arrivals.c
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,22 @@ def relay_count(connection: Connection, account: Address) -> int:
 def forget_relays(connection: Connection, before: float) -> None:
     """Deletes relays not announced since `before`."""
     connection.execute(sa.delete(schema.relays).where(_relays.last_seen < before))
+
+
+def note_arrivals(
+    connection: Connection, said: Sequence[tuple[Address, int]], *, now: float
+) -> None:
+    """Records (node, version) pairs: the node has this version. Only the first time counts."""
+    rows = [{"version": version, "node": node, "at": now} for node, version in said]
+    insert_all_new(connection, schema.arrivals, rows)
+
+
+def arrivals_of(connection: Connection, version: int) -> list[float]:
+    """Returns the arrival times of a version (Unix seconds), ascending, one per node."""
+    query = sa.select(_arrivals.at).where(_arrivals.version == version).order_by(_arrivals.at)
+    return [float(at) for at in connection.execute(query).scalars()]
+
+
+def forget_arrivals(connection: Connection, before: int) -> None:
+    """Deletes arrivals of versions below `before`."""
+    connection.execute(sa.delete(schema.arrivals).where(_arrivals.version < before))

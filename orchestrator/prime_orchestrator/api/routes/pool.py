@@ -30,7 +30,7 @@ from prime_core.messages import (
 )
 from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
-from prime_orchestrator.api import publishing, relays, status
+from prime_orchestrator.api import publishing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.liveness import RELAY_SECONDS
 from prime_orchestrator.api.routes.http import (
@@ -123,7 +123,7 @@ def router(backend: Backend) -> APIRouter:
     def announce(request: Signed = signed_by(backend, "relay")) -> Response:
         """Name a relay to the pool's nodes."""
         relay = parse(RelayAnnouncement, request.body)
-        relays.announce(backend, request.caller.account, relay)
+        publishing.announce_relay(backend, request.caller.account, relay)
         return nothing()
 
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
