@@ -22,7 +22,7 @@ def test_every_error_of_the_tree_is_in_the_page_with_its_code() -> None:
     reported = {name: int(code) for code, name, _ in ROWS if name}
     own = {kind for kind in kinds(PrimeError) if kind.__module__ == tree.__name__}
     assert reported == {kind.__name__: kind.exit_code for kind in own}
-    assert len(own) == 11
+    assert len(own) == 10
 
 
 def test_errors_of_the_rooms_end_with_a_code_of_the_page() -> None:

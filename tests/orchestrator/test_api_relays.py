@@ -10,7 +10,7 @@ from orchestrator_world import World, signer
 
 from prime_core.errors import PolicyError
 from prime_orchestrator.api import publishing
-from prime_orchestrator.api.backend import MOST, LiesReported
+from prime_orchestrator.api.backend import MOST_RELAYS, LiesReported
 from prime_orchestrator.store import nodes
 
 
@@ -150,7 +150,7 @@ def test_a_relay_that_fell_silent_keeps_the_count_of_its_lies() -> None:
 
 def test_the_relays_whose_lies_are_counted_are_bounded() -> None:
     lies, node = LiesReported(), signer(1).address
-    urls = [f"http://relay-{number}" for number in range(MOST + 3)]
+    urls = [f"http://relay-{number}" for number in range(MOST_RELAYS + 3)]
     for url in urls:
         lies.note(node, [url], [url])
     assert list(lies.counts()) == urls[3:], "the ones named first go"

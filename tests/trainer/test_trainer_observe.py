@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from prime_core.errors import UserError
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.observe import WORDS, Bar, MetricsServer, Observers, flat, peak_flops
+from prime_trainer.observe import WAITS, Bar, MetricsServer, Observers, flat, peak_flops
 
 
 def records(data: bytes) -> Iterator[Event]:
@@ -171,11 +171,11 @@ def test_every_wait_is_told_before_it_begins() -> None:
 
 def test_the_bar_has_a_word_for_each_of_the_loops_waits() -> None:
     assert {"wait_batch", "share", "plan", "collate", "forward_backward", "statistics",
-            "optimizer", "wait_kept", "snapshot", "proximal"} == set(WORDS)  # fmt: skip
+            "optimizer", "wait_kept", "snapshot", "proximal"} == set(WAITS)  # fmt: skip
     bar = Bar(10)
     bar.say("wait_batch")
     bar.step({"step": 3, "version": 4, "reward": 0.25})
     (task,) = bar._progress.tasks
     assert task.completed == 4
-    assert task.fields["waits"] == WORDS["wait_batch"]
+    assert task.fields["waits"] == WAITS["wait_batch"]
     assert "0.250" in task.fields["reward"]
