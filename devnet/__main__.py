@@ -20,6 +20,7 @@ from rich.live import Live
 from devnet.liars import known
 from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
+from prime_core.command_line import Json
 from prime_core.deployment import DEMO_PERIODS, Periods
 from prime_core.errors import FatalError, PrimeError, UnavailableError, UserError
 from prime_core.folders import make_folder
@@ -147,7 +148,7 @@ def up(
 @app.command()
 def check(
     root: Root = ROOT,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Derive the six findings of a run anew, from outside; exit code 0 only if all hold."""
     from devnet.check import check as derive
@@ -168,7 +169,7 @@ def check(
 
 @app.command()
 def kinds(
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """How a node can lie (`up --liar KIND`), and what should come of it."""
     if json_output:
@@ -191,7 +192,7 @@ def lies(
     out: Annotated[
         Path, typer.Option(help="The record; kinds that it has of these sources are left out.")
     ] = Path("var/lies.json"),
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
     root: Root = Path("var/lies"),
 ) -> None:
     """Play every lie on whole networks, audit what came; exit code 0 only if all end as listed."""

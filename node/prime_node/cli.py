@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_core.command_line import program, run
+from prime_core.command_line import Json, program, run
 from prime_core.errors import UnavailableError, UntrustedError
 from prime_core.logs import log_to_stderr
 from prime_core.times import utc
@@ -22,7 +22,6 @@ from prime_core.waiting import FIRST_ANSWER_HELP
 from prime_node.cli_audit import audit_app
 from prime_node.cli_common import (
     DryRun,
-    Json,
     NodeFlag,
     ReplayDevice,
     ReplayDtype,

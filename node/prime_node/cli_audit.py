@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prime_core.command_line import group
+from prime_core.command_line import Json, group
 from prime_core.printing import printable
 from prime_core.times import utc
-from prime_node.cli_common import (
-    Json,
-    ReplayDevice,
-    ReplayDtype,
-    configured,
-    print_json,
-    tree_lines,
-)
+from prime_node.cli_common import ReplayDevice, ReplayDtype, configured, print_json, tree_lines
 
 if TYPE_CHECKING:
     from prime_node.config import Settings

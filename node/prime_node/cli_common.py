@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from prime_core.command_line import PollSeconds, Quorum
+from prime_core.command_line import PasswordFd, PasswordFile, PollSeconds, Quorum, Rpcs
 from prime_core.printing import printable
 from prime_core.times import utc
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 ReplayDevice = Annotated[
     str,
     typer.Option(help="Where to replay: cpu, cuda or cuda:N, as the run's calibration names it."),
@@ -34,16 +33,14 @@ NodeFlag = Annotated[
 
 _COMMON: dict[str, Any] = {
     "orchestrator": Annotated[str | None, typer.Option(help="URL of the pool's orchestrator.")],
-    "rpc": Annotated[
-        list[str] | None, typer.Option(help="RPC endpoint of the chain; repeat for more.")
-    ],
+    "rpc": Rpcs,
     "rpc_quorum": Quorum,
     "chain_poll_seconds": PollSeconds,
     "deployment": Annotated[Path | None, typer.Option(help="Deployment JSON of the contracts.")],
     "pool": Annotated[int | None, typer.Option(help="Number of the pool.")],
     "wallet": Annotated[Path | None, typer.Option(help="Keystore (v3) of the signing account.")],
-    "password_file": Annotated[Path | None, typer.Option(help="File with its password.")],
-    "password_fd": Annotated[int | None, typer.Option(help="Open descriptor with it.")],
+    "password_file": PasswordFile,
+    "password_fd": PasswordFd,
     "provider": Annotated[
         str | None, typer.Option(help="Owner's account; by default the wallet's own.")
     ],

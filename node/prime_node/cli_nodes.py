@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_core.command_line import group
+from prime_core.command_line import Json, group
 from prime_core.times import utc
-from prime_node.cli_common import DryRun, Json, configured, print_fields, print_json
+from prime_node.cli_common import DryRun, configured, print_fields, print_json
 from prime_node.cli_owner import (
     OwnerContext,
     node_account,

@@ -10,19 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_chain import wallet_cli
-from prime_core.command_line import group
+from prime_core.command_line import Json, group
 from prime_core.errors import UserError
 from prime_core.ids import Address
 from prime_core.times import parse_utc, utc
-from prime_node.cli_common import (
-    DryRun,
-    Json,
-    NodeFlag,
-    configured,
-    print_fields,
-    print_json,
-    print_rows,
-)
+from prime_node.cli_common import DryRun, NodeFlag, configured, print_fields, print_json, print_rows
 
 if TYPE_CHECKING:
     from prime_chain.client import Call

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from prime_core.command_line import Json
 from prime_core.errors import UserError
-from prime_node.cli_common import Json, print_fields, print_json
+from prime_node.cli_common import print_fields, print_json
 
 
 def plan(

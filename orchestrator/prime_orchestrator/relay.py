@@ -35,7 +35,7 @@ from prime_chain.contracts import Pools
 from prime_chain.keystore import open_keystore
 from prime_core import ids
 from prime_core.checkpoint import SignedManifest
-from prime_core.command_line import Quorum, command
+from prime_core.command_line import PasswordFd, PasswordFile, Quorum, command
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UnavailableError, UserError
 from prime_core.folders import make_folder
@@ -92,8 +92,8 @@ def relay(
         Path | None,
         typer.Option(envvar="PRIME_RELAY_WALLET", help="Keystore that announces this relay."),
     ] = None,
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     rpc: Annotated[
         list[str] | None,
         typer.Option(help="RPC endpoint, to read the trainer's address from the chain."),

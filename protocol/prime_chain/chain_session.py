@@ -31,7 +31,7 @@ from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.sender import Sender
 from prime_chain.transaction_queue import Intent
 from prime_core import ids
-from prime_core.command_line import PollSeconds, Quorum
+from prime_core.command_line import Json, PasswordFd, PasswordFile, PollSeconds, Quorum
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.ids import Address
@@ -42,7 +42,6 @@ Mode = Literal["send", "dry-run", "calldata"]
 Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
 PoolNumber = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 Amount = Annotated[str, typer.Option(help="Whole tokens, e.g. 5000 or 12.5.")]
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
@@ -55,11 +54,11 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "password_file": (
-        Annotated[Path | None, typer.Option("--password-file", help="File with its password.")],
+        PasswordFile,
         None,
     ),
     "password_fd": (
-        Annotated[int | None, typer.Option("--password-fd", help="Open descriptor with it.")],
+        PasswordFd,
         None,
     ),
     "sender": (
@@ -163,6 +162,19 @@ class ChainSession:
     def pool(self, number: int) -> Pool:
         """The pool's facts. Raises UserError if there is none of that number."""
         return pool_of(self.contracts, number)
+
+
+@contextmanager
+def open_contracts(
+    rpc: Sequence[str], deployment: Path, quorum: int | None = None
+) -> Iterator[Contracts]:
+    """The contracts that a deployment file names, for reading."""
+    place = Deployment.load(deployment)
+    client = ChainClient(rpc, place.chain_id, quorum=quorum)
+    try:
+        yield Contracts(client, place)
+    finally:
+        client.close()
 
 
 def pool_of(contracts: Contracts, number: int) -> Pool:

@@ -9,18 +9,16 @@ from typing import Annotated
 
 import typer
 
-from prime_core.command_line import group
+from prime_core.command_line import Json, PasswordFd, PasswordFile, group
 
 app = group("The key of the account that signs.")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
 def new(
     out: Annotated[Path, typer.Option("--out", help="Keystore file to write.")],
-    password_file: Annotated[Path | None, typer.Option(help="File with the password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     light: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Json = False,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,16 @@ _OWN = {
 """Program with its own extra → the extras that this one includes, so that one installation covers
 everything the program needs."""
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+PasswordFile = Annotated[
+    Path | None, typer.Option("--password-file", help="File with the keystore's password.")
+]
+PasswordFd = Annotated[int | None, typer.Option("--password-fd", help="Open descriptor with it.")]
+LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+Rpcs = Annotated[
+    list[str] | None, typer.Option("--rpc", help="RPC endpoint of the chain; repeat for more.")
+]
 Quorum = Annotated[
     int | None,
     typer.Option("--rpc-quorum", help="Endpoints that must answer alike (a majority).", min=1),

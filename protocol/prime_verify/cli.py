@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prime_core.command_line import program
+from prime_core.command_line import Json, program
 from prime_core.command_line import run as run_program
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest, digest
@@ -93,7 +93,7 @@ def verify(
     rows: Annotated[int, typer.Option(help="Rows to replay, at least.", min=0)] = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Judge a rollout file: every check that a pool's validator makes, on freshly drawn rows."""
     from prime_envs.registry import environment_for

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_chain import wallet_cli
-from prime_core.command_line import PollSeconds, Quorum, program
+from prime_core.command_line import (
+    ConfigFile,
+    Json,
+    LogLevel,
+    PasswordFd,
+    PasswordFile,
+    PollSeconds,
+    Quorum,
+    Rpcs,
+    program,
+)
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
 from prime_core.stopping import until_stopped
@@ -30,19 +40,26 @@ if TYPE_CHECKING:
 app = program("trainer", "Trains a pool's policy on sealed batches and publishes it.")
 app.add_typer(wallet_cli.app, name="wallet")
 
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
 Orchestrator = Annotated[str | None, typer.Option(help="Base URL of the pool's orchestrator.")]
 Model = Annotated[Path | None, typer.Option(help="Hugging Face folder of the base model.")]
 Data = Annotated[Path | None, typer.Option(help="Checkpoints, metrics, the origin's policies.")]
 RunFile = Annotated[Path | None, typer.Option(help="Run definition (default: the orchestrator's).")]
-Rpc = Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")]
 DeploymentFile = Annotated[
     Path | None, typer.Option(help="Deployment JSON; with --rpc, facts are checked on chain.")
 ]
 Pool = Annotated[int | None, typer.Option(help="Refuse to work for another pool.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's trainer.")]
-PasswordFile = Annotated[Path | None, typer.Option(help="File with its password.")]
-PasswordFd = Annotated[int | None, typer.Option(help="Open descriptor with it.")]
+OriginHost = Annotated[str | None, typer.Option(help="Address the origin binds.")]
+OriginPort = Annotated[int | None, typer.Option(help="Its port; 0: any free one.")]
+OriginUrl = Annotated[str | None, typer.Option(help="How relays reach it.")]
+LearningRate = Annotated[float | None, typer.Option(help="AdamW's peak rate.")]
+LoraRank = Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")]
+TensorBoard = Annotated[Path | None, typer.Option(help="Folder for event files.")]
+Tracker = Annotated[str | None, typer.Option(help="Log to wandb or trackio.")]
+Engine = Annotated[str, typer.Option(help="plain or vllm.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DataFolder = Annotated[Path, typer.Option(help="The trainer's data folder.")]
 
 Policy = Annotated[
     Path,
@@ -60,12 +77,12 @@ System = Annotated[str | None, typer.Option(help="System prompt (default: the ru
 
 @app.command()
 def run(
-    config: Config = None,
+    config: ConfigFile = None,
     orchestrator: Orchestrator = None,
     model: Model = None,
     data: Data = None,
     run: RunFile = None,
-    rpc: Rpc = None,
+    rpc: Rpcs = None,
     rpc_quorum: Quorum = None,
     chain_poll_seconds: PollSeconds = None,
     deployment: DeploymentFile = None,
@@ -73,9 +90,9 @@ def run(
     wallet: Wallet = None,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
-    origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
-    origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
-    origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    origin_host: OriginHost = None,
+    origin_port: OriginPort = None,
+    origin_url: OriginUrl = None,
     origin_connections_each: Annotated[
         int | None, typer.Option(help="Of one address at once; 0: unlimited.")
     ] = None,
@@ -86,7 +103,7 @@ def run(
     linger: Annotated[
         bool | None, typer.Option(help="After the last batch, keep serving policies.")
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
+    learning_rate: LearningRate = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
     beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,
     beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
@@ -97,7 +114,7 @@ def run(
     cpu_offload: Annotated[
         bool | None, typer.Option(help="Weights and optimizer in host memory.")
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
+    lora_rank: LoraRank = None,
     lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
     bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
     alarm_ratio: Annotated[float | None, typer.Option(help="Largest quiet ratio.")] = None,
@@ -106,8 +123,8 @@ def run(
     alarm_action: Annotated[str | None, typer.Option(help="warn or stop.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus' text.")] = None,
     metrics_host: Annotated[str | None, typer.Option(help="On this address (loopback).")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
-    tracker: Annotated[str | None, typer.Option(help="Log to wandb or trackio.")] = None,
+    tensorboard: TensorBoard = None,
+    tracker: Tracker = None,
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
     progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
@@ -118,7 +135,7 @@ def run(
     first_answer_seconds: Annotated[
         float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_level: LogLevel = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved plan and its cost; do nothing.")
     ] = False,
@@ -147,13 +164,13 @@ def plan(
     model: Annotated[Path, typer.Option(help="Folder with the model's config.json.")],
     run: Annotated[Path, typer.Option(help="The run definition.")],
     ranks: Annotated[list[int], typer.Option(min=1, help="Devices; repeat to compare.")],
-    config: Config = None,
+    config: ConfigFile = None,
     sample_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest sample (default: the run's limits).")
     ] = None,
     memory_gib: Annotated[float, typer.Option(min=0, help="Of one device; 0: unknown.")] = 0,
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Memory, traffic and computing time of a training step, simulated without weights or GPUs."""
     from prime_core.run_file import read_run
@@ -183,11 +200,11 @@ def local(
             help="TOML file of settings (default: RUN.trainer.toml, if it is there).",
         ),
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="AdamW's peak rate.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for event files.")] = None,
-    tracker: Annotated[str | None, typer.Option(help="Log to wandb or trackio.")] = None,
-    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
+    learning_rate: LearningRate = None,
+    lora_rank: LoraRank = None,
+    tensorboard: TensorBoard = None,
+    tracker: Tracker = None,
+    engine: Engine = "plain",
     dtype: Annotated[str, typer.Option(help="The engine's: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="The engine's: cpu or cuda.")] = "cpu",
     threads: Annotated[
@@ -265,9 +282,9 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Fixes the sampling (default: random).")] = None,
-    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a question.")] = False,
 ) -> None:
     """Talk to a policy: one question a line from the terminal or standard input."""
@@ -306,10 +323,10 @@ def serve(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of an answer if the client names no limit.")
     ] = 512,
-    engine: Annotated[str, typer.Option(help="plain or vllm.")] = "plain",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Its address as JSON.")] = False,
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Serve a policy with an OpenAI-compatible API, until SIGTERM or Ctrl-C.
 
@@ -360,8 +377,8 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
     base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals."""
     import torch
@@ -394,8 +411,8 @@ def filter_(
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
     tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest."""
     import torch
@@ -424,7 +441,7 @@ def filter_(
 @app.command()
 def export(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    data: Annotated[Path, typer.Option(help="The trainer's data folder.")] = Path("var/trainer"),
+    data: DataFolder = Path("var/trainer"),
     version: Annotated[int | None, typer.Option(min=0, help="Policy (default: newest).")] = None,
 ) -> None:
     """Write a finished run as a Hugging Face folder with model card, run definition and curve."""
@@ -437,20 +454,20 @@ def export(
 def publish(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to publish.")],
     version: Annotated[int, typer.Option(min=0, help="Its policy version.")],
-    config: Config = None,
+    config: ConfigFile = None,
     orchestrator: Orchestrator = None,
     data: Data = None,
     wallet: Wallet = None,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
-    origin_host: Annotated[str | None, typer.Option(help="Address the origin binds.")] = None,
-    origin_port: Annotated[int | None, typer.Option(help="Its port; 0: any free one.")] = None,
-    origin_url: Annotated[str | None, typer.Option(help="How relays reach it.")] = None,
+    origin_host: OriginHost = None,
+    origin_port: OriginPort = None,
+    origin_url: OriginUrl = None,
     serve: Annotated[
         bool,
         typer.Option(help="Until a relay or node has all of it; --no-serve if a mirror serves it."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Sign a folder as a policy by hand and serve it (`run` does so after each step by itself)."""
     flags: dict[str, object] = dict(locals())
@@ -464,8 +481,8 @@ def publish(
 
 @app.command()
 def status(
-    data: Annotated[Path, typer.Option(help="The trainer's data folder.")] = Path("var/trainer"),
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    data: DataFolder = Path("var/trainer"),
+    as_json: Json = False,
 ) -> None:
     """The last step trained, from the metrics file."""
     from prime_trainer.metrics import read_lines

@@ -23,18 +23,28 @@ from prime_chain.chain_session import (
     ChainSession,
     Done,
     File,
-    Json,
     PoolNumber,
     Rpc,
+    open_contracts,
     pool_of,
     sends_transactions,
 )
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Binding, Contracts
 from prime_core import ids
-from prime_core.command_line import PollSeconds, Quorum, group, program
+from prime_core.command_line import (
+    ConfigFile,
+    Json,
+    LogLevel,
+    PasswordFd,
+    PasswordFile,
+    PollSeconds,
+    Quorum,
+    Rpcs,
+    group,
+    program,
+)
 from prime_core.command_line import run as run_program
-from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
@@ -46,11 +56,20 @@ app.add_typer(wallet_cli.app, name="wallet")
 juror_app = group("Judge disputed slashes of other pools in the court.")
 app.add_typer(juror_app, name="juror")
 Url = Annotated[str | None, typer.Option("--orchestrator", help="URL of the orchestrator.")]
-Rpcs = Annotated[list[str] | None, typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the validator.")]
+Sources = Annotated[
+    list[str] | None, typer.Option(help="Relay or origin to fetch policies from; repeat for more.")
+]
+AllowPrivate = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-private", help="Connect to private addresses that others name (own network)."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="Threads of torch.")]
+Server = Annotated[str, typer.Option(help="URL of the orchestrator.")]
+Account = Annotated[str, typer.Argument(help="Address of the validator.")]
 Data = Annotated[Path | None, typer.Option(help="Our own folder: secrets, opinions, policies.")]
-PasswordFile = Annotated[Path | None, typer.Option(help="File with the keystore's password.")]
-PasswordFd = Annotated[int | None, typer.Option(help="Open descriptor with it.")]
 Contract = Annotated[
     Path | None, typer.Option("--deployment", help="Deployment JSON (default: as shipped).")
 ]
@@ -73,17 +92,14 @@ def run(
     chain_poll_seconds: PollSeconds = None,
     wallet: Wallet = None,
     data: Data = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    config: ConfigFile = None,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
     deployment: Contract = None,
-    source: Annotated[
-        list[str] | None,
-        typer.Option(help="Relay or origin to fetch policies from; repeat for more."),
-    ] = None,
+    source: Sources = None,
     device: Device = None,
     dtype: Dtype = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    threads: Threads = None,
     policies: Annotated[int | None, typer.Option(help="Policies to keep loaded (3).")] = None,
     policy_memory_mb: Annotated[
         int | None, typer.Option(help="What loaded policies may take together; 0: no bound.")
@@ -94,13 +110,7 @@ def run(
     first_answer_seconds: Annotated[
         float | None, typer.Option(help="How long the first start waits for an answer.")
     ] = None,
-    allow_private: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-private",
-            help="Connect to private addresses that the orchestrator names (your own network).",
-        ),
-    ] = None,
+    allow_private: AllowPrivate = None,
     mirror: Annotated[
         Path | None,
         typer.Option(help="Folder: keep a copy of what rewards and slashes depend on."),
@@ -110,7 +120,7 @@ def run(
     ] = None,
     mirror_url: Annotated[str | None, typer.Option(help="URL of the copy for others.")] = None,
     mirror_gb: Annotated[float | None, typer.Option(help="Largest size of the copy (20).")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Judge the files that are assigned to this validator (may use a GPU) until SIGTERM."""
     flags: dict[str, object] = dict(locals())
@@ -130,7 +140,7 @@ def doctor(
     chain_poll_seconds: PollSeconds = None,
     wallet: Wallet = None,
     data: Data = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    config: ConfigFile = None,
     deployment: Contract = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -217,20 +227,16 @@ def announce_mirror(
 def status(
     rpc: Rpc,
     deployment: File,
-    account: Annotated[str, typer.Argument(help="Address of the validator.")],
+    account: Account,
     pool: PoolNumber,
     data: Annotated[Path | None, typer.Option(help="Count the opinions in this folder.")] = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
     """Whether the account may judge, what its bond is, which proposals wait for a word."""
-    place = Deployment.load(deployment)
     target = ids.address(account)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        found = _status(Contracts(client, place), target, pool)
-    finally:
-        client.close()
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        found = _status(contracts, target, pool)
     if data is not None:
         from prime_validator.folder import Folder
 
@@ -262,7 +268,7 @@ def status(
 def claim(
     session: ChainSession,
     pool: PoolNumber,
-    orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
+    orchestrator: Server,
 ) -> Done:
     """Have what the account earned by judging files paid to it."""
     from prime_chain.claims import payable_claim
@@ -301,8 +307,8 @@ def sign_table(
 
 @app.command()
 def rewards(
-    orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
-    account: Annotated[str, typer.Argument(help="Address of the validator.")],
+    orchestrator: Server,
+    account: Account,
     rpc: Rpcs = None,
     rpc_quorum: Quorum = None,
     deployment: Contract = None,
@@ -399,14 +405,8 @@ def juror_status(
     """Bond, seat, pay and open cases of a juror."""
     from prime_validator.juror import status_of
 
-    place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        found = status_of(
-            Contracts(client, place), ids.address(account), _class(verification_class)
-        )
-    finally:
-        client.close()
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        found = status_of(contracts, ids.address(account), _class(verification_class))
     if json_output:
         typer.echo(json.dumps(found))
         return
@@ -437,24 +437,16 @@ def juror_run(
     chain_poll_seconds: PollSeconds = None,
     wallet: Wallet = None,
     data: Data = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    config: ConfigFile = None,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
     deployment: Contract = None,
-    source: Annotated[
-        list[str] | None,
-        typer.Option(help="Relay or origin to fetch policies from; repeat for more."),
-    ] = None,
+    source: Sources = None,
     device: Device = None,
     dtype: Dtype = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
-    allow_private: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-private", help="Connect to private addresses that others name (own network)."
-        ),
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    threads: Threads = None,
+    allow_private: AllowPrivate = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Replay the disputed slashes that this juror is drawn for (may use a GPU), vote, and collect
     the pay, until SIGTERM."""

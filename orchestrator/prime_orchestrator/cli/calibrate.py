@@ -21,7 +21,7 @@ import typer
 
 from prime_chain.keystore import open_keystore
 from prime_core.calibration import CalibrationStatement
-from prime_core.command_line import command
+from prime_core.command_line import Json, PasswordFd, PasswordFile, command
 from prime_core.deployment import Deployment
 from prime_core.errors import UnavailableError, UserError
 from prime_core.storage.base import put_object
@@ -79,9 +79,9 @@ def calibrate(
     wallet: Annotated[
         Path | None, typer.Option(help="Keystore of the pool's manager, to sign it.")
     ] = None,
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
+    as_json: Json = False,
 ) -> None:
     """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
     from prime_verify.proofs.thresholds import load

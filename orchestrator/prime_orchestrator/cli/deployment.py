@@ -13,13 +13,13 @@ import typer
 
 from prime_chain import deployer, networks
 from prime_chain.amounts import ETHER, ether, parse_amount
-from prime_chain.chain_session import Json, Rpc
+from prime_chain.chain_session import Rpc
 from prime_chain.client import ChainClient
 from prime_chain.deployment_check import check_deployment, standard_input
 from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.networks import Network
 from prime_core import encoding
-from prime_core.command_line import Quorum, group
+from prime_core.command_line import Json, PasswordFd, PasswordFile, Quorum, group
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import NotFoundError, UserError
 from prime_core.folders import make_folder
@@ -42,8 +42,8 @@ def deploy(
     rpc: Rpc,
     wallet: Annotated[Path, typer.Option(help="Keystore of the deployer.")],
     network: Annotated[str, typer.Option(help="local, base-sepolia or base.")] = "local",
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     out: Annotated[Path | None, typer.Option(help="Deployment file to write.")] = None,
     multisig: Annotated[
         str, typer.Option(help="Gets every role and the supply (on base: needed).")

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field, ValidationError
 
-from prime_core.command_line import group
+from prime_core.command_line import Json, group
 from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyError, UserError
 from prime_core.given import read_given
 from prime_core.ids import Digest
@@ -40,7 +40,6 @@ app = group("Contribute, check and review environments (docs/environments.md).")
 
 Source = Annotated[Path, typer.Argument(help="Folder of an environment, or a packed one (.jsonl).")]
 QueueFolder = Annotated[Path, typer.Option("--queue", help="Folder of the review queue.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 Which = Annotated[str, typer.Argument(help="Digest, or how it begins.")]
 Reviewer = Annotated[str, typer.Option("--by", help="Who decides.")]
 _QUEUE = Path("var/orchestrator/environments")
@@ -168,7 +167,7 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to make; its name na
 
 
 @app.command(name="check")
-def check_command(source: Source, json_output: AsJson = False) -> None:
+def check_command(source: Source, json_output: Json = False) -> None:
     """Grade its gold answers, its wrong ones and every known trick, twice each."""
     with tempfile.TemporaryDirectory(prefix="prime-env-") as scratch:
         path, _data = _packed(source, Path(scratch))
@@ -179,7 +178,7 @@ def check_command(source: Source, json_output: AsJson = False) -> None:
 
 
 @app.command()
-def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: AsJson = False) -> None:
+def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: Json = False) -> None:
     """Check it, pack it into one file, and put it into the review queue."""
     with tempfile.TemporaryDirectory(prefix="prime-env-") as scratch:
         path, data = _packed(source, Path(scratch))
@@ -210,7 +209,7 @@ def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: AsJson = Fa
 def list_command(
     queue: QueueFolder = _QUEUE,
     waiting: Annotated[bool, typer.Option("--waiting", help="Only undecided ones.")] = False,
-    json_output: AsJson = False,
+    json_output: Json = False,
 ) -> None:
     """What was submitted, oldest first."""
     records = [r for r in Queue(queue).records() if not waiting or r.status == "waiting"]
@@ -227,7 +226,7 @@ def list_command(
 
 
 @app.command()
-def show(which: Which, queue: QueueFolder = _QUEUE, json_output: AsJson = False) -> None:
+def show(which: Which, queue: QueueFolder = _QUEUE, json_output: Json = False) -> None:
     """One contribution, and how a run names it."""
     _show(Queue(queue).get(which), queue, json_output)
 
@@ -238,7 +237,7 @@ def approve(
     by: Reviewer,
     queue: QueueFolder = _QUEUE,
     note: Annotated[str, typer.Option(help="A sentence for the record.")] = "",
-    json_output: AsJson = False,
+    json_output: Json = False,
 ) -> None:
     """Check it once more here, and let runs be made of it."""
     record = Queue(queue).get(which)
@@ -255,7 +254,7 @@ def refuse(
     by: Reviewer,
     note: Annotated[str, typer.Option(help="Why: the author reads it.")],
     queue: QueueFolder = _QUEUE,
-    json_output: AsJson = False,
+    json_output: Json = False,
 ) -> None:
     """Say no, and why."""
     _decide(queue, which, "refused", by, note, json_output)

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from prime_core.command_line import group
+from prime_core.command_line import ConfigFile, PasswordFd, PasswordFile, group
 from prime_core.errors import UserError
 from prime_core.settings import load_settings, settings_file
-from prime_orchestrator.cli.storage import Config
 
 app = group("Answers tool calls that need a network (docs/gateway.md).")
 GatewayData = Annotated[Path | None, typer.Option("--data", help="Folder of the records.")]
@@ -18,13 +17,13 @@ GatewayData = Annotated[Path | None, typer.Option("--data", help="Folder of the 
 
 @app.command()
 def serve(
-    config: Config = None,
+    config: ConfigFile = None,
     orchestrator: Annotated[
         str | None, typer.Option(help="URL of the pool's orchestrator.")
     ] = None,
     wallet: Annotated[Path | None, typer.Option(help="Keystore of the gateway's key.")] = None,
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     data: GatewayData = None,
@@ -41,7 +40,7 @@ def serve(
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(help="Cassette to write, as JSON lines.")],
-    config: Config = None,
+    config: ConfigFile = None,
     data: GatewayData = None,
 ) -> None:
     """Write every recorded answer to a cassette for `trainer local`, while `serve` goes on."""

@@ -15,11 +15,21 @@ from typing import Annotated
 
 import typer
 
-from prime_core.command_line import PollSeconds, Quorum, group, program
+from prime_core.command_line import (
+    ConfigFile,
+    Json,
+    LogLevel,
+    PasswordFd,
+    PasswordFile,
+    PollSeconds,
+    Quorum,
+    Rpcs,
+    group,
+    program,
+)
 from prime_core.command_line import run as run_program
 from prime_orchestrator.cli.storage import (
     Bucket,
-    Config,
     Data,
     Database,
     Endpoint,
@@ -69,7 +79,6 @@ app = program(
     "Runs a pool: leases, intake, validation, batches, policies, settlement.",
     _ELSEWHERE,
 )
-Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 store_app = group("The store behind the API.")
 app.add_typer(store_app, name="store")
 
@@ -86,7 +95,7 @@ def validate(context: typer.Context) -> None:
 
 @app.command()
 def serve(
-    config: Config = None,
+    config: ConfigFile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     public_url: Annotated[
@@ -106,7 +115,7 @@ def serve(
     ] = None,
     s3_region: Region = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
-    rpc: Annotated[list[str] | None, typer.Option(help="RPC endpoint; repeat for more.")] = None,
+    rpc: Rpcs = None,
     rpc_ws: Annotated[
         list[str] | None,
         typer.Option(help="WebSocket endpoint that announces new blocks; repeat for more."),
@@ -116,8 +125,8 @@ def serve(
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run definition (canonical JSON).")] = None,
     wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     allow_relay: Annotated[
         list[str] | None,
         typer.Option(help="Account that may announce a relay without a seat; repeat for more."),
@@ -140,7 +149,7 @@ def serve(
             "repeat for more. By default none is trusted.",
         ),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
     flags: dict[str, object] = dict(locals())
@@ -160,7 +169,7 @@ def serve(
 
 
 @store_app.command()
-def migrate(config: Config = None, data: Data = None, database: Database = None) -> None:
+def migrate(config: ConfigFile = None, data: Data = None, database: Database = None) -> None:
     """Bring the database's schema up to date (`serve` does it by itself)."""
     from prime_orchestrator.config import load
     from prime_orchestrator.store import open_store
@@ -176,7 +185,7 @@ def migrate(config: Config = None, data: Data = None, database: Database = None)
 
 @store_app.command()
 def check(
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     objects: Objects = None,
@@ -205,7 +214,7 @@ def check(
 @store_app.command("backup")
 def save(
     folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     objects: Objects = None,
@@ -226,7 +235,7 @@ def save(
 @store_app.command()
 def restore(
     folder: Annotated[Path, typer.Argument(help="What `store backup` made.")],
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     objects: Objects = None,
@@ -257,7 +266,7 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count the rows; delete nothing.")
     ] = False,
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     json_output: Json = False,
@@ -275,7 +284,7 @@ def prune(
 @store_app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="New folder.")],
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     json_output: Json = False,

@@ -21,19 +21,17 @@ from prime_chain.chain_session import (
     ChainSession,
     Done,
     File,
-    Json,
     PoolNumber,
     Rpc,
+    open_contracts,
     pool_of,
     sends_transactions,
 )
-from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts, PoolConfig
 from prime_chain.events import PoolCreated
 from prime_chain.transaction_queue import Intent
 from prime_core import ids
-from prime_core.command_line import Quorum, group
-from prime_core.deployment import Deployment
+from prime_core.command_line import Json, Quorum, group
 from prime_core.errors import FatalError
 from prime_core.ids import Address
 from prime_core.run_file import read_run
@@ -173,18 +171,13 @@ def show(
     rpc_quorum: Quorum = None,
 ) -> None:
     """What the chain says of a pool: who runs it, its members, its money."""
-    place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        contracts = Contracts(client, place)
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = pool_of(contracts, pool)
         rules, funds = contracts.pools.rules_of(pool), contracts.rewards.funds(pool)
         judgement = contracts.pools.judgement_of(pool)
         refundable_at = contracts.rewards.refundable_at(pool)
         bonded, silent = contracts.rewards.bond_of(pool), contracts.rewards.silent_from(pool)
-        validators = history.validators(client, place, pool)
-    finally:
-        client.close()
+        validators = history.validators(contracts.client, contracts.deployment, pool)
     facts: dict[str, Any] = {"pool": pool, **asdict(found), **asdict(rules), **asdict(judgement)}
     facts |= {
         "stake_per_seat": str(found.stake_per_seat),

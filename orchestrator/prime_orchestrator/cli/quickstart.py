@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from prime_chain import networks
-from prime_chain.chain_session import Json, Rpc
-from prime_core.command_line import command
+from prime_chain.chain_session import Rpc
+from prime_core.command_line import Json, command
 from prime_core.deployment import Periods
 from prime_core.errors import UserError
 from prime_core.stopping import until_stopped

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from prime_chain.chain_session import ChainSession, Done, File, Json, Rpc, sends_transactions
+from prime_chain.chain_session import ChainSession, Done, File, Rpc, sends_transactions
 from prime_chain.claims import checked_claim
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Claim, prime
@@ -20,7 +20,7 @@ from prime_chain.history import read_events
 from prime_chain.mirror import HttpSource
 from prime_chain.rewards import Rebuilder, history_of
 from prime_core import ids
-from prime_core.command_line import Quorum, group
+from prime_core.command_line import Json, Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from prime_core import ids
-from prime_core.command_line import group
+from prime_core.command_line import ConfigFile, Json, group
 from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Address
 from prime_core.printing import printable
@@ -29,7 +29,6 @@ from prime_envs.samples import reward_text, sample_text, styled
 from prime_orchestrator import rollouts
 from prime_orchestrator.cli.storage import (
     Bucket,
-    Config,
     Data,
     Database,
     Endpoint,
@@ -71,10 +70,10 @@ def list_files(
     since: Since = None,
     verdict: Verdict = None,
     node: Node = None,
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
     wanted = _wanted(since, verdict, node)
@@ -132,14 +131,14 @@ def show(
             "that are programs run in its sandbox."
         ),
     ] = False,
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     objects: Objects = None,
     s3_bucket: Bucket = None,
     s3_endpoint: Endpoint = None,
     s3_region: Region = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """A rollout file: its verdict, what became of its groups, texts and rewards of its rows."""
     if grade and model is None:
@@ -229,14 +228,14 @@ def export(
         bool, typer.Option("--accepted/--all", help="Accepted files, or those of any verdict.")
     ] = True,
     model: Model = None,
-    config: Config = None,
+    config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
     objects: Objects = None,
     s3_bucket: Bucket = None,
     s3_endpoint: Endpoint = None,
     s3_region: Region = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Rollouts as one Parquet file (columns: docs/tutorial.md), with texts if --model is given."""
     wanted = _wanted(since, "accepted" if accepted else None, node)

@@ -16,7 +16,7 @@ import typer
 
 from prime_broadcast.manifest import build_manifest
 from prime_chain.keystore import open_keystore
-from prime_core.command_line import group
+from prime_core.command_line import Json, PasswordFd, PasswordFile, group
 from prime_core.errors import ConflictError, UserError
 from prime_core.folders import make_folder
 from prime_core.messages import RevisionRequest, RunList, RunRevision
@@ -34,7 +34,7 @@ def new(
     source: Annotated[Path, typer.Argument(help="TOML file; see docs/examples/run.toml.")],
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the base model.")],
     out: Annotated[Path, typer.Option(help="Run definition to write.")],
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Write a run definition, its environment and base model pinned by digest."""
     if out.exists():
@@ -48,7 +48,7 @@ def new(
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="Run definition.")],
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """The digest of a run definition, what it says, and which cheats would pay."""
     _show(read_run(file, exact=True), file, json_output)
@@ -60,12 +60,12 @@ def revise(
     from_step: Annotated[int, typer.Option(help="First step that it holds for.", min=1)],
     orchestrator: Annotated[str, typer.Option(help="URL of the orchestrator.")],
     wallet: Annotated[Path, typer.Option(help="Keystore of the pool's manager.")],
-    password_file: Annotated[Path | None, typer.Option(help="File with its password.")] = None,
-    password_fd: Annotated[int | None, typer.Option(help="Open descriptor with it.")] = None,
+    password_file: PasswordFile = None,
+    password_fd: PasswordFd = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait until it is final on chain.", min=0)
     ] = 1800.0,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Revise image, prices, environment, budgets or requirements of a running pool.
 

@@ -17,16 +17,13 @@ from prime_chain.chain_session import (
     ChainSession,
     Done,
     File,
-    Json,
     PoolNumber,
     Rpc,
+    open_contracts,
     sends_transactions,
 )
-from prime_chain.client import ChainClient
-from prime_chain.contracts import Contracts
 from prime_core import ids
-from prime_core.command_line import Quorum, group
-from prime_core.deployment import Deployment
+from prime_core.command_line import Json, Quorum, group
 from prime_core.times import utc
 
 app = group("Slash proposals: list, carry out, judge, cancel; void reward roots.")
@@ -42,12 +39,12 @@ def list_slashes(
     rpc_quorum: Quorum = None,
 ) -> None:
     """Every proposal, oldest first."""
-    place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        found = [s for s in history.read_slashes(client, place) if pool in (None, s.pool)]
-    finally:
-        client.close()
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        found = [
+            s
+            for s in history.read_slashes(contracts.client, contracts.deployment)
+            if pool in (None, s.pool)
+        ]
     if json_output:
         typer.echo(json.dumps([one.as_json() for one in found]))
         return
@@ -153,13 +150,9 @@ def arbiter(
     rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None
 ) -> None:
     """Who judges disputes, and may cancel slashes and void reward roots."""
-    place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        slasher = Contracts(client, place).slasher
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        slasher = contracts.slasher
         account, announced = slasher.arbiter(), slasher.announced_arbiter()
-    finally:
-        client.close()
     following, act_at = announced or (None, None)
     if json_output:
         typer.echo(json.dumps({"arbiter": account, "next": following, "act_at": act_at}))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from prime_chain.amounts import prime
-from prime_core.command_line import command
+from prime_core.command_line import Json, command
 from prime_core.messages import Status
 from prime_core.printing import printable
 from prime_core.settlement import is_short
@@ -22,7 +22,7 @@ app = command()
 @app.command()
 def status(
     orchestrator: Annotated[str, typer.Option(help="URL of the pool's orchestrator.")],
-    json_output: Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Show the pool, its nodes, its latest steps, and the share of each target length."""
     with OrchestratorClient(orchestrator) as client:

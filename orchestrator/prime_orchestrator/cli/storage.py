@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from prime_orchestrator.config import Settings
     from prime_orchestrator.store import Store
 
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of the store and its objects.")]
 Database = Annotated[
     str | None,

@@ -12,12 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from prime_chain.amounts import parse_amount, prime
-from prime_chain.chain_session import ChainSession, Done, File, Json, Rpc, sends_transactions
-from prime_chain.client import ChainClient
+from prime_chain.chain_session import (
+    ChainSession,
+    Done,
+    File,
+    Rpc,
+    open_contracts,
+    sends_transactions,
+)
 from prime_chain.contracts import Contracts
 from prime_core import ids
-from prime_core.command_line import Quorum, group
-from prime_core.deployment import Deployment
+from prime_core.command_line import Json, Quorum, group
 from prime_core.times import utc
 
 app = group("The dispute deposit, the validators' bond, and who may move them.")
@@ -26,12 +31,8 @@ app = group("The dispute deposit, the validators' bond, and who may move them.")
 @app.command()
 def show(rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None) -> None:
     """The terms that hold, those announced, and the governor."""
-    place = Deployment.load(deployment)
-    client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
-    try:
-        found = facts_of(Contracts(client, place))
-    finally:
-        client.close()
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        found = facts_of(contracts)
     if json_output:
         typer.echo(json.dumps(found))
         return
