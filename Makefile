@@ -8,7 +8,7 @@ export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
 
-.PHONY: help setup demo demo-stop test test-all soak check format contracts bench gpu clean
+.PHONY: help setup demo demo-stop test test-all soak coverage check format contracts bench gpu clean
 
 help: ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ test-all: setup ## Every test but those of `make gpu` and `make soak` (≤ 60 mi
 
 soak: setup ## Long runs by name: make soak ARGS="demo-runs"; without ARGS it lists them
 	@$(PY) -m devnet soak $(ARGS)
+
+coverage: setup ## Lines and branches that the quick tests reach, children too → bench/results/coverage.json
+	@$(PY) scripts/coverage_python.py $(ARGS)
 
 check: setup ## Lint, types, floors, formats
 	@$(PY) -m ruff check .
