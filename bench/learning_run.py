@@ -29,7 +29,7 @@ from prime_core.run import LengthBudgets, RunDefinition
 from prime_core.task import Task
 from prime_core.verdict import Outcome
 from prime_engine.base import Engine, Generation
-from prime_engine.quantize import quantizer
+from prime_engine.variants import quantizer
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for, environment_ref, load_environment
 from prime_trainer.config import Objective

@@ -594,7 +594,7 @@ def calibration(kit: Kit) -> None:
             with kit.record(f"attention_{backend.name.lower()}") as values, sdpa_kernel(backend):
                 values |= _drift(own, _replay(base, requests, made))
         with kit.record("int8_weights") as values:
-            from prime_engine.quantize import quantizer
+            from prime_engine.variants import quantizer
 
             values |= _drift(
                 own,

@@ -33,9 +33,8 @@ from prime_core.ids import Address, Digest
 from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
-from prime_core.stopping import until_stopped
 from prime_core.transport.addresses import is_loopback
-from prime_core.waiting import StoppedError, until_answered
+from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_envs.sources import BESIDE_POLICIES, bring_files
 from prime_node.api import NodeApi
 from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge

@@ -166,7 +166,7 @@ def audit_mirror(
     names is not served.
     """
     from prime_chain.mirror import EVERY_SECONDS, MirrorServer, keep
-    from prime_core.stopping import until_stopped
+    from prime_core.waiting import until_stopped
     from prime_node.audit import mirroring
 
     reached = url or (f"http://{listen}" if listen else "")

@@ -41,13 +41,13 @@ from prime_core.errors import MalformedError, PrimeError, UnavailableError, User
 from prime_core.folders import make_folder
 from prime_core.ids import Address
 from prime_core.messages import PolicyList, RelayAnnouncement, RelayInfo
-from prime_core.stopping import until_stopped
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_core.waiting import (
     FIRST_ANSWER_HELP,
     FIRST_ANSWER_SECONDS,
     StoppedError,
     until_answered,
+    until_stopped,
 )
 
 app = command()

@@ -50,7 +50,7 @@ from prime_core.errors import ConflictError, PrimeError, UntrustedError, UserErr
 from prime_core.given import read_given
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.signing import Domain, LocalSigner, Signer
-from prime_core.stopping import until_stopped
+from prime_core.waiting import until_stopped
 
 app = program(
     "prime-broadcast",

@@ -1,4 +1,4 @@
-"""Creation and locking of folders that a user names."""
+"""Creation, locking and syncing of folders."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def make_folder(path: Path) -> Path:
             f"the folder {path} cannot be used: {why}", hint="name one that you may write to"
         ) from error
     return path
+
+
+def sync(path: Path) -> None:
+    """Writes a file, or the names in a folder, to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

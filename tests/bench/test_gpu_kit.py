@@ -100,7 +100,7 @@ def test_parts_that_need_nothing_carried_import_no_package_of_the_project(
     )
     code = (
         "import prime_verify.proofs.windows, prime_engine.plain, prime_engine.tiny\n"
-        "import prime_engine.quantize, prime_trainer.model, prime_trainer.loss\n"
+        "import prime_engine.variants, prime_trainer.model, prime_trainer.loss\n"
     )
     subprocess.run(
         [sys.executable, "-c", code],

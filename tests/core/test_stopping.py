@@ -19,7 +19,7 @@ os.kill(os.getpid(), SIGNAL)
 """
 PROGRAM = """
 import os, signal, threading
-from prime_core.stopping import until_stopped
+from prime_core.waiting import until_stopped
 SIGNAL = signal.{name}
 stop = until_stopped({how})
 {doing}

@@ -13,7 +13,7 @@ import torch
 from prime_core.errors import MalformedError, UnavailableError
 from prime_engine.base import Generation, GenerationRequest, ReplayRequest
 from prime_engine.plain import PlainEngine
-from prime_engine.quantize import fake_quantize, quantizer
+from prime_engine.variants import fake_quantize, quantizer
 from prime_verify.proofs.sampling_torch import gumbel
 
 PROMPTS = ("06|tate>", "02|ab>", "14|longerword>", ">")

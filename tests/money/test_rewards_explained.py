@@ -10,6 +10,7 @@ import pytest
 from anvil_kit import needs_anvil
 from chain_kit import World, make_world
 from money_kit import RUN, TOKEN, key
+from walk_kit import Published
 
 from prime_chain.contracts import Claim
 from prime_chain.explain import Explanation, explain
@@ -18,7 +19,6 @@ from prime_chain.rewards import Rebuilder
 from prime_core.errors import NotFoundError
 from prime_core.ids import Digest
 from prime_core.revisions import RunHistory
-from prime_core.storage.base import digest_key
 from prime_core.verdict import Reason
 
 HONEST, LIAR, OWNER, OTHER = key(10), key(11), key(12), key(13)
@@ -39,16 +39,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.ticks(2)
     yield made
     made.close()
-
-
-class Published:
-    """The object store as anyone reads it."""
-
-    def __init__(self, world: World) -> None:
-        self._objects = world.mgr.objects
-
-    def get_object(self, digest: Digest, limit: int) -> bytes:
-        return self._objects.get(digest_key(digest), limit)
 
 
 def rebuilder(world: World) -> Rebuilder:

@@ -210,3 +210,11 @@ class Flag(StopFlag):
 
     def __enter__(self) -> StopFlag:
         return self
+
+
+def take_lease(kit: Kit) -> Digest:
+    """Digest of the lease that the task holds: without one no file is received at all."""
+    offer = kit.client.lease(LeaseWish(wait_seconds=10))
+    assert offer.lease is not None, offer.reason
+    assert offer.domain is not None
+    return offer.lease.lease.digest(offer.domain)

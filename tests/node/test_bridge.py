@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit, heartbeat_loop
+from bridge_kit import Kit, bridge_kit, heartbeat_loop, take_lease
 from node_world import NODE, NodeWorld, publish_model, until
 from other_user import as_nobody, open_path
 from sqlalchemy import update
@@ -42,13 +42,6 @@ from prime_orchestrator.store import leases, policies, schema
 def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
     with bridge_kit(world, tmp_path / "k") as made:
         yield made
-
-
-def take_lease(kit: Kit) -> Digest:
-    offer = kit.client.lease(LeaseWish(wait_seconds=10))
-    assert offer.lease is not None, offer.reason
-    assert offer.domain is not None
-    return offer.lease.lease.digest(offer.domain)
 
 
 def test_worker_gets_the_run_and_the_same_lease_until_it_is_fulfilled(kit: Kit) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import docker
 import pytest
-from bridge_kit import Kit, bridge_kit
+from bridge_kit import Kit, bridge_kit, take_lease
 from docker_images import import_root
 from node_world import NodeWorld
 
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
 from prime_node.bridge import MAX_CONNECTIONS
-from prime_node.bridge_messages import LeaseWish
 from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
 from prime_node.runtime.docker import UNPRIVILEGED_UID, DockerRuntime
 
@@ -197,14 +196,6 @@ def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
         yield made
 
 
-def open_lease(kit: Kit) -> str:
-    """Digest of the lease that the task holds: without one no file is received at all."""
-    offer = kit.client.lease(LeaseWish(wait_seconds=10))
-    assert offer.lease is not None, offer.reason
-    assert offer.domain is not None
-    return offer.lease.lease.digest(offer.domain)
-
-
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
     """Mode and size of all that lies below a folder but what the pool's own server writes."""
     found = (path for path in folder.rglob("*") if ".sqlite" not in path.name)
@@ -228,7 +219,7 @@ def test_an_attack_ends_with_a_sentence_and_the_agent_lives(
         name = f"prime-{uuid.uuid4().hex}"
         listener.bind("\0" + name)
         listener.listen()
-        source = f"{HELPERS}\nNAME, LEASE = {name!r}, {open_lease(kit)!r}\n{attack.program}"
+        source = f"{HELPERS}\nNAME, LEASE = {name!r}, {take_lease(kit)!r}\n{attack.program}"
         task = Task(
             image=image,
             command=(program, "-I", "-S", "-c", source),

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in
+from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in, take_lease
 from full_disk import fill
 from full_disk import small_disk as small_disk
 from node_world import NodeWorld, until
 from other_user import NOBODY, as_nobody, open_path
 
 from prime_core.errors import ConflictError, MalformedError, NotFoundError, UnavailableError
-from prime_core.ids import Digest
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
-from prime_node.bridge_messages import FILES, HandIn, LeaseWish
+from prime_node.bridge_messages import FILES, HandIn
 from prime_node.runtime import process as process_runtime
 from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
@@ -33,13 +32,6 @@ from prime_node.worker.loop import work
 def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
     with bridge_kit(world, tmp_path / "k") as made:
         yield made
-
-
-def take_lease(kit: Kit) -> Digest:
-    offer = kit.client.lease(LeaseWish(wait_seconds=10))
-    assert offer.lease is not None, offer.reason
-    assert offer.domain is not None
-    return offer.lease.lease.digest(offer.domain)
 
 
 def put(kit: Kit, name: str, body: bytes, length: int | None = None) -> bytes:

@@ -29,7 +29,7 @@ from prime_orchestrator.api.routes.watch import MAX_WATCHERS, StatusFeed
 from prime_orchestrator.cli import status as status_cli
 from prime_orchestrator.manager import voids
 from prime_orchestrator.manager.funding import Funding
-from prime_orchestrator.store import batches, intents, meta, nodes, policies, schema
+from prime_orchestrator.store import batches, intents, meta, nodes, schema
 from prime_orchestrator.store.batches import BatchRow
 
 # -- the pool and its policies -----------------------------------------------------------------
@@ -426,8 +426,6 @@ def test_the_api_process_needs_neither_torch_nor_docker() -> None:
 def test_versions_in_status_are_those_published(world: World) -> None:
     world.publish(3)
     assert status(world).published == (0, 1, 2, 3)
-    with world.backend.store.read() as connection:
-        assert policies.by_digest(connection, world.manifest(2).manifest.digest()) is not None
 
 
 def test_numbers_of_thousands_of_digits_are_malformed(world: World) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_kit as kit
+from trainer_kit import full_state
 
 from prime_broadcast.publish import publish
 from prime_core import seeds
@@ -39,7 +40,7 @@ from prime_trainer.learner import backward, train_step
 from prime_trainer.loss import Tokens, kl_estimate, policy_loss
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.packing import Plan, collate, plan
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 from prime_trainer.publish import export
 
 RUN = kit.run_definition(groups=8)

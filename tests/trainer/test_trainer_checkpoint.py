@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_kit as kit
+from trainer_kit import full_state
 
 from prime_core.errors import FatalError, UserError
 from prime_core.ids import Digest, Step
@@ -17,7 +18,7 @@ from prime_trainer.checkpoint import STATE_NAME, TrainerState
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 
 RUN = kit.run_definition()
 OTHER = Digest("0x" + "77" * 32)

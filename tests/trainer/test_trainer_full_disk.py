@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import trainer_kit as kit
 from torch.distributed.checkpoint import state_dict_saver
+from trainer_kit import full_state
 
 from prime_core.errors import FatalError, UnavailableError
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.loading import load_policy
 from prime_trainer.metrics import MetricsFile
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 from prime_trainer.publish import WEIGHTS, export
 
 RUN = kit.run_definition()

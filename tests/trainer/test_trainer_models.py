@@ -10,6 +10,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file, save_file
+from trainer_kit import block_causal_mask
 
 from prime_core.errors import UserError
 from prime_engine.tiny import character_tokenizer
@@ -18,7 +19,7 @@ from prime_trainer.config import Objective
 from prime_trainer.learner import backward
 from prime_trainer.loading import empty_policy, fill_weights, load_policy
 from prime_trainer.lora import add_adapters
-from prime_trainer.model import Policy, block_causal_mask, shape_of
+from prime_trainer.model import Policy, shape_of
 from prime_trainer.packing import collate
 from prime_trainer.parallel import World, published_state
 from prime_trainer.publish import export

@@ -13,12 +13,12 @@ import torch
 import trainer_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
+from trainer_kit import full_state
 
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import objectives
 from prime_trainer.advantages import judge
-from prime_trainer.alarms import alarms_of
 from prime_trainer.config import Objective
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import (
@@ -29,10 +29,10 @@ from prime_trainer.learner import (
     train_step,
 )
 from prime_trainer.loss import Tokens, policy_loss, token_weights
-from prime_trainer.metrics import Stopwatch
+from prime_trainer.metrics import Stopwatch, alarms_of
 from prime_trainer.objectives import REGISTRY, form_of
 from prime_trainer.objectives.base import Form
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 
 
 @pytest.mark.parametrize("seed", range(5))

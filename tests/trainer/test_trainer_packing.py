@@ -10,8 +10,9 @@ import torch
 import trainer_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_kit import block_causal_mask
 
-from prime_trainer.model import PAD, block_causal_mask
+from prime_trainer.model import PAD
 from prime_trainer.packing import collate, cost, pack_rows, plan, quality
 
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=120)

@@ -14,11 +14,12 @@ import psutil
 import pytest
 import torch
 import trainer_kit as kit
+from trainer_kit import full_state
 from trainer_pool import finished, pool_server, started, wait_until
 
 from prime_trainer import checkpoint
 from prime_trainer.config import Objective
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

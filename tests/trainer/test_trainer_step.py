@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_kit as kit
+from trainer_kit import full_state
 
 from prime_core.errors import FatalError, UserError
 from prime_core.ids import ZERO_DIGEST, Step
@@ -19,7 +20,7 @@ from prime_trainer.learner import learning_rate, train_step
 from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.model import Policy
-from prime_trainer.parallel import World, full_state
+from prime_trainer.parallel import World
 
 
 def batch(rollouts: list[kit.Rollout]) -> TrainingBatch:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from bench.trainer_parts import bench_run
+from bench.trainer_parts import DoubleNorm, bench_run
 from prime_core import encoding
 from prime_core.batch import BatchFile, BatchManifest, SignedBatch
 from prime_core.errors import UnavailableError
@@ -25,7 +26,7 @@ from prime_trainer.config import Settings
 from prime_trainer.data import BatchRules
 from prime_trainer.learner import Learner, make_learner
 from prime_trainer.loading import load_policy
-from prime_trainer.model import Policy
+from prime_trainer.model import PAD, Policy
 from prime_trainer.parallel import World, shard
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
@@ -75,18 +76,6 @@ def learner(
 ) -> Learner:
     """A learner over a tiny model."""
     return make_learner(run or run_definition(), settings(model, data, **changes), world)
-
-
-class DoubleNorm(nn.Module):
-    """RMSNorm wholly in the width of its input; Hugging Face's rounds to fp32 inside."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone())
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
 def double_learner(learner_: Learner, world: World) -> Learner:
@@ -292,3 +281,23 @@ def rules(run: RunDefinition, vocabulary: int = 64) -> BatchRules:
     return BatchRules(
         run=run, pool=POOL, manager=MANAGER.address, domain=DOMAIN, vocabulary=vocabulary
     )
+
+
+def block_causal_mask(sequences: Tensor) -> Tensor:
+    """(R, 1, L, L) bool: a token attends to itself and to earlier tokens of its own sample; padding
+    attends to itself (an all-masked softmax row would be NaN). Slow reference for
+    `attention.packed_attention`."""
+    length = sequences.shape[1]
+    same = sequences[:, :, None] == sequences[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=sequences.device)
+    return ((same & causal & (sequences != PAD)[:, None, :]) | itself)[:, None]
+
+
+def full_state(policy: Policy) -> dict[str, Tensor]:
+    """The language model's complete state on every rank, on CPU, under its own names."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in policy.lm.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state[name] = whole.detach().to("cpu", copy=True)  # never a view of live weights
+    return state

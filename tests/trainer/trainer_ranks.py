@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import trainer_kit as kit
+from trainer_kit import full_state
 
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import checkpoint
@@ -15,7 +16,7 @@ from prime_trainer.config import Objective
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import backward, train_step
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.parallel import full_state, joined_world
+from prime_trainer.parallel import joined_world
 
 
 def main() -> None:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from prime_core.errors import MalformedError, UntrustedError
-from prime_core.transport.signatures import SessionKey, sign_headers, verify_request
+from prime_core.transport.signatures import (
+    SessionKey,
+    Verified,
+    check_body,
+    sign_headers,
+    verify_headers,
+)
 
 NOW = 1_700_000_000.0
 NONCE = "n" * 24
 BODY = b'{"a":1}'
+
+
+def verify_request(
+    method: str,
+    authority: str,
+    target: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    now: float,
+) -> Verified:
+    verified = verify_headers(method, authority, target, headers, now=now)
+    check_body(verified, body)
+    return verified
 
 
 @pytest.fixture

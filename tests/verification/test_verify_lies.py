@@ -14,7 +14,7 @@ import torch
 from prime_core.seeds import lease_seed
 from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Generation, GenerationRequest, ReplayRequest
-from prime_engine.quantize import quantizer
+from prime_engine.variants import quantizer
 from prime_verify import build
 from prime_verify.checks import NOISE_SPAN, least_logprob
 from prime_verify.engines import load_engine

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -39,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from prime_core.errors import FatalError, UserError
+from prime_core.folders import sync
 from prime_core.ids import Digest
 from prime_trainer.data import GroupKey
 from prime_trainer.disk import writing
@@ -157,7 +157,7 @@ class Saving:
             (self.staging / STATE_NAME).write_text(self.state.to_json())
             _make_durable(self.staging)
             self.staging.rename(self.final)
-            _fsync(self.final.parent)
+            sync(self.final.parent)
             for old in _numbered(self.final.parent)[:-kept]:
                 shutil.rmtree(old)
 
@@ -301,13 +301,5 @@ def _tensors(policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> 
 
 def _make_durable(folder: Path) -> None:
     for path in folder.iterdir():
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

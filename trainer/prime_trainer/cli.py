@@ -30,8 +30,7 @@ from prime_core.command_line import (
 )
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
-from prime_core.stopping import until_stopped
-from prime_core.waiting import FIRST_ANSWER_HELP
+from prime_core.waiting import FIRST_ANSWER_HELP, until_stopped
 
 if TYPE_CHECKING:
     from prime_core.run import RunDefinition

@@ -44,15 +44,13 @@ from prime_core.gateway import Answers, Cassette
 from prime_core.ids import Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
-from prime_core.stopping import interruptible
-from prime_core.waiting import StoppedError
+from prime_core.waiting import StoppedError, interruptible
 from prime_engine.base import Engine
 from prime_envs.base import Grade, texts_of
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
 from prime_envs.tools import TOOL_ERROR
 from prime_trainer import checkpoint
-from prime_trainer.alarms import alarms_of
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import Settings
 from prime_trainer.data import GroupKey, TrainingBatch
@@ -61,7 +59,7 @@ from prime_trainer.evaluate import ask, compared, pass_at_k, summary
 from prime_trainer.finished import curve
 from prime_trainer.learner import make_learner, train_step
 from prime_trainer.loading import require_model_folder
-from prime_trainer.metrics import MetricsFile, Stopwatch, read_lines
+from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of, read_lines
 from prime_trainer.observe import Observers
 from prime_trainer.parallel import World, joined_world, published_state
 from prime_trainer.publish import export

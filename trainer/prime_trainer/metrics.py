@@ -3,6 +3,9 @@
 The line is part of the checkpoint that it belongs to. A restart rewrites the checkpoint's line if
 the file lacks it, and truncates an incomplete one. A batch that is trained again has a line for
 each of its policies.
+
+Alarms are values of a finished step that need a person's attention. They never change the training
+itself; the run continues or ends after the step (`alarm_action`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 from prime_core.errors import UserError
 from prime_core.rollout import Rollout
+from prime_trainer.config import Settings
 from prime_trainer.disk import writing
 
 
@@ -142,3 +146,28 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
         "turns_mean": sum(len(row.spans[::2]) or 1 for row in rollouts) / count,
         "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
     }
+
+
+def alarms_of(line: Mapping[str, Any], settings: Settings) -> list[str]:
+    """One phrase for each limit that the step's line exceeds; a non-finite value (stored as text)
+    exceeds every limit."""
+    found = []
+    for name, limit in (
+        ("ratio_max", settings.alarm_ratio),
+        ("kl_old", settings.alarm_kl),
+        ("kl_mismatch", settings.alarm_kl),
+        ("kl_reference", settings.alarm_kl),
+    ):
+        value = line.get(name)
+        if value is not None and (isinstance(value, str) or value > limit):
+            found.append(f"{name} {_short(value)} above {limit:g}")
+    entropy = line.get("entropy")
+    if entropy is not None and (isinstance(entropy, str) or entropy < settings.alarm_entropy):
+        found.append(f"entropy {_short(entropy)} below {settings.alarm_entropy:g}")
+    if line.get("applied") is False:
+        found.append(f"no step was taken: gradient norm {_short(line.get('gradient_norm'))}")
+    return found
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -45,17 +45,6 @@ class PackedBatch:
     segments: Segments
 
 
-def block_causal_mask(sequences: Tensor) -> Tensor:
-    """(R, 1, L, L) bool: a token attends to itself and to earlier tokens of its own sample; padding
-    attends to itself (an all-masked softmax row would be NaN). Slow reference for
-    `attention.packed_attention`, used by tests."""
-    length = sequences.shape[1]
-    same = sequences[:, :, None] == sequences[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=sequences.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=sequences.device)
-    return ((same & causal & (sequences != PAD)[:, None, :]) | itself)[:, None]
-
-
 class Policy(nn.Module):
     """Wraps the language model so that one forward pass (hooked by FSDP) returns what the loss
     needs, and logits are computed only where a generated token is predicted.

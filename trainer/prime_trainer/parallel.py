@@ -173,15 +173,6 @@ def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
 
 
-def full_state(policy: Policy) -> dict[str, Tensor]:
-    """The language model's complete state on every rank, on CPU, under its own names."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in policy.lm.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        state[name] = whole.detach().to("cpu", copy=True)  # never a view of live weights
-    return state
-
-
 def clip_gradients(policy: nn.Module, limit: float) -> float:
     """Clips the global gradient norm to `limit`; returns the norm before. It may be non-finite, in
     which case no step may be taken."""

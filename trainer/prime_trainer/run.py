@@ -24,9 +24,8 @@ from prime_core.folders import held_alone, make_folder
 from prime_core.logs import log_to_stderr
 from prime_core.messages import RelayInfo, Status
 from prime_core.signing import LocalSigner
-from prime_core.stopping import until_stopped
 from prime_core.transport.client import OrchestratorClient
-from prime_core.waiting import StoppedError
+from prime_core.waiting import StoppedError, until_stopped
 from prime_trainer.config import Settings
 from prime_trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, require_trainer
 

@@ -48,7 +48,6 @@ from prime_core.ids import Step
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import checkpoint
-from prime_trainer.alarms import alarms_of
 from prime_trainer.checkpoint import Saving, TrainerState
 from prime_trainer.data import (
     BadBatch,
@@ -62,7 +61,7 @@ from prime_trainer.data import (
 )
 from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_batch
 from prime_trainer.learner import Learner, train_step
-from prime_trainer.metrics import MetricsFile, Stopwatch
+from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of
 from prime_trainer.observe import Observers
 from prime_trainer.publish import Origin, Publisher, publish_state, take_part
 

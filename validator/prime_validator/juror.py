@@ -63,8 +63,8 @@ from prime_core.logs import log_to_stderr
 from prime_core.run import RunDefinition
 from prime_core.settings import needed
 from prime_core.signing import Signer
-from prime_core.stopping import until_stopped
 from prime_core.transport.client import OrchestratorClient
+from prime_core.waiting import until_stopped
 from prime_engine.base import Engine
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for

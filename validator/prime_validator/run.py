@@ -28,10 +28,9 @@ from prime_core.errors import PolicyError, UnavailableError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
-from prime_core.stopping import until_stopped
 from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
-from prime_core.waiting import StoppedError, until_answered
+from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder

@@ -20,7 +20,7 @@ from prime_chain.chain_session import Rpc
 from prime_core.command_line import Json, command
 from prime_core.deployment import Periods
 from prime_core.errors import UserError
-from prime_core.stopping import until_stopped
+from prime_core.waiting import until_stopped
 from prime_orchestrator.quickstart import Found, Plan, Quickstart
 
 MARKS = {"done": "✓", "to do": "…", "waits": "…", "failed": "✗", "note": "!"}

@@ -64,12 +64,6 @@ def get(connection: Connection, version: int) -> PolicyRow | None:
     return record(PolicyRow, connection.execute(query).mappings().first())
 
 
-def by_digest(connection: Connection, digest: Digest) -> PolicyRow | None:
-    """Returns the policy with a manifest digest, or None."""
-    query = sa.select(schema.policies).where(_policies.digest == digest)
-    return record(PolicyRow, connection.execute(query).mappings().first())
-
-
 def latest_version(connection: Connection) -> int | None:
     """Returns the newest version, or None before the first."""
     highest = connection.execute(sa.select(sa.func.max(_policies.version))).scalar()

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from prime_core import ids
 from prime_core.encoding import sha256 as sha256_digest
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError
+from prime_core.folders import sync
 from prime_core.ids import Digest
 from prime_core.storage.base import (
     CHUNK_BYTES,
@@ -87,7 +88,7 @@ class DirectoryStore:
                 sink.finish(promised.pop() if promised else None)
             with _medium(f"write {key}"):
                 temporary.replace(target)
-                _sync_directory(target.parent)
+                sync(target.parent)
         except IsADirectoryError as error:
             raise MalformedError(f"the key {key} is part of other keys") from error
         finally:
@@ -234,11 +235,3 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 def _block(file: BinaryIO) -> bytes:
     with _medium("read the object"):
         return file.read(CHUNK_BYTES)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

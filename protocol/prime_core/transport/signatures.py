@@ -103,21 +103,6 @@ def sign_headers(
     }
 
 
-def verify_request(
-    method: str,
-    authority: str,
-    target: str,
-    headers: Mapping[str, str],
-    body: bytes,
-    *,
-    now: float,
-) -> Verified:
-    """Combines `verify_headers` and `check_body`; raises the same errors."""
-    verified = verify_headers(method, authority, target, headers, now=now)
-    check_body(verified, body)
-    return verified
-
-
 def check_body(verified: Verified, body: bytes) -> None:
     """Raises UntrustedError unless `body` is the one that was signed."""
     if verified.content_digest != content_digest(body):
