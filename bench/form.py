@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -59,6 +61,8 @@ def result(
     """The JSON object of one bench; `packages` are those whose versions matter. What was measured
     on another `device` than the CPU has another name, and says which."""
     return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "load": f"1-minute load average {os.getloadavg()[0]:.1f} at the end",
         "bench": name if device == "cpu" else f"{name}-{device.partition(':')[0]}",
         "commit": commit(),
         "quick": quick,

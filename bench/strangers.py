@@ -3,6 +3,7 @@
 tarpit      eight relays that drip their headers, next to an origin that serves the policy
 revocation  strangers revoke sessions that they never had
 shadow      strangers are admitted as shadow nodes, take a lease and go silent
+pages, work list, flood   bench/pages.py
 half-open   connections that never finish the head of their request, against the real server
 hosts       requests and session grants that were signed for another orchestrator's name
 """
@@ -24,7 +25,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 
-from bench import seats
+from bench import pages, seats
 from bench.form import Row
 from prime_broadcast.client import fetch
 from prime_broadcast.publish import finalize, publish
@@ -42,7 +43,7 @@ from prime_orchestrator.api import admission, auth, leasing
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.api.liveness import LifeTicks
-from prime_orchestrator.serve import make_server
+from prime_orchestrator.serve import bind, make_server
 from prime_orchestrator.store import Store, schema
 from prime_verify.proofs import hardware
 
@@ -64,9 +65,12 @@ def run(quick: bool) -> list[Row]:
         rows = [_tarpits(root / "tarpits")]
         rows += _revocations(_pool(root / "revocations"), 100 if quick else 2_000)
         rows.append(_shadows(_pool(root / "shadows"), 20 if quick else 200))
+        rows += pages.shadow_pages(_pool(root / "pages"))
         with _serving(_pool(root / "served")) as (pool, port):
             rows += _half_open(port)
             rows.append(_foreign_hosts(pool, port))
+            rows += pages.flood(pool, port, 100 if quick else 2_000)
+            rows += pages.work_lists(pool, port, root)
         return rows
 
 
@@ -205,7 +209,7 @@ def _serving(pool: seats.Pool) -> Iterator[tuple[seats.Pool, int]]:
     """The pool's API on a port of its own, with the limits of `orchestrator serve`."""
     pool.clock[0] = time.time()
     server, up = make_server(create_app(pool.backend), Proxies()), threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listener = bind("127.0.0.1", 0)
 
     async def run() -> None:
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -160,13 +160,19 @@ def test_the_paid_are_judged_first_however_late_they_come(world: World) -> None:
         assert [job.submission_digest for job in jobs.short(connection, 9)] == [paid, unpaid]
 
 
-def test_shadow_work_is_shown_apart(world: World) -> None:
+def test_shadow_work_is_shown_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = world.member(2)
+    world.clock.advance(1)
     session = enter(world, 1)
     world.hand_in(session)
     shown = status_of(world)
     assert (shown.files, shown.shadow_files) == ({}, {"submitted": 1})
-    (node,) = shown.nodes
+    node = shown.nodes[1]
     assert (node.status, node.units, node.accepted) == ("shadow", 0, 0)
+    monkeypatch.setattr("prime_orchestrator.api.status.MAX_NODES", 1)
+    world.clock.advance(5)
+    (first,) = status_of(world).nodes
+    assert first.node == member.account.address, "a newer shadow node displaced a member"
     metrics = world.http.get("/metrics").text
     assert 'prime_shadow_submissions{status="submitted"} 1' in metrics
     assert "prime_submissions{" not in metrics

@@ -275,6 +275,12 @@ def test_a_busy_port_and_a_wrong_folder_are_one_sentence(folder: Path, tmp_path:
         assert str(done.exception) == f"{tmp_path} holds no policy"
 
 
+def test_a_socket_names_its_protocol() -> None:
+    """Without it asyncio sets no TCP_NODELAY, and answers wait 40 ms for an acknowledgement."""
+    with bound("127.0.0.1", 0) as address:
+        assert address.proto == socket.IPPROTO_TCP
+
+
 def test_a_policy_is_found_wherever_a_command_wrote_it(folder: Path, tmp_path: Path) -> None:
     assert policy_in(folder) == (folder, None)
     local = tmp_path / "local"

@@ -464,8 +464,11 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port` (0: any free one), not yet listening. Raises UserError
     if the address cannot be used."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )[0]
+        # asyncio sets TCP_NODELAY only if the protocol is named; without it, answers wait 40 ms.
+        found = socket.socket(family, kind, protocol)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)

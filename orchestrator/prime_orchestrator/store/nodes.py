@@ -99,8 +99,11 @@ def page(
 
 
 def latest(connection: Connection, limit: int) -> list[NodeRow]:
-    """Returns the `limit` nodes with the newest heartbeats, oldest admission first."""
-    query = sa.select(schema.nodes).order_by(_nodes.last_heartbeat.desc(), _nodes.address)
+    """Returns the `limit` nodes with the newest heartbeats, oldest admission first. Shadow nodes
+    come last, since anyone may add some: they displace no other."""
+    query = sa.select(schema.nodes).order_by(
+        _nodes.status == "shadow", _nodes.last_heartbeat.desc(), _nodes.address
+    )
     rows = records(NodeRow, connection.execute(query.limit(limit)).mappings().all())
     return sorted(rows, key=lambda row: (row.created_at, row.address))
 
