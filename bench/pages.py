@@ -3,6 +3,7 @@
 
 nodes, status   44,000 shadow nodes lie in the store, which admission bounds to 512
 work list       `prime-node work list` of a node with 461 and with 10,000 receipts
+sessions        50,000 strangers opened a session and revoked it; a tick deletes what is old
 flood           requests of an honest client while strangers revoke sessions that they never had
 
 The audit's figures are those of commit 3760542 on another day; wall time where the unit says so.
@@ -41,6 +42,7 @@ from prime_core.signing import LocalSigner
 from prime_core.task import Lease, SignedLease
 from prime_node.spool import Spool
 from prime_orchestrator.api import status
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.store import nodes, schema
 
 SHADOWS = 44_000
@@ -121,6 +123,32 @@ def _cpu(work: Callable[[], object], times: int = 5) -> float:
         work()
         spent.append(time.process_time() - began)
     return statistics.median(spent)
+
+
+def revoked_sessions(pool: seats.Pool, count: int = 50_000) -> Row:
+    """CPU time of the tick that runs every second, in the transaction that issuing leases waits
+    for."""
+    now = int(pool.clock[0])
+    accounts = [ids.address(f"0x{(1 << 100) + at:040x}") for at in range(count)]
+    with pool.backend.store.begin() as connection:
+        connection.execute(
+            sa.insert(schema.sessions),
+            [
+                {
+                    "key_id": _digest("session", at), "account": account, "scope": "node",
+                    "issued_at": now, "expiry": now + 3600, "revoked": True,
+                }
+                for at, account in enumerate(accounts)
+            ],
+        )  # fmt: skip
+        connection.execute(
+            sa.insert(schema.revocations),
+            [{"account": account, "revoked_before": now} for account in accounts],
+        )
+    life = LifeTicks(pool.backend)
+    return Row("revoked_tick_ms", 1e3 * _cpu(life.tick),
+               f"CPU ms, a tick with {count:,} revoked sessions of strangers", 10,
+               peer=82, peer_name="commit aaa4d05")  # fmt: skip
 
 
 # ── the work list ────────────────────────────────────────────────────────────────────────────────

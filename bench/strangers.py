@@ -3,7 +3,7 @@
 tarpit      eight relays that drip their headers, next to an origin that serves the policy
 revocation  strangers revoke sessions that they never had
 shadow      strangers are admitted as shadow nodes, take a lease and go silent
-pages, work list, flood   bench/pages.py
+pages, work list, sessions, flood   bench/pages.py
 half-open   connections that never finish the head of their request, against the real server
 hosts       requests and session grants that were signed for another orchestrator's name
 """
@@ -66,6 +66,7 @@ def run(quick: bool) -> list[Row]:
         rows += _revocations(_pool(root / "revocations"), 100 if quick else 2_000)
         rows.append(_shadows(_pool(root / "shadows"), 20 if quick else 200))
         rows += pages.shadow_pages(_pool(root / "pages"))
+        rows.append(pages.revoked_sessions(_pool(root / "sessions")))
         with _serving(_pool(root / "served")) as (pool, port):
             rows += _half_open(port)
             rows.append(_foreign_hosts(pool, port))

@@ -239,6 +239,22 @@ def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Stor
 # -- sessions ----------------------------------------------------------------------------------
 
 
+def test_forgetting_sessions_reads_only_what_is_old(store: Store) -> None:
+    """Strangers can leave many sessions and revocations for a day, and it runs every second."""
+    plans: dict[str, str] = {}
+
+    @sa.event.listens_for(store.engine, "before_cursor_execute")
+    def _plan(_c: object, cursor: Any, statement: str, values: Any, *_: object) -> None:
+        if " FROM " in statement:
+            cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans[statement.split(" FROM ")[1].split()[0]] = cursor.fetchall()[0][3]
+
+    with store.begin() as connection:
+        sessions.forget(connection, now=50)
+    assert {*plans} == {"nonces", "sessions", "revocations"}
+    assert all(plan.startswith("SEARCH") for plan in plans.values()), plans
+
+
 def test_a_nonce_is_used_once_by_its_key(either_store: Store) -> None:
     with either_store.begin() as connection:
         thrice = [(name(1), "n" * 16, 50), (name(1), "m" * 16, 50), (name(1), "n" * 16, 50)]

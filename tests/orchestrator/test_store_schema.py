@@ -12,7 +12,17 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from prime_core.errors import FatalError, UnavailableError, UserError
-from prime_orchestrator.store import Store, intents, meta, migrate, open_store, schema, sqlite_url
+from prime_core.ids import Address
+from prime_orchestrator.store import (
+    Store,
+    intents,
+    meta,
+    migrate,
+    open_store,
+    schema,
+    sessions,
+    sqlite_url,
+)
 
 
 def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:
@@ -47,11 +57,14 @@ def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> N
         assert meta.get(connection, "kept") == "yes"
 
 
-def test_a_store_of_the_first_schema_keeps_its_transactions(empty_database: Store) -> None:
+def test_a_store_of_the_first_schema_keeps_its_transactions_and_revocations(
+    empty_database: Store,
+) -> None:
     """Each intent of the old two tables becomes one row: what was signed keeps its transaction;
     what was queued again has its call built again."""
     with empty_database.begin() as connection:
         migrate.upgrade(connection, "0001")
+        connection.execute(sa.text("INSERT INTO meta VALUES ('revoked_before/0x1', '77')"))
         old = [  # id, status of the intent, status and transaction of the sender's row
             ("root:done", "confirmed", "confirmed", "0xd"),
             ("root:failed", "failed", "failed", "0xf"),
@@ -97,6 +110,7 @@ def test_a_store_of_the_first_schema_keeps_its_transactions(empty_database: Stor
             )
     empty_database.migrate()
     with empty_database.read() as connection:
+        assert sessions.revocation(connection, Address("0x1")) == 77
         rows = [intents.get(connection, name) for name, *_ in old]
         closed = connection.execute(
             sa.select(schema.sender_attempts.c.intent_id).where(

@@ -68,6 +68,15 @@ sessions = Table(
     Column("expiry", BigInteger, nullable=False),
     Column("revoked", Boolean, nullable=False, default=False),
     Index("sessions_account", "account"),
+    Index("sessions_expiry", "expiry"),
+)
+
+revocations = Table(
+    "revocations",
+    metadata,
+    Column("account", Text, primary_key=True),
+    Column("revoked_before", BigInteger, nullable=False),  # its older grants are void
+    Index("revocations_time", "revoked_before"),
 )
 
 nonces = Table(

@@ -9,13 +9,14 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
-from prime_orchestrator.store import meta, schema
-from prime_orchestrator.store.rows import insert_new, record, returning_new
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new, record, returning_new, upsert
 
 MAX_SESSION_SECONDS = 24 * 3600
 """Maximum duration of a grant."""
 _sessions = schema.sessions.c
 _nonces = schema.nonces.c
+_revocations = schema.revocations.c
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,6 @@ def count(connection: Connection, account: Address, now: float) -> int:
     return connection.execute(query).scalar_one()
 
 
-REVOKED = "revoked_before/"
-
-
 def revoke(connection: Connection, account: Address, revoked_before: int) -> None:
     """Ends every session of `account` issued before `revoked_before`, and forbids old grants.
     Writes nothing if the account has no session here."""
@@ -69,7 +67,7 @@ def revoke(connection: Connection, account: Address, revoked_before: int) -> Non
     ):
         return
     before = max(revoked_before, revocation(connection, account))
-    meta.put(connection, f"{REVOKED}{account}", str(before))
+    upsert(connection, schema.revocations, {"account": account, "revoked_before": before})
     connection.execute(
         sa.update(schema.sessions)
         .where(_sessions.account == account, _sessions.issued_at < before)
@@ -79,7 +77,8 @@ def revoke(connection: Connection, account: Address, revoked_before: int) -> Non
 
 def revocation(connection: Connection, account: Address) -> int:
     """Returns the time before which grants of `account` are void; 0 if it never revoked any."""
-    return int(meta.get(connection, f"{REVOKED}{account}") or 0)
+    query = sa.select(_revocations.revoked_before).where(_revocations.account == account)
+    return int(connection.execute(query).scalar() or 0)
 
 
 def use_nonces(connection: Connection, used: Sequence[tuple[Digest, str, int]]) -> list[bool]:
@@ -103,6 +102,6 @@ def forget(connection: Connection, now: float) -> None:
     all expired."""
     connection.execute(sa.delete(schema.nonces).where(_nonces.expires < now))
     connection.execute(sa.delete(schema.sessions).where(_sessions.expiry < now - 86_400))
-    for key, value in meta.under(connection, REVOKED):
-        if int(value) < now - MAX_SESSION_SECONDS:
-            meta.drop(connection, key)
+    connection.execute(
+        sa.delete(schema.revocations).where(_revocations.revoked_before < now - MAX_SESSION_SECONDS)
+    )
