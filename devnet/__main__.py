@@ -151,9 +151,9 @@ def check(
     json_output: Json = False,
 ) -> None:
     """Derive the six findings of a run anew, from outside; exit code 0 only if all hold."""
-    from devnet.check import check as derive
-    from devnet.check import print_findings
     from devnet.network import Network
+    from devnet.observe import check as derive
+    from devnet.observe import print_findings
 
     if (root / "pids.json").exists():
         raise UserError(f"the network of {root} still runs", hint="python -m devnet stop")
@@ -241,9 +241,9 @@ def stop(root: Root = ROOT) -> None:
 
 
 def _run(plan: Plan, plain: bool) -> int:
-    from devnet.check import check as derive
-    from devnet.check import print_findings
     from devnet.network import Network
+    from devnet.observe import check as derive
+    from devnet.observe import print_findings
     from devnet.report import write_report
     from devnet.table import picture
     from devnet.walk import Walk

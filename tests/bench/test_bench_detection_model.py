@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench import attacks, detection, detection_costs, detection_units, kin, textmodel
+from bench import attacks, detection, detection_units, kin, textmodel
 from bench.__main__ import main
 
 WORDS = "the seed of a lease says what is drawn, and who looks at it sees whether it was. "
@@ -99,10 +99,10 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(
 def test_costs_are_told_by_wall_time_and_for_files_that_are_replayed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detection_costs, "OUTPUT_TOKENS", 12)
+    monkeypatch.setattr(detection, "COST_TOKENS", 12)
     clock = iter(range(10_000))
-    monkeypatch.setattr(detection_costs, "timed", _counted(clock))
-    rows = {row[0]: row for row in detection_costs.cost_rows(_llama(tmp_path / "llama"), "cpu", 2)}
+    monkeypatch.setattr(detection, "timed", _counted(clock))
+    rows = {row[0]: row for row in detection.cost_rows(_llama(tmp_path / "llama"), "cpu", 2)}
     assert {name: row[3] for name, row in rows.items() if row[3]} == {
         "validate_ratio_b64": 5,
         "validate_ratio_b1": 20,
@@ -115,10 +115,10 @@ def test_costs_are_told_by_wall_time_and_for_files_that_are_replayed_twice(
     assert rows["drawn_flops_bfloat16"][1] == pytest.approx(0.5, abs=0.1)
 
 
-def _counted(clock: Iterator[int]) -> Callable[[Callable[[], object]], detection_costs.Seconds]:
-    def timed(act: Callable[[], object]) -> detection_costs.Seconds:
+def _counted(clock: Iterator[int]) -> Callable[[Callable[[], object]], detection.Seconds]:
+    def timed(act: Callable[[], object]) -> detection.Seconds:
         act()
         now = next(clock)
-        return detection_costs.Seconds(now, 2 * now)
+        return detection.Seconds(now, 2 * now)
 
     return timed

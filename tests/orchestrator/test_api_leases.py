@@ -13,7 +13,7 @@ from prime_core.messages import LeaseAnswer
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
 from prime_orchestrator.api.liveness import LifeTicks
-from prime_orchestrator.api.pauses import PATIENCE
+from prime_orchestrator.manager.standing import PATIENCE
 from prime_orchestrator.store import leases, nodes, schema, submissions
 
 ASK = b'{"policy_version":0}'

@@ -25,10 +25,10 @@ from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
 from prime_orchestrator.api import scheduler, shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
-from prime_orchestrator.api.pauses import PATIENCE, pause_of
 from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Wait
 from prime_orchestrator.manager import speed, standing, uploads
+from prime_orchestrator.manager.standing import PATIENCE, pause_of
 from prime_orchestrator.store import leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow

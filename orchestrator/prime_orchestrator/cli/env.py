@@ -31,9 +31,8 @@ from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyEr
 from prime_core.given import read_given
 from prime_core.ids import Digest
 from prime_core.signing import DigestField, Strict
-from prime_envs.crowd import open_packed, pack
+from prime_envs.crowd import open_packed, pack, write_template
 from prime_envs.crowd_check import Report, check
-from prime_envs.crowd_template import write_template
 from prime_envs.sources import checked
 
 app = group("Contribute, check and review environments (docs/environments.md).")
