@@ -19,7 +19,7 @@ EXAMPLES = "prime_orchestrator/examples"
 
 
 class BuildPy(build_py):
-    """Copies the example runs beside the orchestrator's modules."""
+    """Copies the example runs next to the orchestrator's modules."""
 
     def run(self) -> None:
         super().run()

@@ -1,7 +1,7 @@
 """`python -m bench NAME [--json] [--quick]`, `python -m bench list|report`.
 
 `detection` also takes `--minutes M` (goes on where it stopped), `--model DIR` and `--costs` (these
-rows alone, measured anew); `proofs` takes `--minutes M` for its honest windows. Both take
+rows alone, measured again); `proofs` takes `--minutes M` for its honest windows. Both take
 `--device cpu|cuda:N`: where models generate and replay. What a GPU gives is a bench of another name
 (`detection-cuda`), to be kept apart. `demo` takes `--only rest|busy|one-core`, `orchestrator` takes
 `--only ROW`.

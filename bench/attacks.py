@@ -254,7 +254,7 @@ def _forged(kind: str) -> Attack:
 def _by_a_copy(
     rows: list[FileRow], plan: Plan, *, job: Job, lease: HonestFile, made: Made
 ) -> list[FileRow]:
-    """Proofs and sketches of a 4-bit copy's states beside honest tokens: the forger knows the
+    """Proofs and sketches of a 4-bit copy's states next to honest tokens: the forger knows the
     projection, its keys and the calibration, and all but the policy's true states."""
     copy = variant(job, "int4")
     replays = copy.replay(

@@ -1,5 +1,5 @@
-"""The broadcast beside SHARDCAST: `python -m bench broadcast [--json] [--quick]`; some parts alone
-by `python -m bench.broadcast whole clients …`, one row a line.
+"""The broadcast compared with SHARDCAST: `python -m bench broadcast [--json] [--quick]`;
+some parts alone by `python -m bench.broadcast whole clients …`, one row a line.
 
 Every figure is of separate processes on this machine, each repetition of ours followed at once by
 the peer's and the limits' (cp; curl twice, over a server that only calls sendfile), medians of all.
@@ -66,7 +66,7 @@ QUICK = Sizes(
 
 def run(quick: bool) -> list[Row]:
     """All rows; `quick` takes a smaller size of the same work, once. What could not be measured is
-    told on stderr, one sentence each, and has no row."""
+    reported on stderr, one sentence each, and has no row."""
     sizes = QUICK if quick else Sizes()
     python, why = peer_python()
     if python is None:

@@ -222,8 +222,8 @@ def remove(folder: Path) -> None:
 def settle(needed: int = 0) -> None:
     """Before each timed part: earlier parts' dirty pages are on the disk, and as many bytes of
     memory as the part will fill were touched just now. A virtual machine's host takes back what
-    lies free (free page reporting) and then gives each page anew, at 0.8 s of processor time a GiB
-    where this was measured: who writes first would pay that for whoever comes after."""
+    lies free (free page reporting) and then gives each page again, at 0.8 s of processor time a GiB
+    where this was measured: who writes first would pay that for the next one."""
     os.sync()
     needed = min(needed, _available() // 2)
     if needed:

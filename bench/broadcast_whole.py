@@ -104,7 +104,7 @@ if __name__ == "__main__":
 
 FILE = "model.safetensors"
 TOUCHED = 9 << 30
-"""Bytes of memory that are touched before each part, whoever's it is. It takes several times what
+"""Bytes of memory that are touched before each part, of any process. It takes several times what
 is written, as the kernel need not hand out again just what was touched: at 4 GiB rounds of ours
 alternated between 1.2 and 2.3 s, at 9 GiB they take 1.0 to 1.4 s."""
 

@@ -1,4 +1,4 @@
-"""One process of the broadcast's bench: an origin, a relay, a node or a trainer, told what to do by
+"""One process of the broadcast's bench: an origin, a relay, a node or a trainer, commanded by
 JSON lines on stdin, one answer a line on stdout. Only the library's public functions are called.
 
     {"do": "origin", "root": …, "rate": bytes/s or 0}         → {"url": …}

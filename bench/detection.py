@@ -11,9 +11,9 @@ as that or (`_as_vllm`) as vLLM's work:
     tokens_X      tokens needed until some single statistic of the replay parts lying from honest
                   text with AUC > 0.999, in powers of two up to 2,048; −1 if that does not suffice
 
-how many honest files of every set-up are rejected, and what validating costs beside generating
-(`--costs` measures just that, anew). Results are kept under var/bench/detection, so a run of M
-minutes goes on where the last one stopped, and the rows say how far it came.
+how many honest files of every set-up are rejected, and what validating costs compared with
+generating (`--costs` measures just that, again). Results are kept under var/bench/detection, so a
+run of M minutes goes on where the last one stopped, and the rows say how far it came.
 
 On a GPU everything is generated and replayed there. Its set-ups have no shipped limits: files are
 judged in shadow, so that `caught_X` shows what is caught before any replay, and `tokens_X` what the
@@ -278,10 +278,10 @@ def timed(act: Callable[[], object]) -> Seconds:
 
 
 def cost_rows(folder: Path, device: str = "cpu", turns: int = 5) -> list[Cost]:
-    """Validating a file of 64 rows (every check, all rows replayed) beside generating it, 64 rows
-    together and one by one: medians of `turns` turns, generating and validating in turn. By wall
-    time, which is that of an idle machine only if it is idle, and by CPU time, which a busy machine
-    changes little. The bars are for files in the replay's dtype; one in bfloat16 is generated in
+    """Validating a file of 64 rows (every check, all rows replayed) compared with generating it, 64
+    rows together and one by one: medians of `turns` turns, generating and validating in turn. By
+    wall time, which is that of an idle machine only if it is idle, and by CPU time, which a busy
+    machine changes little. The bars are for files in the replay's dtype; one in bfloat16 is generated in
     it, and replayed in both. And the replay's computation as a share of generation's for the rows
     that a run draws."""
     rows: list[Cost] = []

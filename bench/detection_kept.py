@@ -1,10 +1,10 @@
-"""The detection bench's work beside the results, so that another machine goes on with it.
+"""The detection bench's work next to the results, so that another machine goes on with it.
 
     python -m bench.detection_kept      var/bench/detection → bench/results/detection-files.json
 
 One line a unit: of each file its lease, ending, reason, rows, commit, the statistic nearest to its
 limit, and which rows were caught alone. Kept work counts as long as golden.STATISTICS is the same,
-an attack's also as long as the attacks' source is; the text model is trained anew elsewhere, to
+an attack's also as long as the attacks' source is; the text model is trained again elsewhere, to
 weights that may differ in their last bits.
 """
 

@@ -119,8 +119,7 @@ AS_VLLM = "_as_vllm"
 """Ends the name of an attack whose very same files are declared as vLLM's work."""
 _ATTACK_SOURCES = (
     *("bench/attacks.py", "bench/lying.py", "bench/kin.py"),
-    *("protocol/prime_engine/variants.py", "protocol/prime_engine/variants.py"),
-    "protocol/prime_verify/canaries/forgeries.py",
+    *("protocol/prime_engine/variants.py", "protocol/prime_verify/canaries/forgeries.py"),
 )
 Record = dict[str, Any]
 

@@ -37,7 +37,7 @@ from prime_orchestrator.store import open_store, schema, sqlite_url
 SLOWED = 4
 MENU = tuple(range(2, 59, 4))
 ANSWER_TOKENS = 15
-"""Of a file's time beside its dots, in dots: the word, its end, and what any file costs. Measured:
+"""Of a file's time without its dots, in dots: the word, its end, and what any file costs. Measured:
 files with targets of 2 took the slow node 1.33 times as long as those of 36 took the fast one."""
 FILES = 10
 """Of each node, before its times are looked at; the first two warm up."""

@@ -1,10 +1,10 @@
 """The number that stands for the values of all statistics, and what holds it to them.
 
 Kept work of the detection bench counts as long as STATISTICS is the same. Code that decides a
-statistic may be written anew, and made faster, without throwing that work away: `values` takes
+statistic may be rewritten, and made faster, without throwing that work away: `values` takes
 fixed inputs through proofs, sketches, sampling, both replays, limits and the accusation, and a test
 compares what comes out with tests/vectors/statistics.json. Whoever changes a value on purpose
-raises STATISTICS and writes that file anew:
+raises STATISTICS and writes that file again:
 
     python -m bench.golden
 """
@@ -148,7 +148,7 @@ def limits(reference: Reference, share: float) -> Limits:
 
 
 def _lies(plan: list[PlannedRow], rows: list[FileRow], of: Limits) -> dict[str, str]:
-    """Endings of made-up evidence beside true evidence, and of a row that ends early."""
+    """Endings of made-up evidence next to true evidence, and of a row that ends early."""
     own, seed = cast(Engine, Recorded("own", 7)), seeds.lease_seed(LEASE)
     windows = activations.split_windows(states("unrelated", LENGTHS[8]))
     keys = sketch_keys(seed, rows[8].group, rows[8].sample, rows[8].output_tokens)

@@ -54,7 +54,7 @@ def _load(folder: Path, dtype: str, batch_rows: int, device: str) -> Engine:
 
 class Remembering:
     """An engine that computes nothing twice in a row: attacks begin alike, and a file's windows are
-    looked at after it was judged. What it hands out is shared; nobody may change it."""
+    looked at after it was judged. What it hands out is shared; no one may change it."""
 
     KEPT = 6
 

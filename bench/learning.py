@@ -97,7 +97,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def kept() -> list[Record]:
-    """The runs that were kept beside the results."""
+    """The runs that were kept next to the results."""
     return [Record(**run) for run in json.loads(KEPT.read_text())["runs"]]
 
 

@@ -1,7 +1,7 @@
-"""The trainer beside its peers: packing, overhead, tokens a second against TRL, ranks.
+"""The trainer compared with its peers: packing, overhead, tokens a second against TRL, ranks.
 
 packing   INTELLECT-2's TARGET-LONG lengths, 4,096 samples, rows of 32K, 8 ranks
-overhead  the whole loop (checkpoint, export, loading it once): what is left of a step beside
+overhead  the whole loop (checkpoint, export, loading it once): what is left of a step without
           forward, backward and optimizer; waiting for data left out, steps of a second or more
 tokens/s  loss, backward and optimizer on identical completions, ours and TRL's in turn, one
           thread each, medians

@@ -150,7 +150,7 @@ def check(
     root: Root = ROOT,
     json_output: Json = False,
 ) -> None:
-    """Derive the six findings of a run anew, from outside; exit code 0 only if all hold."""
+    """Derive the six findings of a run from outside; exit code 0 only if all hold."""
     from devnet.network import Network
     from devnet.observe import check as derive
     from devnet.observe import print_findings

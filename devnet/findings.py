@@ -1,7 +1,7 @@
 """The six findings that make a demo a proof: pure judgements over what was observed from outside.
 
-`observe.py` gathers the observation anew (RPC, signed URLs, the trainer's metrics, the nodes' own
-folders); nothing here reads a counter that the demo kept for itself.
+`observe.py` gathers the observation from outside (RPC, signed URLs, the trainer's metrics, the
+nodes' own folders); nothing here reads a counter that the demo kept for itself.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def liars_slashed(nodes: Sequence[NodeFacts]) -> Finding:
         for node in nodes
         if node.slash_transactions
     ]
-    words = f"slashed: {', '.join(slashed) or 'nobody'}; no honest stake moved"
+    words = f"slashed: {', '.join(slashed) or 'no one'}; no honest stake moved"
     details = {"nodes": [vars(node) for node in nodes]}
     return Finding("liars_slashed", not wrong, "; ".join(wrong) or words, details)
 
@@ -242,7 +242,7 @@ class Arrival:
     version: int
     as_delta: bool
     signed: bool
-    """The manifest kept beside it carries the trainer's signature and the digest on chain."""
+    """The manifest kept next to it carries the trainer's signature and the digest on chain."""
     identical: bool
     """Its result digest is the manifest's."""
 

@@ -22,11 +22,11 @@ from prime_core.verdict import Reason
 from prime_verify.canaries.lies import LIES, Ending
 
 HONEST = 2
-"""Honest nodes beside the liars of each network."""
+"""Honest nodes next to the liars of each network."""
 SHOWN = 6
-"""Judged files of a liar that nobody should slash, before it has shown enough."""
+"""Judged files of a liar that should not be slashed yet, before it has shown enough."""
 GIVEN_UP = 200
-"""Judged files of one that should be slashed, none of them rejected, before nobody waits longer.
+"""Judged files of one that should be slashed, none of them rejected, before the wait ends.
 The least lie that is listed so, one step of 1e-5, shows in one file of ten or twenty."""
 NOT_ITS_OWN = frozenset({Reason.UNAVAILABLE, Reason.LATE, Reason.POLICY_TOO_OLD, Reason.UNROOTED})
 """Void for time alone, on a busy machine: these say nothing of what is in the file."""
@@ -36,7 +36,7 @@ SOURCES = (
     *("protocol/prime_engine", "protocol/prime_verify"),
     *("protocol/prime_verify/proofs", "protocol/prime_verify/canaries"),
 )
-"""What makes and judges files, beside the two programs that lie."""
+"""What makes and judges files, next to the two programs that lie."""
 
 Came = Literal["slashed", "rejected", "void", "unseen", "mixed", "nothing"]
 Record = dict[str, Any]
@@ -149,7 +149,7 @@ def record(
 
 
 def honest_record(files: Sequence[JudgedFile], facts: NodeFacts) -> Record:
-    """One honest node beside them: nothing of it may be refused for what is in it."""
+    """One honest node next to them: nothing of it may be refused for what is in it."""
     judged = own(files)
     accused = [file.reason.name for file in judged if file.status != "accepted"]
     finding = liars_slashed([facts])

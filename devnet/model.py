@@ -7,8 +7,8 @@ training in two stages so that reinforcement learning has something to improve:
 2. the length format: first mostly as many dots as the prompt asks for, then seldom
 
 It then answers held-out words right nine times in ten, but mostly with the wrong number of dots: a
-mean reward near 0.43. Without `--from-scratch` the checkpoint committed beside this file is copied.
-The words held out are never trained on here either.
+mean reward near 0.43. Without `--from-scratch` the checkpoint committed next to this file is
+copied. The words held out are never trained on here either.
 """
 
 from __future__ import annotations

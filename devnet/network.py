@@ -318,7 +318,7 @@ class Network:
         )
 
     def start_node(self, node: NodePlan) -> Child:
-        """One agent. A liar is the same agent with another worker; nobody else is told."""
+        """One agent. A liar is the same agent with another worker; no other program knows."""
         command = [
             *(str(BIN / "prime-node"), "join", "--orchestrator", self.url),
             *self._rpc(),
@@ -392,7 +392,7 @@ class Network:
         return [word for name in names for word in (flag, self.accounts[name].address)]
 
     def _planted(self) -> list[str]:
-        """What the orchestrator alone is told of planted nodes."""
+        """What the orchestrator alone knows of planted nodes."""
         names = [node.name for node in self.plan.nodes if node.planted]
         if not names:
             return []

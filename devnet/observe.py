@@ -1,4 +1,4 @@
-"""What a run did, gathered anew from outside: the chain by RPC, the orchestrator by its public
+"""What a run did, gathered from outside: the chain by RPC, the orchestrator by its public
 pages and signed URLs, the trainer's metrics, the nodes' own folders. Nothing the demo counted.
 """
 
@@ -389,7 +389,7 @@ class _Manifests:
 
 
 def check(network: Network) -> tuple[list[Finding], Observation]:
-    """Observes and judges; also writes `findings.json` beside the run."""
+    """Observes and judges; also writes `findings.json` next to the run."""
     seen = observe(network)
     judged = judge(network, seen)
     (network.root / "findings.json").write_text(as_json(judged))

@@ -25,7 +25,7 @@ CHALLENGE_SIZE = 512
 CHALLENGE_ROUNDS = 2
 
 LIARS = ("int4", "best_of_4", "copied_proof", "made_up_proof")
-"""Who lies if nobody says; prime_verify.canaries.lies has all kinds."""
+"""Who lies unless others are named; prime_verify.canaries.lies has all kinds."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def node_plans(
 ) -> tuple[NodePlan, ...]:
     """`nodes` in all, `liars` of them lying, each in one of `kinds` (by default 4-bit first, then
     best-of-4, …); the second honest one is slow, so that two speed classes are seen. `shadows`
-    without a seat and `planted` ones come beside them."""
+    without a seat and `planted` ones come next to them."""
     kinds = kinds or LIARS
     honest = nodes - liars
     plans = [

@@ -62,7 +62,7 @@ def play_all(
 ) -> Record:
     """Plays `kinds`, and keeps what came in `out` after every network. `empty` clears `root`.
 
-    A network that fails is told and left out: its kinds stay to be played.
+    A network that fails is reported and left out: its kinds stay to be played.
     """
     started = time.monotonic()
 

@@ -38,7 +38,7 @@ def picture(
     seconds: float,
 ) -> RenderableType:
     """All that the table shows: `names` maps addresses to the demo's node names (which only the
-    demo knows: the orchestrator is not told who lies); `seconds` since the start."""
+    demo knows: the orchestrator does not know who lies); `seconds` since the start."""
     rewards = [int(batch["mean_reward_micro"]) / 1e6 for batch in status.batches]
     staleness = max((int(batch["staleness_max"]) for batch in status.batches), default=0)
     head = Table.grid(padding=(0, 2))

@@ -42,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class Walk:
-    """The demo's acts on a running network; `note` is told what happens now."""
+    """The demo's acts on a running network; `note` is called with what happens now."""
 
     def __init__(self, network: Network, note: Note, tick: Callable[[], None]) -> None:
         self.network = network

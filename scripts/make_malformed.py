@@ -131,7 +131,7 @@ def files() -> dict[str, tuple[Reason, bytes]]:
         "sketch_of_more_windows": (OVERSIZED, one(sketch=bytes(129))),
         "bomb_problem_id": (OVERSIZED, one(problem_id="x" * (8 << 20))),
         "bomb_prompt": (OVERSIZED, one(prompt_tokens=np.zeros(1 << 20, dtype=np.int32))),
-        "bomb_between_columns": (  # 8 million tokens beside 88 MiB of proofs that no window has
+        "bomb_between_columns": (  # 8 million tokens next to 88 MiB of proofs that no window has
             OVERSIZED,
             rows_of(
                 [

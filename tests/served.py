@@ -1,4 +1,4 @@
-"""A small HTTP server beside a test: one request handler on a free port, ended with the test."""
+"""A small HTTP server next to a test: one request handler on a free port, ended with the test."""
 
 from __future__ import annotations
 

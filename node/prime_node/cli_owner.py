@@ -60,14 +60,14 @@ class OwnerContext:
 
 
 def owner_account(settings: Settings) -> Address:
-    """The owner that is meant: --provider, or the wallet's account."""
+    """The selected owner: --provider, or the wallet's account."""
     from prime_node.wallet import named_provider, wallet_address
 
     return named_provider(settings) or wallet_address(settings)
 
 
 def node_account(settings: Settings, node: str | None) -> Address:
-    """The node that is meant: --node, or the wallet's account."""
+    """The selected node: --node, or the wallet's account."""
     from prime_core import ids
     from prime_node.wallet import wallet_address
 
@@ -184,7 +184,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
     rows: list[tuple[str, object]] = [("provider", view.provider), ("payout", view.payout)]
     rows += [(name, prime(getattr(view, name))) for name in amounts]
     rows += [(f"unbonding until {utc(one.mature_at)}", prime(one.amount)) for one in view.unbonding]
-    rows.append(("answers to", view.bound.words() or "nobody"))
+    rows.append(("answers to", view.bound.words() or "no one"))
     print_fields("stake", rows)
 
 

@@ -37,7 +37,7 @@ def _words(value: object) -> object:
 
 
 class Settings(ChainSettings):
-    """Everything the agent and its commands can be told. Paths are expanded."""
+    """Settings of the agent and its commands. Paths are expanded."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 

@@ -62,7 +62,7 @@ def fetch_sentence(fetch: dict[str, Any]) -> str:
         f"policy {fetch['version']} {way}",
         f"{fetch['bytes']:,} bytes in {fetch['seconds']:g} s"
         + (f" ({rate / 1e6:.3g} MB/s)" if rate else ""),
-        "from " + (", ".join(f"{url} ({count:,})" for url, count in sources.items()) or "nobody"),
+        "from " + (", ".join(f"{url} ({count:,})" for url, count in sources.items()) or "no one"),
         f"chunks fetched again: {fetch.get('refetched', 0)}",
     ]
     faults = Counter((fault["url"], fault["kind"]) for fault in fetch.get("faults", ()))

@@ -29,7 +29,7 @@ ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 
 
 class Settings(ChainSettings):
-    """What the API process can be told. Relative paths are taken from the working directory."""
+    """Settings of the API process. Relative paths are taken from the working directory."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 

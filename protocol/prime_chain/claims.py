@@ -36,7 +36,7 @@ def payable_claim(
 
 
 def checked_claim(contracts: Contracts, claim: Claim) -> Claim:
-    """`claim`, checked against the root on chain, whoever its proof is from. Raises as
+    """`claim`, checked against the root on chain, no matter whose proof it is. Raises as
     `payable_claim`."""
     rewards = contracts.rewards
     on_chain = rewards.reward_root(claim.pool, claim.epoch)

@@ -1,5 +1,5 @@
 """What calls would cost, before anything is sent: gas of each, run one after the other, and on an
-OP-stack chain (Base) the L1 data fee beside it.
+OP-stack chain (Base) the L1 data fee next to it.
 
     rehearse(calls) ── eth_simulateV1: each sees what the ones before it did
                     └─ an endpoint without it: each estimated alone, what depends on another unknown

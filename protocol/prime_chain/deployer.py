@@ -46,7 +46,7 @@ class Options:
 
     Roles are given by the constructors, so the deployer never has one unless it is named: the
     arbiter judges disputes and may cancel slashes and void reward roots; the governor (the arbiter,
-    if None; nobody, if zero) may announce other terms or another arbiter. Everything else is fixed
+    if None; no one, if zero) may announce other terms or another arbiter. Everything else is fixed
     for good.
     """
 
@@ -162,7 +162,7 @@ def wirings(known: Known) -> dict[str, Call]:
 
 
 def check_options(options: Options, client: ChainClient) -> None:
-    """Raises UserError for what the contracts would refuse, or nobody can want."""
+    """Raises UserError for what the contracts would refuse, or no one can want."""
     if problem := options.periods.problem():
         raise UserError(problem, hint="lengthen unbonding or shorten the others")
     if trap := options.periods.trap():
@@ -211,7 +211,7 @@ def deploy(
 ) -> Deployment:
     """Deploys, or finishes a deployment begun with the same journal and options.
 
-    `commit` names the sources in the file; `report` is told of each step. Raises UserError,
+    `commit` names the sources in the file; `report` is called for each step. Raises UserError,
     UnavailableError (run it again), ChainRevertedError, FatalError if the chain does not hold what
     was deployed.
     """

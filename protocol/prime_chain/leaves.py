@@ -64,7 +64,7 @@ def find_leaf(
     """
     seen = [e for e in events if isinstance(e, RootPosted | LeafPosted) and e.pool == pool]
     nodes = {e.seq: e for e in seen if isinstance(e, LeafPosted)}
-    for event in reversed(seen):  # whoever asks mostly asks about what is new
+    for event in reversed(seen):  # most callers ask about what is new
         if not isinstance(event, RootPosted):
             continue
         if event.root == leaf and event.seq in nodes:

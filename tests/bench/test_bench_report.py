@@ -1,4 +1,4 @@
-"""The page of figures says where each was measured, beside what, and which bars are missed."""
+"""The page of figures says where each was measured, next to what, and which bars are missed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def by_hand(deployed: Deployed) -> Iterator[Deployed]:
-    """A chain that mines only when told."""
+    """A chain that mines only on request."""
     deployed.anvil.rpc("evm_setAutomine", False)
     yield deployed
     deployed.anvil.rpc("anvil_dropAllTransactions")

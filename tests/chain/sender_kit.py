@@ -33,5 +33,5 @@ def transfer(to: Address, wei: int = 1) -> Call:
 
 
 def target(number: int) -> Address:
-    """An account that nobody else uses."""
+    """An account that no one else uses."""
     return address("0x" + f"{number + 0xABC0000:040x}")

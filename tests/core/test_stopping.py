@@ -1,4 +1,4 @@
-"""A program that is told to stop stops, whatever its main thread was just doing."""
+"""A program stops on request, whatever its main thread was just doing."""
 
 from __future__ import annotations
 

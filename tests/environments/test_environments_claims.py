@@ -27,7 +27,7 @@ BUDGETS = LengthBudgets(targets=(100,), penalty_micro=1000, form="exact")
 def test_a_claim_is_refuted_by_another_grade_unless_time_decided_or_the_claimant_gave_up() -> None:
     sure = Grade(900_000, {}, "", given_up_micro=-100_000)
     assert not sure.refutes(0.9)
-    assert not sure.refutes(-0.1)  # its grader ran out of time: nobody gains by that
+    assert not sure.refutes(-0.1)  # its grader ran out of time: no one gains by that
     assert sure.refutes(1.0)
     assert sure.refutes(0.0)
     assert not Grade(0, {}, "", uncertain=True).refutes(1.0)

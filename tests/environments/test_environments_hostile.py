@@ -1,4 +1,4 @@
-"""What an answer or a dataset's row does to whoever grades it: nothing."""
+"""What an answer or a dataset's row does to its grader: nothing."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_grading_child_sees_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch)
         assert grader.call("PYTHONHASHSEED") == "0"
 
 
-# --- walls of text: these hang where a search begins anew at every letter ------------------------
+# --- walls of text: these hang where a search begins again at every letter ------------------------
 
 
 def test_walls_of_text_are_read_in_one_pass() -> None:

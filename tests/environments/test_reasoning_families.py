@@ -1,4 +1,4 @@
-"""reasoning-gym's families: no answer without work is paid; what nobody can train on is refused."""
+"""reasoning-gym's families: no answer without work is paid; what no one can train on is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FREE = (
     "0", "1", "-1", "0.5", "nan", "NAN", "nanj", "1e999", "True", "False", "None", "No", "Yes",
     "[]", "{}", "()", "A", "x", "banana", "1 2 3 4", "0, 0", "[NaN]", "(A)", "oracle_answer",
 )  # fmt: skip
-"""Answers that whoever looks at no question could give."""
+"""Answers that need no look at the question."""
 ENTRIES = 6
 
 

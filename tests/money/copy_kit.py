@@ -1,4 +1,4 @@
-"""Files whose rows can be told apart, and copies of them: for tests of rows that come again."""
+"""Files whose rows differ, and copies of them: for tests of rows that come again."""
 
 from __future__ import annotations
 

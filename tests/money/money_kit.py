@@ -84,7 +84,7 @@ FAKE_DEPLOYMENT = Deployment(
 
 @dataclass
 class Clock:
-    """A clock that stands until it is told."""
+    """A clock that moves only when it is set."""
 
     time: float = 1_000_000.0
 
@@ -285,7 +285,7 @@ def open_manager(
     run: RunDefinition = RUN,
     url: str | None = None,
 ) -> ManagerSide:
-    """A new pool (or the one that lies in `folder`), its store at `url` or beside its objects."""
+    """A new pool (or the one that lies in `folder`), its store at `url` or next to its objects."""
     url = url or sqlite_url(folder / "store.sqlite")
     store = open_store(url)
     store.migrate()

@@ -1,5 +1,5 @@
 """`orchestrator deployment` as an operator types it, on chains that call themselves Base and Base
-Sepolia: what is printed, kept beside the file, and read back."""
+Sepolia: what is printed, kept next to the file, and read back."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_a_reveal_of_another_epoch_pool_or_validator_or_no_reveal_at_all_is_a_li
 
 
 def test_a_list_with_two_commitments_of_one_validator_does_not_parse() -> None:
-    """Else it could say afterwards which of them it meant."""
+    """Else it could say afterwards which of them it chose."""
     two = [commitment(VALIDATOR, 1, encoding.sha256(bytes([n]))) for n in (1, 2)]
     with pytest.raises(ValidationError, match="one each"):
         DrawList(pool=1, second=ZERO_DIGEST, commitments=tuple(two))

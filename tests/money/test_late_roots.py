@@ -1,4 +1,4 @@
-"""Work that nobody put on chain in time: not rooted late, void, and its node is told."""
+"""Work that no one put on chain in time: not rooted late, void, and its node is notified."""
 
 from __future__ import annotations
 

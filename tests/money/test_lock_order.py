@@ -1,4 +1,4 @@
-"""Whoever writes the end of a file locks its rows in one order: nobody waits in a circle."""
+"""All writers of a file's end lock its rows in one order: none waits in a circle."""
 
 from __future__ import annotations
 

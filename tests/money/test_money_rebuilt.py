@@ -53,7 +53,7 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     world.until_rooted()
     leaf = one(world, schema.slashes)["submission_digest"]
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    with monkeypatch.context() as idle:  # open when the epoch is settled: nobody executes it now
+    with monkeypatch.context() as idle:  # open when the epoch is settled: no one executes it now
         idle.setattr(loops, "queue_executions", lambda *_: [])
         world.loops.chain_tick()
         world.loops.money_tick()

@@ -1,5 +1,5 @@
-"""A copy that was accepted before its original is judged once more, and found; whoever is honest
-keeps all it has, and nobody is asked for ever."""
+"""A copy that was accepted before its original is judged once more, and found; an honest
+node keeps all it has, and no one is asked for ever."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_copy_accepted_while_its_original_was_looked_at_is_found(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, copy = accepted_first(panel, panel.validator)
-    with monkeypatch.context() as before:  # nobody had the row when the original was looked at
+    with monkeypatch.context() as before:  # no one had the row when the original was looked at
         before.setattr(Validator, "_seen", lambda *_: frozenset())
         assert panel.validator.judge_next() == original.digest
     assert panel.mgr.row(original.digest).status == "submitted", "once more, whole"
@@ -156,7 +156,7 @@ def test_an_honest_file_that_is_sent_back_keeps_its_verdict_and_is_never_sent_ba
 def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted_before(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that nobody can replay shows only where it is drawn: a copy must not save itself by
+    """A row that no one can replay shows only where it is drawn: a copy must not save itself by
     one, when it is sent back and replayed whole."""
     mgr = panel.mgr
     row = panel.judged(Copyist(panel).original, LIAR)

@@ -1,4 +1,4 @@
-"""The contracts refuse a shadow file, whoever signed what and whoever roots it."""
+"""The contracts refuse a shadow file, no matter who signed it and who roots it."""
 
 from __future__ import annotations
 

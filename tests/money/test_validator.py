@@ -148,7 +148,7 @@ def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_
 def test_a_setup_that_nobody_calibrated_is_measured_once_and_ends_unpaid(
     panel: JudgedPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It used to go round for a score of whole replays, whoever declared it."""
+    """It used to cost a score of whole replays, no matter who declared it."""
 
     def elsewhere(signed: SignedLease, lease_digest: Digest) -> bytes:
         file = read_rollout_file(panel.honest(signed, lease_digest))

@@ -10,7 +10,7 @@ NOBODY = 65534
 
 
 def as_nobody(act: Callable[[], str]) -> str:
-    """What `act` answers in a forked child that runs as nobody; its error's text if it raises."""
+    """What `act` answers in a forked child of the user `nobody`; its error's text if it raises."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - in the child

@@ -130,7 +130,7 @@ def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeW
     admitted(world)
     until(world.submissions, "it works")
     world.set_status("quarantined")
-    until(lambda: "directive wait" in world.log(), "it was told to wait")
+    until(lambda: "directive wait" in world.log(), "it received the order to wait")
     assert agent.poll() is None
     world.set_status("ejected")
     assert agent.wait(120) == 77

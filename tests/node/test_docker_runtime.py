@@ -135,7 +135,7 @@ def test_task_sees_the_policies(shell: Shell) -> None:
 def test_only_gpu_tasks_may_run_programs_from_their_scratch(
     engine: docker.DockerClient, busybox: str, gpus: bool
 ) -> None:
-    """On GPUs vLLM loads kernels that it compiles into /tmp; nobody else runs anything there."""
+    """On GPUs vLLM loads kernels that it compiles into /tmp; no one else runs anything there."""
     line = "/bin/busybox cp /bin/busybox /tmp/busybox && /tmp/busybox true && echo ran"
     container = engine.containers.create(
         busybox, ["/bin/busybox", "sh", "-c", line], user="65532:65532", read_only=True,

@@ -32,7 +32,7 @@ from prime_node.wallet import open_provider
 
 PASSWORD = "a password"
 NOWHERE = ("--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
-"""Flags that name what `join` needs, where nobody answers."""
+"""Flags that name what `join` needs, where no one answers."""
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

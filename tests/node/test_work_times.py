@@ -17,7 +17,7 @@ SHORT = Periods(
 
 
 def states(monkeypatch: pytest.MonkeyPatch, periods: Periods, valid_until: int, now: int) -> Any:
-    """One receipted file that nobody rooted, as the orchestrator says."""
+    """One receipted file that no one rooted, as the orchestrator says."""
     monkeypatch.setattr(work, "read_events", lambda *_, **__: [])
     monkeypatch.setattr(work, "_roots", lambda *_: {})
     link = SimpleNamespace(

@@ -117,7 +117,7 @@ class Operator:
         return str(json.loads((self.data / "serve.json").read_text())["url"])
 
     def refused(self, **changes: str) -> str:
-        """What the user is told when the process will not start."""
+        """What the user reads when the process will not start."""
         with pytest.raises(UserError) as caught:
             run(load(self.flags(**changes)))
         assert caught.value.hint

@@ -91,7 +91,7 @@ def solution_of(world: World, session: Session) -> tuple[str, Any]:
 def test_slow_bodies_of_one_address_leave_room_for_a_newcomers(
     world: World, peer: Any, reported: Any
 ) -> None:
-    """Two places each of eight: who drips sixteen MiB holds up nobody else's admission."""
+    """Two places each of eight: who drips sixteen MiB holds up no one else's admission."""
     app = create_app(world.backend, proxies=Proxies(["10.1.0.0/16"]))
     path, headers = solution_of(world, world.newcomer(1))
 

@@ -1,4 +1,4 @@
-"""Admission and heartbeats: how a node comes in, and what it is told."""
+"""Admission and heartbeats: how a node comes in, and what it is answered."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_member_that_answers_again_needs_no_join(world: World) -> None:
 
 
 def test_a_store_that_was_lost_finds_its_members_again(world: World) -> None:
-    """The chain's events are indexed before the node is admitted anew."""
+    """The chain's events are indexed before the node is admitted again."""
     session = world.login(signer(1))
     join(world, session)
     admit(world, session)

@@ -109,7 +109,7 @@ def test_a_body_that_is_not_the_signed_one_is_refused_once_it_is_read(world: Wor
 
 
 def test_only_the_solution_that_is_awaited_is_read(world: World) -> None:
-    """A challenge of another, of nobody, answered or late: not a byte is taken."""
+    """A challenge of another, of no one, answered or late: not a byte is taken."""
     session, other = world.newcomer(1), world.newcomer(2)
     mine, late = challenge(world, session), challenge(world, session)
 

@@ -227,7 +227,7 @@ def test_a_truncated_oversized_or_other_upload_leaves_nothing(
     where = target(world, node, lease, b"file")
     before = list(world.backend.objects.keys())
     with_its_length = world.http.put(where["url"], content=sent)
-    pretending = world.http.put(where["url"], content=iter([sent]))  # chunked: no length is told
+    pretending = world.http.put(where["url"], content=iter([sent]))  # chunked: no length is given
     assert (with_its_length.status_code, pretending.status_code) == (400, 400)
     assert not world.backend.objects.exists(digest_key(sha256(b"file")))
     assert list(world.backend.objects.keys()) == before

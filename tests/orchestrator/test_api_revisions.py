@@ -94,7 +94,7 @@ def test_a_node_gets_no_lease_of_a_run_that_it_does_not_take(world: World) -> No
     assert HeartbeatAnswer.model_validate_json(beat).run_digest == first.digest()
     assert revise(world, later, 1).status_code == 200
     beat = world.post("/v1/heartbeat", b'{"policy_version":0}', node).content
-    assert HeartbeatAnswer.model_validate_json(beat).run_digest == later.digest(), "told early"
+    assert HeartbeatAnswer.model_validate_json(beat).run_digest == later.digest(), "announced early"
     final(world, later, 1)
     for number in range(2, 5):
         assert ask(world, world.member(number), first).lease is not None

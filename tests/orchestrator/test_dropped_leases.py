@@ -28,7 +28,7 @@ def test_ten_seats_that_drop_their_leases_cost_a_pool_little(tmp_path: Path) -> 
 
 
 class Watch:
-    """An orchestrator that is up all the time, and nodes that are heard of."""
+    """An orchestrator that is up all the time, and nodes that send heartbeats."""
 
     def __init__(self, world: World) -> None:
         self.world, self.life = world, LifeTicks(world.backend)

@@ -1,4 +1,4 @@
-"""The operator's command line: settings, their order, and mistakes told in one sentence."""
+"""The operator's command line: settings, their order, and mistakes named in one sentence."""
 
 from __future__ import annotations
 

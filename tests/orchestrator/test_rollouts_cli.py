@@ -300,7 +300,7 @@ def test_what_cannot_be_shown_is_one_sentence(
 
 
 def test_the_tokenizer_must_be_the_runs(pool: Pool, tmp_path: Path) -> None:
-    """Another one would show texts that nobody wrote."""
+    """Another one would show texts that no one wrote."""
     name = pool.hand_in(pool.world.member(1), [WRONG] * 4)
     other = tmp_path / "model"
     shutil.copytree(MODEL, other)

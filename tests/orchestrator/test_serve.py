@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(operator: Opera
 
 
 def test_a_chain_without_the_contracts_is_said_in_one_sentence(operator: Operator) -> None:
-    """Such as a local chain that was made anew."""
+    """Such as a local chain that was made again."""
     empty = Anvil().start()
     try:
         assert "are not on this chain" in operator.refused(rpc=empty.url)

@@ -1,4 +1,4 @@
-"""Two `orchestrator serve` on one store: nothing is posted or sealed twice, whoever dies."""
+"""Two `orchestrator serve` on one store: nothing is posted or sealed twice, whichever dies."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def test_the_prefetcher_holds_one_batch_ahead_and_never_goes_beyond_the_limit() 
     prefetcher = Prefetcher(produce, limit=3)
     try:
         assert prefetcher.take(0).batch.step == 0
-        assert second.wait(120)  # batch 1 is on its way although nobody asked
+        assert second.wait(120)  # batch 1 is on its way although no one asked
         assert asked == [0, 1]  # and batch 2 is not
         assert [prefetcher.take(s).batch.step for s in (1, 2)] == [1, 2]
     finally:

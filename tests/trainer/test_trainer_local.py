@@ -70,7 +70,7 @@ advantage = "mean"
 
 
 def written(folder: Path, more: str = "", penalty: int = 150_000) -> Path:
-    """A run's TOML in `folder`, with the trainer's settings beside it."""
+    """A run's TOML in `folder`, with the trainer's settings next to it."""
     folder.mkdir(exist_ok=True)
     source = folder / "run.toml"
     source.write_text(RUN.format(more=more, penalty=penalty))

@@ -1,4 +1,4 @@
-"""The trainer's side of the broadcast: beside the next step, served until others have it."""
+"""The trainer's side of the broadcast: during the next step, served until others have it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for
     why = "a batch that is skipped: its weights are published unchanged"
     with trainer_of(pool, tmp_path / "data", world) as (trainer, origin):
         state = trainer.resume()
-        trainer.publish_first(state, Stopwatch())  # no relay ever came: nobody is waited for
+        trainer.publish_first(state, Stopwatch())  # no relay ever came: no one is waited for
         assert [s.manifest.version for s in pool.published()] == [0]
         begins(origin, 0)
 
@@ -156,7 +156,7 @@ def a_node_names(pool: Pool, version: int) -> None:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """What the command heard each time that it asked who has the policy."""
+    """What the command received each time that it asked who has the policy."""
     received: list[str | None] = []
     ask = run.whole_at
 

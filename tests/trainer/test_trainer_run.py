@@ -38,7 +38,7 @@ def lines(data: Path) -> list[dict[str, object]]:
 def uninterrupted(
     tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> tuple[list[str], list[dict[str, object]]]:
-    """Policy digests and metrics of a run that nobody disturbed."""
+    """Policy digests and metrics of a run that no one disturbed."""
     root = tmp_path_factory.mktemp("straight")
     with pool_server(root, model) as pool:
         for step in range(STEPS):
@@ -50,7 +50,7 @@ def uninterrupted(
             version = signed.manifest.version
             folder = root / "data" / "origin" / "policies" / str(version)
             names = {entry.name for entry in signed.manifest.files}
-            for path in folder.iterdir():  # deltas are beside the policy's own files
+            for path in folder.iterdir():  # deltas are next to the policy's own files
                 if path.name.startswith("delta-"):
                     path.unlink()
             verify_folder(folder, signed.manifest)
@@ -70,7 +70,7 @@ def test_each_sealed_batch_becomes_one_published_policy(
     assert metrics[3]["staleness"] == {"0": 8, "2": 4}
     for name in ("wait_batch", "forward_backward", "optimizer", "wait_kept"):
         assert name in metrics[1]["seconds"]  # type: ignore[operator]
-    for name in ("sealed", "fetch", "checkpoint", "publish"):  # beside the loop's own work
+    for name in ("sealed", "fetch", "checkpoint", "publish"):  # next to the loop's own work
         assert name in metrics[2]["background"]  # type: ignore[operator]
 
 
@@ -120,7 +120,7 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
         code, said = told_to_stop(child)
         assert code == 0, said
-        with pytest.raises(httpx.ConnectError):  # nobody is left at the origin's port
+        with pytest.raises(httpx.ConnectError):  # no one is left at the origin's port
             httpx.get(f"{origin}/policies/0/manifest.json")
     assert len(lines(data)) == 1
 

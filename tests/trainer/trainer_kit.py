@@ -192,7 +192,7 @@ class Objects:
 def file_of(
     rollouts: Sequence[Rollout], *, advisory: float = 0.123, schema_version: str = "1"
 ) -> bytes:
-    """A rollout file as a node writes it; its own rewards are `advisory` and believed by nobody."""
+    """A rollout file as a node writes it; its own rewards are `advisory` and believed by no one."""
     written = [
         FileRow(
             problem_id=r.problem_id,

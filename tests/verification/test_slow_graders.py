@@ -1,4 +1,4 @@
-"""Where grading may use up a limit of time, nobody is graded whose text the replay refutes."""
+"""Where grading may use up a limit of time, no one is graded whose text the replay refutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small changes of weights, in files long enough to show them beside honest drift."""
+"""Small changes of weights, in files long enough to show them next to honest drift."""
 
 from __future__ import annotations
 

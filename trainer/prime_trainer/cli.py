@@ -140,7 +140,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
-    """Train until told to stop (SIGTERM ends cleanly; killed, it resumes exactly).
+    """Train until stopped (SIGTERM ends cleanly; killed, it resumes exactly).
 
     `trainer run @ FILE` is `trainer run --config FILE`; flag > environment > file > default.
     """
@@ -234,13 +234,13 @@ def local(
     from prime_trainer.config import load
     from prime_trainer.local import Options, run_local
 
-    beside = source.with_suffix(".trainer.toml")
+    default = source.with_suffix(".trainer.toml")
     flags = {
         "model": model, "data": out, "steps": steps, "learning_rate": learning_rate,
         "lora_rank": lora_rank, "tensorboard": tensorboard,
         "tracker": tracker,
     }  # fmt: skip
-    settings = load(flags, config or (beside if beside.is_file() else None))
+    settings = load(flags, config or (default if default.is_file() else None))
     options = Options(
         engine, dtype, device, threads, evaluate_every, problems, seed, samples,
         checkpoint_every, resume, cassette,

@@ -1,7 +1,7 @@
 """`orchestrator calibrate`: honest drift of every set-up on this machine, as a signed object.
 
 The run definition names the calibration by its SHA-256 (`calibration = "0x…"`), and its pool's
-manager answers for it: whoever judges by it (validators, auditors, `prime-node verify`) refuses one
+manager answers for it: all that judge by it (validators, auditors, `prime-node verify`) refuse one
 that the manager did not sign. Files that declare a set-up which it does not cover are verified in
 shadow: measured, never slashed, never paid.
 """
@@ -141,7 +141,7 @@ def _measured(
     scale: float,
     found: Calibration | None,
 ) -> tuple[Calibration, list[str]]:
-    """What every device's set-ups measure, beside those of `found`, and what was left out. Raises
+    """What every device's set-ups measure, next to those of `found`, and what was left out. Raises
     UnavailableError if nothing could be measured."""
     from prime_verify.calibrate import calibrate as measure
 
@@ -186,7 +186,7 @@ def _devices() -> list[str]:
 
 
 def _interpreters(words: list[str], plain: bool) -> dict[str, Path | None]:
-    """Engines to measure: plain here unless told otherwise, vLLM where scripts/setup_vllm.sh has
+    """Engines to measure: plain here by default, vLLM where scripts/setup_vllm.sh has
     put it, and those that --python names."""
     found: dict[str, Path | None] = {"plain": None} if plain else {}
     vllm = Path(os.environ.get("PRIME_VLLM_HOME", "var/engines/vllm")) / "bin" / "python"

@@ -210,7 +210,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _keep_sources(deployment: Deployment, file: Path) -> Deployment:
-    """Keeps the compiler's input beside the deployment file, where the sources are here."""
+    """Keeps the compiler's input next to the deployment file, where the sources are here."""
     try:
         raw = standard_input(ROOT)
     except NotFoundError as error:

@@ -23,14 +23,14 @@ class Unbonding:
 
 @dataclass(frozen=True)
 class Binding:
-    """The one manager in whose pools an account's stake is at risk, None: nobody's; Unix time from
+    """The one manager in whose pools an account's stake is at risk, None: no one's; Unix time from
     which on another's pool can be joined, 0 as long as seats need stake (or if there is none)."""
 
     manager: Address | None
     until: int
 
     def words(self) -> str:
-        """For a person: "manager 0x… until …"; empty if nobody is meant."""
+        """For a person: "manager 0x… until …"; empty if there is none."""
         if self.manager is None:
             return ""
         end = utc(self.until) if self.until else "an unbonding period after its last seat there"

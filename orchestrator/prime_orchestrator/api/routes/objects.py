@@ -1,6 +1,6 @@
 """Routes of bytes: signed uploads and downloads, and objects by digest.
 
-`/v1/store/…` serves the directory store; with a store that presigns its own URLs nobody is ever
+`/v1/store/…` serves the directory store; with a store that presigns its own URLs no one is ever
 sent there.
 """
 

@@ -113,7 +113,7 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
     def relay_list() -> Response:
-        """Relays heard of lately."""
+        """Relays announced lately."""
         with backend.store.read() as connection:
             since = backend.now() - RELAY_SECONDS
             rows = policies.relays(connection, since=since, own=backend.own_accounts)
