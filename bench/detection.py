@@ -281,9 +281,9 @@ def cost_rows(folder: Path, device: str = "cpu", turns: int = 5) -> list[Cost]:
     """Validating a file of 64 rows (every check, all rows replayed) compared with generating it, 64
     rows together and one by one: medians of `turns` turns, generating and validating in turn. By
     wall time, which is that of an idle machine only if it is idle, and by CPU time, which a busy
-    machine changes little. The bars are for files in the replay's dtype; one in bfloat16 is generated in
-    it, and replayed in both. And the replay's computation as a share of generation's for the rows
-    that a run draws."""
+    machine changes little. The bars are for files in the replay's dtype; one in bfloat16 is
+    generated in it, and replayed in both. And the replay's computation as a share of generation's
+    for the rows that a run draws."""
     rows: list[Cost] = []
     for dtype in DTYPES:
         together, alone, judged = _turns(folder, device, dtype, turns)
