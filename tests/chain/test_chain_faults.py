@@ -65,9 +65,17 @@ def test_any_fault_of_one_endpoint_changes_nothing_of_what_is_read(
         deployed.anvil.mine(2)
     true = _read_all(Watcher(deployed.client, deployed.deployment))
     assert sum(isinstance(event, ProviderRegistered) for event in true) == 3
-    bad = proxy(Fault(kind, seconds=0.05 if kind == "delay" else 60))  # type: ignore[arg-type]
+    bad = proxy()
+    fault = Fault(kind, seconds=0.05 if kind == "delay" else 60)  # type: ignore[arg-type]
     urls = [deployed.url, proxy().url]
     urls.insert(place, bad.url)
+    if place == 0 and kind != "lie":  # it goes wrong in a read that no quorum checks
+        client = ChainClient(urls, CHAIN_ID, timeout=0.5)
+        client.block_number()  # its chain is known to be ours
+        bad.faults = (fault,)
+        assert client.balance(signer.address, 3) == deployed.client.balance(signer.address, 3)
+        client.close()
+    bad.faults = (fault,)
     client = ChainClient(urls, CHAIN_ID, timeout=0.5)
     watcher = Watcher(client, deployed.deployment, max_span=3)
     assert _read_all(watcher) == true

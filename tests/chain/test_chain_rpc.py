@@ -23,7 +23,7 @@ from prime_chain.errors import (
 from prime_chain.networks import by_chain_id, by_name
 from prime_chain.rpc import shown_url
 from prime_core.errors import UnavailableError, UserError
-from prime_core.ids import ZERO_ADDRESS
+from prime_core.ids import ZERO_ADDRESS, Address
 
 Answer = dict[str, Any] | bytes | int
 """A JSON-RPC answer without its id, raw bytes, or an HTTP status."""
@@ -305,6 +305,29 @@ def test_a_block_without_its_hash_is_malformed(serve: Serve) -> None:
     client = ChainClient([endpoint.url], CHAIN_ID)
     with pytest.raises(BadAnswerError, match="eth_getBlockByNumber"):
         client.block("latest")
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"blockNumber": "0x4"}, {"address": ZERO_ADDRESS}, {"topics": ["0x" + "2" * 64]}, {}],
+)
+def test_logs_that_were_not_asked_for_are_malformed(
+    serve: Serve, changed: dict[str, object]
+) -> None:
+    """Also where one endpoint is all there is. Without a change the same log comes twice."""
+    account = Address("0x" + "11" * 20)
+    log = {
+        "address": account, "topics": ["0x" + "1" * 64], "data": "0x", "blockNumber": "0x3",
+        "blockHash": "0x" + "3" * 64, "logIndex": "0x0", "transactionHash": "0x" + "4" * 64,
+    }  # fmt: skip
+    answers = [[log], [log | changed] if changed else [log, log]]
+    endpoint = serve(lambda _method, _params: {"result": answers.pop(0)})
+    client = ChainClient([endpoint.url], CHAIN_ID)
+    wanted = [bytes.fromhex("1" * 64)]
+    assert len(client.logs(2, 3, [account], wanted)) == 1
+    with pytest.raises(BadAnswerError, match="a log that"):
+        client.logs(2, 3, [account], wanted)
     client.close()
 
 
