@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -529,14 +530,17 @@ class MirrorServer:
         class Handler(_Handler):
             objects = store
 
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+            self._server = Server((host.strip("[]"), int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the mirror cannot listen on {listen}: {error}",
                 hint="name a free HOST:PORT, like 127.0.0.1:8090",
             ) from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="mirror")
         self._thread.start()

@@ -192,6 +192,9 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
         pytest.raises(UserError, match="cannot listen"),
     ):
         MirrorServer(Path(worked.folder), f"127.0.0.1:{taken.getsockname()[1]}")
+    server = MirrorServer(Path(worked.folder), "[::1]:0")
+    socket.create_connection(("::1", server.port)).close()
+    server.close()
     assert Copied().as_json()["missing"] == {}
 
 
