@@ -42,12 +42,10 @@ LONGEST_SOCKET_PATH = 100
 
 
 class Bridge:
-    """Serves one LeaseBroker on `folder`/`name` until closed."""
+    """Serves one LeaseBroker on `folder`/agent.sock until closed."""
 
-    def __init__(
-        self, folder: Path, broker: LeaseBroker, *, task_uid: int, name: str = "agent.sock"
-    ) -> None:
-        path = folder / name
+    def __init__(self, folder: Path, broker: LeaseBroker, *, task_uid: int) -> None:
+        path = folder / "agent.sock"
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
             raise UserError(
                 f"the socket's path {path} is too long for a Unix socket",

@@ -8,6 +8,7 @@ sentence and an exit code (prime_core/errors.py).
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prime_core.command_line import Json, program, run
-from prime_core.errors import UnavailableError, UntrustedError
+from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.logs import log_to_stderr
 from prime_core.times import utc
 from prime_core.waiting import FIRST_ANSWER_HELP
@@ -31,7 +32,6 @@ from prime_node.cli_common import (
 )
 from prime_node.cli_nodes import dispute, node_app, payout
 from prime_node.cli_owner import rewards_app, stake_app, wallet_app, work_app
-from prime_node.cli_plan import plan
 
 if TYPE_CHECKING:
     from prime_node.config import Settings
@@ -131,6 +131,48 @@ def join(
     agent = Agent(settings, signer, open_provider(settings, signer))
     agent.install_signals()
     raise typer.Exit(agent.run())
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(help="Cards, such as 4x24GB; repeat for more sets. Default: this machine's."),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=0, help="Cards of one engine; 0 chooses.")
+    ] = 0,
+    length: Annotated[
+        int,
+        typer.Option(min=0, help="Longest row in tokens; 0: the model's, at most 32,768."),
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits on cards in bf16, and with which settings. Needs no card.
+
+    Exit status 64 if it fits on none of them.
+    """
+    from prime_engine.sizing import as_fields, plan_cards, read_shape
+
+    shape = read_shape(model)
+    found, fitting = [], 0
+    for cards, size in _sets(gpus or []):
+        try:
+            planned = plan_cards(shape, cards, size, tensor_parallel=tensor_parallel, length=length)
+        except UserError as error:
+            found.append({"cards": cards, "card_bytes": size, "fits": False, "why": str(error)})
+            if not as_json:
+                typer.echo(str(error))
+            continue
+        fitting += 1
+        found.append(asdict(planned) | {"fits": True})
+        if not as_json:
+            print_fields(str(model), as_fields(planned))
+    if as_json:
+        print_json(found)
+    if not fitting:
+        raise typer.Exit(UserError.exit_code)
 
 
 @app.command()
@@ -274,6 +316,20 @@ def faucet(settings: Settings, dry_run: DryRun = False, as_json: Json = False) -
     )
 
 
+def _sets(texts: list[str]) -> list[tuple[int, int]]:
+    """Returns (cards, bytes a card) of each set; without any, this machine's cards, each counted
+    with the memory of the smallest. Raises UserError if there are none."""
+    from prime_engine.sizing import card_set
+    from prime_node.fingerprint import MIB, read_gpus
+
+    if texts:
+        return [card_set(text) for text in texts]
+    own = read_gpus()
+    if not own:
+        raise UserError("this machine shows no GPU", hint="name cards: --gpus 4x24GB")
+    return [(len(own), min(card.memory_mb for card in own) * MIB)]
+
+
 def stake_out(settings: Settings) -> str:
     """What the owner types to have the stake back, once the node has left."""
     from prime_node.wallet import named_provider, wallet_address
@@ -285,7 +341,6 @@ def stake_out(settings: Settings) -> str:
     return f"left; to take the stake out, at the owner's machine: {command} --wallet {where}"
 
 
-app.command("plan")(plan)
 app.command("payout")(payout)
 app.command("dispute")(dispute)
 

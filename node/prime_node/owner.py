@@ -24,6 +24,8 @@ from prime_core.node import NodeConsent
 from prime_core.signing import LocalSigner, Signer
 from prime_node.link import Link
 
+SETTLE_SECONDS = 120.0
+"""Longest wait for a transaction of an earlier run."""
 CONSENT_SECONDS = 7 * 86_400
 _MULTI_SEND_CALL_ONLY = Address("0x9641d764fc13c8B624c04430C7356C1C7C8102e2")
 """MultiSendCallOnly of Safe 1.4.1, at the same address on Base and Base Sepolia."""
@@ -115,10 +117,10 @@ class Owner:
     def close(self) -> None:
         self._sender.close()
 
-    def settle_open(self, timeout: float = 120.0) -> None:
+    def settle_open(self) -> None:
         """Waits for earlier sent or queued calls. Raises UnavailableError if they do not finish."""
         for intent in self._sender.open_intents():
-            self._sender.wait(intent.id, timeout)
+            self._sender.wait(intent.id, SETTLE_SECONDS)
 
     def perform(self, calls: Sequence[Call]) -> list[Digest]:
         """Sends the calls in order and waits for each; returns their transaction hashes.

@@ -49,6 +49,8 @@ class Retracted:
 
 
 Step = Confirmed | Retracted
+MAX_STEPS = 64
+"""Most steps of one poll."""
 
 
 def next_span(size: int, worked: bool, largest: int) -> int:
@@ -110,14 +112,14 @@ class Watcher:
         """The cursor of a consumer that has read nothing: just before the deployment."""
         return BlockRef(max(self._deployment.block - 1, 0), ZERO_DIGEST)
 
-    def poll(self, trail: Sequence[BlockRef] = (), *, max_steps: int = 64) -> Iterator[Step]:
+    def poll(self, trail: Sequence[BlockRef] = ()) -> Iterator[Step]:
         """What happened since the last block of `trail`; ends when the head is reached.
 
         Each step must be stored before the next is asked for. Raises UnavailableError when no
         endpoint answers or the chain changes faster than it can be read: poll again later.
         """
         cursor = trail[-1] if trail else self.start
-        for _ in range(max_steps):
+        for _ in range(MAX_STEPS):
             top = self._client.block_number() - self._confirmations
             if not self._holds(cursor, top):
                 cursor = common_ancestor(trail[:-1], self._hash_at, self.start)

@@ -27,11 +27,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def parse_canonical_json(data: bytes, limit: int = MAX_JSON_BYTES) -> Any:
+def parse_canonical_json(data: bytes) -> Any:
     """Parses canonical JSON. Raises MalformedError if `data` is not canonical or longer than
-    `limit`."""
-    if len(data) > limit:
-        raise MalformedError(f"JSON of {len(data)} bytes exceeds the limit of {limit}")
+    MAX_JSON_BYTES."""
+    if len(data) > MAX_JSON_BYTES:
+        raise MalformedError(f"JSON of {len(data)} bytes exceeds the limit of {MAX_JSON_BYTES}")
     try:
         value = json.loads(data)
         if canonical_json(value) != data:

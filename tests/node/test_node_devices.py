@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 from prime_core.task import Task
-from prime_node import admission, fingerprint
-from prime_node.admission import admit, challenge_device
+from prime_node import fingerprint, join
 from prime_node.config import Settings
+from prime_node.join import admit, challenge_device
 from prime_node.runtime.base import Device, Mounts, WorkerOptions
 from prime_node.runtime.docker import cards, shared_memory
 from prime_node.worker.__main__ import parse
@@ -55,7 +55,7 @@ def test_worker_generates_on_the_device_that_solved_the_challenge(
         solved_on.append(device)
         return b""
 
-    monkeypatch.setattr(admission, "solve", solve)
+    monkeypatch.setattr(join, "solve", solve)
     api: Any = SimpleNamespace(
         challenge=lambda request: SimpleNamespace(challenge=SimpleNamespace(id="1")),
         solution=lambda number, products: SimpleNamespace(mmacs_per_second=1),

@@ -49,6 +49,7 @@ dismiss        {"validator"}                       id dismiss:<validator>:<block
 Status = Literal["waiting", "queued", "sent", "confirmed", "failed"]
 """Waiting: its call is not built yet. The others are the sender's."""
 UNFINISHED: tuple[Status, ...] = ("waiting", "queued", "sent")
+MAX_OTHERS = 100
 MAX_JOINS = 16
 """Most joins per round: each costs a chain query."""
 MAX_PROPOSALS = 32
@@ -129,10 +130,8 @@ def get(connection: Connection, intent_id: str) -> IntentRow | None:
     return None if found is None else _row(found)
 
 
-def pending(
-    connection: Connection, statuses: Iterable[Status] = ("waiting",), limit: int = 100
-) -> list[IntentRow]:
-    """Returns intents in the given states, oldest first, followed by at most MAX_PROPOSALS
+def pending(connection: Connection, statuses: Iterable[Status] = ("waiting",)) -> list[IntentRow]:
+    """Returns at most MAX_OTHERS intents in the given states, oldest first, followed by at most MAX_PROPOSALS
     proposals and MAX_JOINS joins, least recently updated first: anyone may request an invite, and
     proposals wait for roots, so neither may block other intents."""
     mine = sa.select(_table).where(_intents.status.in_(tuple(statuses)), _intents.kind != "")
@@ -141,8 +140,8 @@ def pending(
         queries.append(mine.where(_intents.kind == kind).order_by(_intents.updated_at, _intents.id))
     return [
         _row(row)
-        for query, most in zip(queries, (limit, MAX_PROPOSALS, MAX_JOINS), strict=True)
-        for row in connection.execute(query.limit(min(most, limit))).mappings()
+        for query, most in zip(queries, (MAX_OTHERS, MAX_PROPOSALS, MAX_JOINS), strict=True)
+        for row in connection.execute(query.limit(most)).mappings()
     ]
 
 

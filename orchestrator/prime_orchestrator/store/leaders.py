@@ -29,6 +29,7 @@ _TRUSTED = 0.6
 """Fraction of the lease for which its holder relies on its last beat."""
 
 _table = schema.loop_leases
+_NAME = "manager"
 
 
 class LoopLease:
@@ -41,14 +42,10 @@ class LoopLease:
         holder: str,
         *,
         now: Callable[[], float],
-        name: str = "manager",
-        seconds: float = LEASE_SECONDS,
     ) -> None:
         self._store = store
         self._holder = holder
         self._now = now
-        self._name = name
-        self._seconds = seconds
         self._until = float("-inf")
         self._seen: tuple[str, int] | None = None
         self._seen_at = float("-inf")
@@ -64,22 +61,22 @@ class LoopLease:
         """
         started, was = self._now(), self.held()
         with self._store.begin() as connection:
-            first = {"name": self._name, "holder": self._holder, "beat": 0}
+            first = {"name": _NAME, "holder": self._holder, "beat": 0}
             insert_new(connection, _table, first)
             row = connection.execute(
                 sa.select(_table.c.holder, _table.c.beat)
-                .where(_table.c.name == self._name)
+                .where(_table.c.name == _NAME)
                 .with_for_update()
             ).one()
             mine = row.holder == self._holder or self._stands_still((row.holder, int(row.beat)))
             if mine:
                 connection.execute(
                     sa.update(_table)
-                    .where(_table.c.name == self._name)
+                    .where(_table.c.name == _NAME)
                     .values(holder=self._holder, beat=_table.c.beat + 1)
                 )
         if mine:
-            self._until = started + _TRUSTED * self._seconds
+            self._until = started + _TRUSTED * LEASE_SECONDS
         if mine and not was:
             log.info("this process runs the manager's loops")
         elif was and not mine:
@@ -91,7 +88,7 @@ class LoopLease:
         if seen != self._seen:
             self._seen, self._seen_at = seen, self._now()
             return False
-        return self._now() - self._seen_at >= self._seconds
+        return self._now() - self._seen_at >= LEASE_SECONDS
 
     def release(self) -> None:
         """Releases the lease, so that another process need not wait. Call it after the loops have
@@ -99,7 +96,5 @@ class LoopLease:
         self._until = float("-inf")
         with self._store.begin() as connection:
             connection.execute(
-                sa.delete(_table).where(
-                    _table.c.name == self._name, _table.c.holder == self._holder
-                )
+                sa.delete(_table).where(_table.c.name == _NAME, _table.c.holder == self._holder)
             )

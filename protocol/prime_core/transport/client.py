@@ -96,7 +96,6 @@ class OrchestratorClient:
         allow_private: bool = False,
         named: bool = False,
         now: Callable[[], float] = time.time,
-        new_nonce: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         sleep: Callable[[float], None] = time.sleep,
         spoken: range = version.SPOKEN,
     ) -> None:
@@ -104,7 +103,6 @@ class OrchestratorClient:
         self.signer = signer
         self.scope = scope
         self._now = now
-        self._new_nonce = new_nonce
         self._sleep = sleep
         self.allows_private = allow_private or (not named and is_loopback(self.base_url))
         self.named = named
@@ -295,7 +293,7 @@ class OrchestratorClient:
         if signed:
             key = self._open_session()
             headers |= sign_headers(
-                key, method, url, body, now=self._now(), nonce=self._new_nonce()
+                key, method, url, body, now=self._now(), nonce=secrets.token_urlsafe(18)
             )
         reply = self._send(method, url, body, headers)
         if reply.status_code >= 400:

@@ -20,6 +20,8 @@ from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest, to_bytes
 
 MAX_SIZE = 8192
+REPETITIONS = 2
+"""Random vectors of one check."""
 _BLOCK = 1024
 """Longest inner dimension whose int8 products sum exactly in float32: 1024 · 2¹⁴ = 2²⁴."""
 
@@ -115,7 +117,6 @@ def check(
     rounds: int,
     products: NDArray[np.int64],
     rng: np.random.Generator,
-    repetitions: int = 2,
 ) -> bool:
     """Returns True if `products` (int64 [rounds, size, size]) are correct. Wrong ones pass with
     probability ≤ 2⁻³² per repetition, drawn from `rng`, which the solver must not be able to
@@ -132,7 +133,7 @@ def check(
         return False
     for r in range(rounds):
         a, b = matrices(seed, size, r)
-        x = rng.integers(0, 1 << 32, size=(size, repetitions), dtype=np.int64)
+        x = rng.integers(0, 1 << 32, size=(size, REPETITIONS), dtype=np.int64)
         expected = _times(a, _times(b, x))
         if not np.array_equal(_times(products[r], x), expected):
             return False

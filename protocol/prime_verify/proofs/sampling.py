@@ -47,6 +47,8 @@ BYTES = 16
 """Length of the hash input."""
 CHUNK = 1 << 16
 """Number of elements hashed at a time, so that intermediate arrays fit in cache."""
+IMPROBABLE_SHARE = 1e-3
+"""Bound of the probability of all tokens together that `improbable_tokens` counts."""
 END_PROBABILITY = 0.1
 """A row that ends with an end token less probable than this is plausible only if the noise chose
 it."""
@@ -152,16 +154,18 @@ def poisson_tail(observed: int, expected: float) -> float:
 
 
 def improbable_tokens(
-    logprobs: Sequence[float] | NDArray[np.float32], vocabulary: int, share: float = 1e-3
+    logprobs: Sequence[float] | NDArray[np.float32], vocabulary: int
 ) -> tuple[int, float]:
-    """(observed, expected bound) of tokens with probability below share / vocabulary.
+    """(observed, expected bound) of tokens with probability below IMPROBABLE_SHARE / vocabulary.
 
-    For every model, all such tokens together have probability < `share` at each position, so an
-    honest sampler draws at most `share` · T of them on average. Text from a small model that a
-    large one only scored has a second hump there.
+    For every model, all such tokens together have probability < IMPROBABLE_SHARE at each position,
+    so an honest sampler draws at most IMPROBABLE_SHARE · T of them on average. Text from a small
+    model that a large one only scored has a second hump there.
     """
     values = np.asarray(logprobs, dtype=np.float64)
-    return int((values < math.log(share / vocabulary)).sum()), share * len(values)
+    return int((values < math.log(IMPROBABLE_SHARE / vocabulary)).sum()), IMPROBABLE_SHARE * len(
+        values
+    )
 
 
 def ends_plausibly(end_probability: float, margin: float, tolerance: float) -> bool:

@@ -80,11 +80,11 @@ def host_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def body_of(limit: int = SMALL_BODY) -> Any:
+def body_of() -> Any:
     """Dependency: the raw body of an unsigned request."""
 
     async def dependency(request: Request) -> bytes:
-        return await read_body(request, limit)
+        return await read_body(request, SMALL_BODY)
 
     return Depends(dependency)
 
