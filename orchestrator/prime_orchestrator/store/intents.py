@@ -131,9 +131,9 @@ def get(connection: Connection, intent_id: str) -> IntentRow | None:
 
 
 def pending(connection: Connection, statuses: Iterable[Status] = ("waiting",)) -> list[IntentRow]:
-    """Returns at most MAX_OTHERS intents in the given states, oldest first, followed by at most MAX_PROPOSALS
-    proposals and MAX_JOINS joins, least recently updated first: anyone may request an invite, and
-    proposals wait for roots, so neither may block other intents."""
+    """Returns at most MAX_OTHERS intents in the given states, oldest first, followed by at most
+    MAX_PROPOSALS proposals and MAX_JOINS joins, least recently updated first: anyone may request an
+    invite, and proposals wait for roots, so neither may block other intents."""
     mine = sa.select(_table).where(_intents.status.in_(tuple(statuses)), _intents.kind != "")
     queries = [mine.where(_intents.kind.not_in(("join", "propose"))).order_by(_intents.seq)]
     for kind in ("propose", "join"):
