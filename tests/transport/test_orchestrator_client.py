@@ -41,8 +41,9 @@ VERSIONED = {HEADER: str(SPOKEN[-1])}
 
 
 def _client(handler: httpx.MockTransport, waits: list[float]) -> OrchestratorClient:
+    """A client whose requests `handler` answers; all else of its HTTP client is the program's."""
     client = OrchestratorClient("http://pool", sleep=waits.append)
-    client._http = httpx.Client(transport=handler)
+    client._http._transport, client._http._mounts = handler, {}
     return client
 
 
