@@ -44,7 +44,7 @@ class Network:
 
 
 @contextmanager
-def network(hosts: int, mbit: int = MBIT, loss: float = LOSS) -> Iterator[Network]:
+def network(hosts: int) -> Iterator[Network]:
     """Hosts on one switch, removed at the end. Raises UnavailableError if this machine does not
     allow it."""
     tag = f"bb{os.getpid()}"
@@ -58,7 +58,7 @@ def network(hosts: int, mbit: int = MBIT, loss: float = LOSS) -> Iterator[Networ
         _run("ip", "-n", switch, "link", "set", "bridge0", "up")
         made = Network(names)
         for number, name in enumerate(names):
-            _connect(switch, name, f"port{number}", f"{made.host(number)}/24", mbit)
+            _connect(switch, name, f"port{number}", f"{made.host(number)}/24", MBIT)
             _run(
                 "ip",
                 "netns",
@@ -75,7 +75,7 @@ def network(hosts: int, mbit: int = MBIT, loss: float = LOSS) -> Iterator[Networ
                 "--mode",
                 "random",
                 "--probability",
-                str(loss),
+                str(LOSS),
                 "-j",
                 "DROP",
             )

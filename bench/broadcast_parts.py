@@ -132,14 +132,11 @@ class Stage:
         stack.callback(thread.join)
         stack.callback(self._over.set)
 
-    def ours(
-        self, name: str, host: str = "127.0.0.1", prefix: Sequence[str] = (), *, watch: bool = True
-    ) -> Child:
+    def ours(self, name: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Child:
         """A process of this library (`bench/broadcast_worker.py`)."""
         command = [*prefix, sys.executable, "-m", "bench.broadcast_worker", host]
         child = self._start(name, command)
-        if watch:
-            self._children.append(child)
+        self._children.append(child)
         return child
 
     def peer(

@@ -134,7 +134,7 @@ class Whole:
     first_byte: list[float] = field(default_factory=list)
     amplification: list[float] = field(default_factory=list)
     processor: dict[str, float] = field(default_factory=dict)
-    """Processor seconds a byte delivered, by who: "ours", "peer", "floor" (broadcast_floor.py)."""
+    """Processor seconds a byte delivered, by who: "ours", "peer", "floor" (`floor_seconds`)."""
 
     def add(self, who: str, seconds: float) -> None:
         self.seconds.setdefault(who, []).append(seconds)

@@ -58,7 +58,7 @@ _MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def shadow_pages(pool: seats.Pool, count: int = SHADOWS) -> list[Row]:
+def shadow_pages(pool: seats.Pool) -> list[Row]:
     """Size and CPU time of the first page of nodes, of all pages, and of a status."""
     backend, now = pool.backend, pool.clock[0]
     pool.seat(5, honest=True)
@@ -75,7 +75,7 @@ def shadow_pages(pool: seats.Pool, count: int = SHADOWS) -> list[Row]:
             sa.insert(table),
             [
                 pattern | {"address": ids.address(f"0x{(1 << 90) + at:040x}")}
-                for at in range(1, count)
+                for at in range(1, SHADOWS)
             ],
         )
 
@@ -92,17 +92,17 @@ def shadow_pages(pool: seats.Pool, count: int = SHADOWS) -> list[Row]:
         return status.status(backend).model_dump_json().encode()
 
     every = pages()
-    if sum(map(len, every)) != count + 5:
+    if sum(map(len, every)) != SHADOWS + 5:
         raise FatalError("the pages do not hold every node")
     shown = status.status(backend).nodes
     members = sum(one.status == "active" for one in shown)
     return [
         Row("shadow_nodes_page_mb", max(len(_body(one)) for one in every) / 1e6,
-            f"MB, largest page of /v1/nodes with {count:,} shadow nodes", 1.0,
+            f"MB, largest page of /v1/nodes with {SHADOWS:,} shadow nodes", 1.0,
             peer=8.8, peer_name=AUDIT),
         Row("shadow_nodes_page_ms", 1e3 * _cpu(first), "CPU ms, first page of /v1/nodes"),
         Row("shadow_status_mb", len(picture()) / 1e6,
-            f"MB, /v1/status with {count:,} shadow nodes", 1.0),
+            f"MB, /v1/status with {SHADOWS:,} shadow nodes", 1.0),
         Row("shadow_status_ms", 1e3 * _cpu(picture),
             "CPU ms, /v1/status, made at most once a second", 500,
             peer=25_000, peer_name=f"{AUDIT}, wall time, for each reader"),

@@ -107,10 +107,10 @@ def plan_of(root: Path, steps: int) -> Plan:
 class Memory:
     """Samples the peak resident set of a network's processes and their children, in a thread."""
 
-    def __init__(self, network: Network, seconds: float = 0.5) -> None:
+    def __init__(self, network: Network) -> None:
         self.peaks: dict[str, float] = {}
         """Program → 10^6 bytes of its largest process. A node's worker counts apart from it."""
-        self._network, self._pause = network, seconds
+        self._network = network
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory")
         self._thread.start()
@@ -128,7 +128,7 @@ class Memory:
                     self._note(name, process.pid)
                     for below in process.children(recursive=True):
                         self._note(f"{name} worker", below.pid)
-            if self._over.wait(self._pause):
+            if self._over.wait(0.5):
                 return
 
     def _note(self, name: str, pid: int) -> None:

@@ -111,7 +111,6 @@ class Anvil:
         port: int = 0,
         state: Path | None = None,
         log: Path | None = None,
-        accounts: int = 10,
         chain_id: int = CHAIN_ID,
         epoch_slots: int = 1,
         extra: tuple[str, ...] = (),
@@ -120,7 +119,6 @@ class Anvil:
         self._port = port
         self._state = state
         self._log = log
-        self._accounts = accounts
         self._chain_id, self._epoch_slots = chain_id, epoch_slots
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
@@ -177,7 +175,7 @@ class Anvil:
     def _arguments(self) -> list[str]:
         arguments = [
             "--chain-id", str(self._chain_id), "--host", "127.0.0.1", "--port", str(self._port),
-            "--slots-in-an-epoch", str(self._epoch_slots), "--accounts", str(self._accounts),
+            "--slots-in-an-epoch", str(self._epoch_slots),
             "--mnemonic", DEV_MNEMONIC, "--quiet", *self._extra,
         ]  # fmt: skip
         if self._block_time is not None:
@@ -223,9 +221,9 @@ class Anvil:
         """Sets the account's balance, in ether."""
         self.rpc("anvil_setBalance", address, hex(int(eth * 10**18)))
 
-    def mine(self, blocks: int = 1, interval: int = 1) -> None:
-        """Mines `blocks`, `interval` seconds of chain time apart."""
-        self.rpc("anvil_mine", hex(blocks), hex(interval))
+    def mine(self, blocks: int = 1) -> None:
+        """Mines `blocks`, one second of chain time apart."""
+        self.rpc("anvil_mine", hex(blocks), hex(1))
 
     def mine_every(self, seconds: int) -> None:
         """From now on mines one block every `seconds`; 0 mines a block for each transaction."""

@@ -35,10 +35,10 @@ class Child:
     log: Path
     required: bool
 
-    def tail(self, lines: int = 15) -> str:
-        """The end of its log, for error messages."""
+    def tail(self) -> str:
+        """The last 15 lines of its log, for error messages."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(text.splitlines()[-15:])
 
 
 def _die_with_parent() -> None:

@@ -24,9 +24,9 @@ _TONES = {
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: list[float], width: int = 60) -> str:
-    """The last `width` values, each in [0, 1], as one line of bars."""
-    return "".join(_BARS[min(7, max(0, int(value * 8)))] for value in values[-width:])
+def sparkline(values: list[float]) -> str:
+    """The last 60 values, each in [0, 1], as one line of bars."""
+    return "".join(_BARS[min(7, max(0, int(value * 8)))] for value in values[-60:])
 
 
 def picture(

@@ -7,7 +7,7 @@
                  passed on once it is verified
     the server   answers for a version from the moment its manifest is known
 
-    the scrubber reads what is there again (prime_broadcast/scrub.py); a version that rotted on
+    the scrubber reads what is there again (`Scrubber`); a version that rotted on
                  disk is no longer served, and its wrong chunks are fetched anew
 
 A relay keeps the last few versions, restores them from disk after a restart, and resumes what a
