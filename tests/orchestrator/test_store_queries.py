@@ -239,8 +239,8 @@ def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Stor
 # -- sessions ----------------------------------------------------------------------------------
 
 
-def test_forgetting_sessions_reads_only_what_is_old(store: Store) -> None:
-    """Strangers can leave many sessions and revocations for a day, and it runs every second."""
+def test_forgetting_sessions_and_challenges_reads_only_what_is_old(store: Store) -> None:
+    """Strangers can leave many for hours, and it runs every second."""
     plans: dict[str, str] = {}
 
     @sa.event.listens_for(store.engine, "before_cursor_execute")
@@ -251,7 +251,8 @@ def test_forgetting_sessions_reads_only_what_is_old(store: Store) -> None:
 
     with store.begin() as connection:
         sessions.forget(connection, now=50)
-    assert {*plans} == {"nonces", "sessions", "revocations"}
+        challenges.forget(connection, now=50)
+    assert {*plans} == {"nonces", "sessions", "revocations", "challenges"}
     assert all(plan.startswith("SEARCH") for plan in plans.values()), plans
 
 

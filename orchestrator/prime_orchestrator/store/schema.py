@@ -107,6 +107,7 @@ challenges = Table(
     Column("place", Text),  # address (an IPv6 /64) that asked for shadow work; None: not limited
     Index("challenges_node", "node", "issued_at"),
     Index("challenges_place", "place", "issued_at"),
+    Index("challenges_deadline", "deadline"),
 )
 
 leases = Table(
