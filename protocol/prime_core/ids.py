@@ -20,21 +20,10 @@ Digest = NewType("Digest", str)
 """32 bytes as "0x" + 64 lowercase hex digits (SHA-256, BLAKE3, keccak-256, EIP-712 digest)."""
 Signature = NewType("Signature", str)
 """65 bytes r‖s‖v (ECDSA), or an ERC-1271 blob, as "0x" + lowercase hex."""
-PoolId = NewType("PoolId", int)
-Version = NewType("Version", int)
-"""Number of a published policy. Version v is the base model after v published optimizer steps."""
 Step = NewType("Step", int)
 """Number of a training batch. Batch s is trained on policy version s and produces version s + 1."""
-Epoch = NewType("Epoch", int)
-"""floor(Unix time / epoch length), by the chain's clock."""
-Timestamp = NewType("Timestamp", int)
-"""Unix time in whole seconds."""
-Wei = NewType("Wei", int)
-"""Token amount in its smallest unit (10^-18)."""
 Units = NewType("Units", int)
 """Generated tokens of accepted rows, as counted by a validator."""
-SpeedClass = NewType("SpeedClass", int)
-"""1 (slowest) and up, measured at admission; 0 means unclassified and is rejected."""
 
 ZERO_DIGEST = Digest("0x" + "00" * 32)
 ZERO_ADDRESS = Address("0x" + "00" * 20)

@@ -10,7 +10,7 @@ from orchestrator_world import World, signer
 
 from prime_core.errors import PolicyError
 from prime_orchestrator.api import publishing
-from prime_orchestrator.api.backend import MOST_RELAYS, LiesReported
+from prime_orchestrator.api.backend import MOST_RELAYS, RelayFaults
 from prime_orchestrator.store import nodes
 
 
@@ -139,21 +139,21 @@ def test_a_report_of_wrong_chunks_is_counted_once_a_node_and_nothing_else_follow
 
 
 def test_a_relay_that_fell_silent_keeps_the_count_of_its_lies() -> None:
-    lies, nodes = LiesReported(), [signer(number).address for number in (1, 2)]
-    lies.note(nodes[0], ["http://a"], ["http://a", "http://b"])
-    lies.note(nodes[1], ["http://b"], ["http://b"])
-    assert lies.counts() == {"http://a": 1, "http://b": 1}
-    lies.note(nodes[0], ["http://a"], ["http://b"])
-    lies.note(nodes[1], ["http://a"], ["http://a", "http://b"])
-    assert lies.counts() == {"http://a": 2, "http://b": 1}
+    faults, nodes = RelayFaults(), [signer(number).address for number in (1, 2)]
+    faults.note(nodes[0], ["http://a"], ["http://a", "http://b"])
+    faults.note(nodes[1], ["http://b"], ["http://b"])
+    assert faults.counts() == {"http://a": 1, "http://b": 1}
+    faults.note(nodes[0], ["http://a"], ["http://b"])
+    faults.note(nodes[1], ["http://a"], ["http://a", "http://b"])
+    assert faults.counts() == {"http://a": 2, "http://b": 1}
 
 
 def test_the_relays_whose_lies_are_counted_are_bounded() -> None:
-    lies, node = LiesReported(), signer(1).address
+    faults, node = RelayFaults(), signer(1).address
     urls = [f"http://relay-{number}" for number in range(MOST_RELAYS + 3)]
     for url in urls:
-        lies.note(node, [url], [url])
-    assert list(lies.counts()) == urls[3:], "the ones named first go"
+        faults.note(node, [url], [url])
+    assert list(faults.counts()) == urls[3:], "the ones named first go"
 
 
 @pytest.mark.parametrize("lied", [["http://x"] * 17, ["x" * 513], "http://x", [1]])

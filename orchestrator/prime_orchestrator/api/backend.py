@@ -32,7 +32,7 @@ MOST_RELAYS = 256
 """Number of relays whose reports are kept; beyond it, the one first reported is dropped."""
 
 
-class LiesReported:
+class RelayFaults:
     """Records since process start which nodes reported that which relay sent them a wrong chunk,
     for the last MOST_RELAYS relays, including nodes that have gone silent. Thread-safe.
 
@@ -85,7 +85,7 @@ class Backend:
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
     planted: Planted = field(default_factory=Planted)
-    lies: LiesReported = field(default_factory=LiesReported)
+    relay_faults: RelayFaults = field(default_factory=RelayFaults)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)
 

@@ -132,7 +132,7 @@ def _answer_beats(
         if at in elsewhere:
             directive, reason = "stop", elsewhere[at]
         if beat.lied and node is not None:
-            backend.lies.note(account, beat.lied, relays)
+            backend.relay_faults.note(account, beat.lied, relays)
         answers.append(
             HeartbeatAnswer(
                 directive=directive,

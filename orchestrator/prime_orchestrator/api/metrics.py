@@ -65,7 +65,7 @@ class PoolMetrics:
             states = dict.fromkeys(get_args(NodeStatus), 0) | nodes.counts(connection)
             files, shadow = (submissions.counts(connection, shadow=only) for only in (False, True))
             repeating = submissions.repeating(connection)
-            lies = backend.lies.counts()
+            faults = backend.relay_faults.counts()
             yield _gauges("prime_nodes", "Nodes by status. Unit: nodes.", "status", states)
             yield _gauges(
                 "prime_submissions", "Rollout files by status. Unit: files.", "status", files
@@ -98,7 +98,7 @@ class PoolMetrics:
                 "prime_relay_lies_reported",
                 "Nodes that reported wrong chunks, by relay. Unit: nodes.",
                 "relay",
-                lies,
+                faults,
             )
             yield GaugeMetricFamily(
                 "prime_next_step",
