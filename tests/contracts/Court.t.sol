@@ -609,4 +609,54 @@ contract CourtTest is Network {
         slasher.confirm(leaf);
         assertState(leaf, Slasher.State.Executed);
     }
+
+    // ------------------------------------------------------------------------------------ contests
+
+    /// @dev A void that its provider contests, with the case before the court.
+    function contestedCase() private returns (bytes32 leaf) {
+        Submission memory s = rejectIt(1, 3);
+        leaf = contest(s);
+        openCase(s, opinions(s, 3, bothKeys()), law(), firstSeats(7), 2);
+    }
+
+    function test_Contest_InCourt_TwoOverturn_TheLeafIsRestored_TheFinesPayTheMajority() public {
+        bytes32 leaf = contestedCase();
+        vm.warp(vm.getBlockTimestamp() + DISPUTE / 4);
+        expectNotAllowed(arbiter);
+        vm.prank(arbiter);
+        slasher.confirm(leaf);
+        court.draw(leaf);
+        vm.roll(vm.getBlockNumber() + 2);
+        court.draw(leaf);
+        (, address[] memory jurors) = court.caseOf(leaf);
+        for (uint256 i; i < 3; ++i) {
+            commit(leaf, jurors[i], i < 2 ? OVERTURN : CONFIRM);
+        }
+        vm.warp(vm.getBlockTimestamp() + DISPUTE / 4);
+        for (uint256 i; i < 3; ++i) {
+            reveal(leaf, jurors[i], i < 2 ? OVERTURN : CONFIRM);
+        }
+        court.settle(leaf);
+        assertState(leaf, Slasher.State.Closed);
+        vm.assertFalse(work.isRejected(pool, leaf));
+        vm.assertEq(token.balanceOf(provider), DEPOSIT);
+        vm.assertEq(court.payOf(jurors[0]) + court.payOf(jurors[1]), 2 * BOND);
+        vm.assertEq(court.payOf(jurors[2]), 0);
+    }
+
+    function test_Open_AContestInItsFirstQuarterOnly_AtTheEdge() public {
+        Submission memory s = rejectIt(1, 3);
+        Opinions memory o = opinions(s, 3, bothKeys());
+        bytes32 leaf = contest(s);
+        uint256 until = vm.getBlockTimestamp() + DISPUTE / 4;
+        vm.warp(until);
+        expect(abi.encodeWithSelector(Errors.WindowClosed.selector, leaf, until));
+        openCase(s, o, law(), firstSeats(7), 2);
+        vm.warp(until - 1);
+        Opinions memory accepts = opinions(s, 1, bothKeys());
+        expect(abi.encodeWithSelector(Errors.WrongOutcome.selector, 1));
+        openCase(s, accepts, law(), firstSeats(7), 2);
+        openCase(s, o, law(), firstSeats(7), 2);
+        vm.assertTrue(court.holds(leaf));
+    }
 }
