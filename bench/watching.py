@@ -3,7 +3,8 @@
 `watchers`: connections to /v1/events of two API processes that got the newest status within two
 seconds of a change, the fewest of several changes. `node_death_s`: from a node's last heartbeat to
 its ejection from scheduling, next to nodes that go on beating. `rpc_calls_min_idle`: requests of an
-idle `orchestrator serve` to its RPC endpoint, on a chain with a block every two seconds.
+idle `orchestrator serve` to its RPC endpoint, on a chain with a block every two seconds and with
+the pauses that are the default on Base.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.servers import Database, connect, open_sessions, request_bytes, servi
 from devnet.network import Network
 from devnet.plan import Plan
 from prime_chain.faulty import FaultyRpc
+from prime_chain.networks import BASE
 from prime_core.messages import Heartbeat
 from prime_orchestrator.store import schema
 
@@ -29,6 +31,8 @@ WITHIN_SECONDS = 2.0
 BEAT_SECONDS = 10.0
 BLOCK_SECONDS = 2
 IDLE_SECONDS = 60.0
+QUIET_SECONDS = 75.0
+"""Time after which the events of the start no longer count as recent."""
 
 
 class _Watcher(asyncio.Protocol):
@@ -127,12 +131,13 @@ class _Counted(Network):
     proxy: FaultyRpc
 
     def _rpc(self) -> tuple[str, ...]:
-        return ("--rpc", self.proxy.url)
+        idle = BASE.idle_seconds
+        return ("--rpc", self.proxy.url, "--chain-idle-seconds", str(idle))
 
 
 def rpc_rows(quick: bool) -> list[Row]:
     """The row `rpc_calls_min_idle`."""
-    seconds = 10.0 if quick else IDLE_SECONDS
+    seconds = 24.0 if quick else IDLE_SECONDS
     with tempfile.TemporaryDirectory(prefix="bench-idle-") as folder:
         network = _Counted(Plan(root=Path(folder), validators=1))
         try:
@@ -141,7 +146,7 @@ def rpc_rows(quick: bool) -> list[Row]:
             network.anvil.mine_every(BLOCK_SECONDS)
             network.proxy = FaultyRpc(network.anvil.url)
             network.start_orchestrator()
-            time.sleep(10.0)
+            time.sleep(QUIET_SECONDS)
             before = network.proxy.asked.copy()
             time.sleep(seconds)
             asked = network.proxy.asked - before

@@ -49,7 +49,10 @@ SOAKS = {
     ),
     "faults": (
         "an hour's work of one pool behind RPC endpoints that fail in every way (10 minutes)",
-        ("pytest", "-q", "tests/money/test_money_behind_faults.py", "--faults-seconds=600"),
+        (
+            *("pytest", "-q", "--faults-seconds=600", "--timeout=1500"),
+            "tests/money/test_money_behind_faults.py",
+        ),
     ),
     "rpc-faults": (
         "the whole network behind RPC endpoints that fail in every way (10 minutes of faults)",

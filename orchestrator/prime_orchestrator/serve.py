@@ -55,7 +55,7 @@ from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.config import Settings
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import uploads
-from prime_orchestrator.manager.loops import ManagerLoops
+from prime_orchestrator.manager.loops import ManagerLoops, Pace
 from prime_orchestrator.store import Store, meta, open_store
 from prime_orchestrator.store.chain import STATE_EVENTS
 from prime_orchestrator.store.intents import StoreQueue
@@ -120,6 +120,7 @@ def run(settings: Settings) -> None:
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
             planted=settings.planted_nodes(),
         )
+        idle = settings.chain_idle_seconds
         lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)
         queue = StoreQueue(store, signer.address, deployment.chain_id, lease.held)
         sender = Sender(client, signer, queue)
@@ -135,6 +136,7 @@ def run(settings: Settings) -> None:
             now=backend.now,
             board=backend.draws,
             planted=backend.planted,
+            pace=Pace(client.network.idle_seconds if idle is None else idle),
         )
         uvloop.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
 

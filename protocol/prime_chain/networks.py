@@ -19,6 +19,7 @@ class Network:
     events and receipts count. `min_agreeing`: RPC endpoints that must give the same answer where
     stake is at risk. The tags name how deep a fact must lie: to admit a node, to count stake or
     queue a slash, to release a payout. `max_fee_wei`: default cap on the fee per gas.
+    `idle_seconds`: pause between two reads of events while no transaction is awaited.
     `uptime_feed`: Chainlink's L2 sequencer uptime feed, zero where there is none. `explorer`: URL
     of the block explorer, empty where there is none.
     """
@@ -35,11 +36,12 @@ class Network:
     payout_tag: BlockTag = "finalized"
     uptime_feed: Address = ZERO_ADDRESS
     explorer: str = ""
+    idle_seconds: float = 12.0
 
 
 GWEI = 10**9
 
-LOCAL = Network("local", 31337, 1.0, 0, 1, True, 500 * GWEI)
+LOCAL = Network("local", 31337, 1.0, 0, 1, True, 500 * GWEI, idle_seconds=0.0)
 BASE_SEPOLIA = Network(
     "base-sepolia", 84532, 2.0, 2, 1, True, 50 * GWEI, explorer="https://sepolia.basescan.org"
 )

@@ -113,24 +113,25 @@ class Watcher:
         return BlockRef(max(self._deployment.block - 1, 0), ZERO_DIGEST)
 
     def poll(self, trail: Sequence[BlockRef] = ()) -> Iterator[Step]:
-        """What happened since the last block of `trail`; ends when the head is reached.
+        """What happened since the last block of `trail`, up to the head at the time of the call.
 
         Each step must be stored before the next is asked for. Raises UnavailableError when no
         endpoint answers or the chain changes faster than it can be read: poll again later.
         """
         cursor = trail[-1] if trail else self.start
+        top = self._client.block_number() - self._confirmations
+        suspect = top <= cursor.number  # else the next block's parent shows whether it stands
         for _ in range(MAX_STEPS):
-            top = self._client.block_number() - self._confirmations
-            if not self._holds(cursor, top):
+            if suspect and not self._holds(cursor, top):
                 cursor = common_ancestor(trail[:-1], self._hash_at, self.start)
                 trail = [ref for ref in trail if ref.number <= cursor.number]
                 yield Retracted(cursor)
-                continue
             if top <= cursor.number:
                 return
             step = self._read(cursor, top)
+            suspect = step is None  # the chain changed meanwhile, or the range was too large
             if step is None:
-                continue  # the chain changed under our hands: look at the cursor again
+                continue
             yield step
             cursor = step.block
             trail = [*trail, cursor]

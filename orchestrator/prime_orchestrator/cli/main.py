@@ -122,6 +122,10 @@ def serve(
     ] = None,
     rpc_quorum: Quorum = None,
     chain_poll_seconds: PollSeconds = None,
+    chain_idle_seconds: Annotated[
+        float | None,
+        typer.Option(help="Pause between looks at the chain while nothing is awaited (12)."),
+    ] = None,
     pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run definition (canonical JSON).")] = None,
     wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,

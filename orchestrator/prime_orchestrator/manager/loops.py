@@ -1,6 +1,6 @@
 """The manager's background work, as ticks that `serve` calls. There are no threads or sleeps here.
 
-    chain_tick   every 0.5–1 s   chain → store (indexer), store → chain (transactions)
+    chain_tick   every 0.5–1 s   store → chain (transactions), chain → store (indexer, see Pace)
     judge_tick   every 0.2 s     opinions of validators → verdicts
     batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
     money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
@@ -39,6 +39,30 @@ from prime_orchestrator.manager.slashing import drop_expired, queue_executions
 from prime_orchestrator.manager.transactions import run_transactions_tick
 from prime_orchestrator.store.engine import Store
 
+BUSY_SECONDS = 60.0
+"""Time after an event of the pool for which more are expected."""
+
+
+@dataclass
+class Pace:
+    """Decides when the chain's events are read: in each tick while a transaction is awaited or for
+    BUSY_SECONDS after an event, otherwise `idle_seconds` after the last read."""
+
+    idle_seconds: float = 0.0
+    read_at: float = float("-inf")
+    event_at: float = float("-inf")
+
+    def due(self, awaited: int, now: float) -> bool:
+        """Whether to read at `now`, with `awaited` transactions unfinished."""
+        busy = awaited > 0 or now - self.event_at < BUSY_SECONDS
+        return busy or not 0 <= now - self.read_at < self.idle_seconds
+
+    def record(self, events: int, now: float) -> None:
+        """Notes that a read has succeeded and found `events` events."""
+        self.read_at = now
+        if events:
+            self.event_at = now
+
 
 @dataclass(frozen=True)
 class ManagerLoops:
@@ -54,15 +78,22 @@ class ManagerLoops:
     now: Callable[[], float]
     board: DrawBoard
     planted: Planted = field(default_factory=Planted)
+    pace: Pace = field(default_factory=Pace)
 
     def chain_tick(self) -> list[Event]:
-        """Sends queued intents, then reads the chain; returns new events. The comparison of reward
-        roots comes last, since it fails in each tick until an endpoint shows them."""
+        """Sends queued intents, then reads the chain if that is due; returns new events. The
+        comparison of reward roots comes last, since it fails in each tick until an endpoint shows
+        them."""
         queue_executions(self.store, self.now)
-        run_transactions_tick(self.store, self.context, self.contracts, self.sender, self.now)
+        awaited = run_transactions_tick(
+            self.store, self.context, self.contracts, self.sender, self.now
+        )
+        if not self.pace.due(awaited, self.now()):
+            return []
         events = run_indexer_tick(
             self.store, self.context, self.watcher, self.now, self.window_time
         )
+        self.pace.record(len(events), self.now())
         end_appointments(self.store, self.context, lambda: self.quorum, self.now)
         settle_revisions(self.store, self.contracts)
         compare_funding(

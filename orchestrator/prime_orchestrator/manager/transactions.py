@@ -57,7 +57,7 @@ def run_transactions_tick(
     sender: Sender,
     now: Callable[[], float],
 ) -> int:
-    """Runs one round; returns how many intents are unfinished.
+    """Runs one round; returns how many intents were unfinished before the chain was asked.
 
     Requeues failed intents that are still wanted, builds the calls of waiting ones, and polls the
     chain once. If the process is killed at any point, the next round completes the work: submitting
@@ -65,9 +65,9 @@ def run_transactions_tick(
     """
     requeue_wanted(store, context, now)
     _hand_over(store, context, contracts, sender, now())
-    sender.tick()
     with store.read() as connection:
         counts = store_intents.counts(connection)
+    sender.tick()
     return sum(counts.get(status, 0) for status in UNFINISHED)
 
 
