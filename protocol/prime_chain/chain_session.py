@@ -6,6 +6,7 @@
     --calldata  nothing is sent: what a multisig or another wallet has to send
 
 Neither of the last two needs a password: `--sender` names the account, or the keystore does.
+What talks to the chain is imported when a session opens, so that `--help` does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from prime_chain import costs
 from prime_chain.amounts import ether, prime
-from prime_chain.client import POLL_SECONDS, Call, ChainClient
-from prime_chain.contracts import Contracts, Pool
 from prime_chain.errors import ChainRevertedError
 from prime_chain.keystore import keystore_address, open_keystore
-from prime_chain.sender import Sender
-from prime_chain.transaction_queue import Intent
+from prime_chain.networks import POLL_SECONDS
 from prime_core import ids
 from prime_core.command_line import Json, PasswordFd, PasswordFile, PollSeconds, Quorum
 from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.ids import Address
 from prime_core.signing import LocalSigner
+
+if TYPE_CHECKING:
+    from prime_chain.client import Call, ChainClient
+    from prime_chain.contracts import Contracts, Pool
+    from prime_chain.costs import Cost
+    from prime_chain.sender import Sender
+    from prime_chain.transaction_queue import Intent
 
 Mode = Literal["send", "dry-run", "calldata"]
 
@@ -169,6 +173,9 @@ def open_contracts(
     rpc: Sequence[str], deployment: Path, quorum: int | None = None
 ) -> Iterator[Contracts]:
     """The contracts that a deployment file names, for reading."""
+    from prime_chain.client import ChainClient
+    from prime_chain.contracts import Contracts
+
     place = Deployment.load(deployment)
     client = ChainClient(rpc, place.chain_id, quorum=quorum)
     try:
@@ -236,6 +243,10 @@ def open_session(
     calldata: bool,
 ) -> Iterator[ChainSession]:
     """The session that these flags describe. Raises UserError for what a person can mend."""
+    from prime_chain.client import ChainClient
+    from prime_chain.contracts import Contracts
+    from prime_chain.sender import Sender
+
     place = Deployment.load(deployment)
     mode: Mode = "calldata" if calldata else "dry-run" if dry_run else "send"
     opened = partial(
@@ -303,6 +314,8 @@ def _account(wallet: Path | None, sender: str) -> Address:
 def echo_unsent(session: ChainSession, json_output: bool) -> ChainRevertedError | None:
     """Prints the collected calls: with their cost after a dry run, bare for a multisig. Returns
     the first refusal that a dry run met."""
+    from prime_chain import costs
+
     found = (
         costs.rehearse(session.client, session.calls, session.account)
         if session.mode == "dry-run"
@@ -336,7 +349,7 @@ def row_of(call: Call) -> dict[str, Any]:
     }
 
 
-def cost_of(cost: costs.Cost) -> dict[str, Any]:
+def cost_of(cost: Cost) -> dict[str, Any]:
     """A rehearsed call's cost for JSON; `l1_fee_wei` None: this chain charges none."""
     fee = None if cost.l1_fee is None else str(cost.l1_fee)
     error = None

@@ -21,7 +21,7 @@ from prime_chain.errors import (
     RpcError,
     WrongChainError,
 )
-from prime_chain.networks import BlockTag, Network, by_chain_id
+from prime_chain.networks import POLL_SECONDS, BlockTag, Network, by_chain_id
 from prime_chain.rpc import Parse, RevertSignal, RpcPool, number
 from prime_core import ids
 from prime_core.deployment import SOLIDITY_NAMES
@@ -31,7 +31,6 @@ from prime_core.ids import Address, Digest
 BlockId = BlockTag | int
 """A tag, or a block's number."""
 T = TypeVar("T")
-POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from prime_core.errors import UserError
 from prime_core.ids import ZERO_ADDRESS, Address, address
 
 BlockTag = Literal["latest", "safe", "finalized"]
+POLL_SECONDS = 0.5
+"""The longest pause between two looks at a chain while something is awaited there."""
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,24 @@ def closed_port() -> int:
     return free_port()
 
 
-@pytest.mark.parametrize("command", [["--help"], ["join", "--help"], ["stake", "show", "--help"]])
-def test_help_loads_no_machinery(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("prime_node", ["--help"]),
+        ("prime_node", ["join", "--help"]),
+        ("prime_node", ["stake", "show", "--help"]),
+        ("prime_node", ["status", "--data", ".", "--orchestrator", "http://127.0.0.1:9"]),
+        ("prime_validator", ["--help"]),
+        ("prime_validator", ["bond", "--help"]),
+    ],
+)
+def test_help_and_status_load_no_machinery(program: str, command: list[str]) -> None:
+    """`status` reads its folder and HTTP only, and so imports no client of the chain."""
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom prime_node.cli import app\n"
+        f"import sys\nfrom typer.testing import CliRunner\nfrom {program}.cli import app\n"
         f"assert CliRunner().invoke(app, {command!r}).exit_code == 0\n"
-        "print([m for m in ('torch', 'docker', 'web3', 'numpy', 'pyarrow') if m in sys.modules])"
+        "print([m for m in ('torch', 'docker', 'web3', 'eth_abi', 'eth_account', 'numpy',"
+        " 'pyarrow', 'prime_chain.client') if m in sys.modules])"
     )
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_chain import flows, history, wallet_cli
+from prime_chain import wallet_cli
 from prime_chain.amounts import parse_amount, prime
 from prime_chain.chain_session import (
     ChainSession,
@@ -29,8 +29,6 @@ from prime_chain.chain_session import (
     pool_of,
     sends_transactions,
 )
-from prime_chain.client import ChainClient
-from prime_chain.contracts import Binding, Contracts
 from prime_core import ids
 from prime_core.command_line import (
     ConfigFile,
@@ -48,6 +46,9 @@ from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
 from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
+
+if TYPE_CHECKING:
+    from prime_chain.contracts import Contracts
 
 app = program(
     "validator", "Judges rollout files for a pool; needs no access to the orchestrator's machine."
@@ -169,6 +170,8 @@ def doctor(
 @sends_transactions
 def bond(session: ChainSession, amount: Tokens) -> Done:
     """Put stake behind the verdicts that this account will give."""
+    from prime_chain import flows
+
     wei = parse_amount(amount)
     session.require_tokens(wei)
     session.perform(flows.stake(session.contracts, session.account, wei))
@@ -234,6 +237,8 @@ def status(
     rpc_quorum: Quorum = None,
 ) -> None:
     """Whether the account may judge, what its bond is, which proposals wait for a word."""
+    from prime_chain.contracts import Binding
+
     target = ids.address(account)
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = _status(contracts, target, pool)
@@ -325,6 +330,9 @@ def rewards(
         pool = server.pool()
     found: dict[str, Any] = info.model_dump(mode="json") | {"paid": None}
     if rpc:
+        from prime_chain.client import ChainClient
+        from prime_chain.contracts import Contracts
+
         place = deployment_for(pool, rpc, deployment, quorum=rpc_quorum)
         client = ChainClient(rpc, place.chain_id, quorum=rpc_quorum)
         try:
@@ -470,6 +478,8 @@ def _class(given: str | None) -> ids.Digest:
 
 
 def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, Any]:
+    from prime_chain import flows, history
+
     client = contracts.client
     view = flows.stake_view(contracts, account, client.agreed_block("latest").time)
     needed = contracts.slasher.validator_bond()
@@ -497,6 +507,8 @@ def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, 
 
 
 def _stake_facts(session: ChainSession) -> Done:
+    from prime_chain import flows
+
     view = flows.stake_view(
         session.contracts, session.account, session.client.agreed_block("latest").time
     )
