@@ -41,9 +41,13 @@ def test_a_fetch_under_way_gives_way_to_a_newer_version_unless_that_needs_it(
                 until(lambda: relay.complete() == [2], "the newer version before the older")
         finally:
             gate.set()
-        until(lambda: relay.complete() == [old, 2], "both versions")
-        done = [event.version for event in events if event.kind == "complete"]
-        assert done == ([1, 2] if needed else [2, 0])
+
+        def done() -> list[int]:
+            return [event.version for event in events if event.kind == "complete"]
+
+        until(lambda: len(done()) == 2, "both versions")
+        assert relay.complete() == [old, 2]
+        assert done() == ([1, 2] if needed else [2, 0])
         assert "failed" not in {event.kind for event in events}
         size = len(run.file(old))
         assert sum(served) <= size + 2 * CHUNK, "what was verified did not come again"
