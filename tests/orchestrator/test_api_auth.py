@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import sqlalchemy as sa
 from orchestrator_world import AUDIENCE, Session, World, signer
 
 from prime_core.encoding import sha256
+from prime_core.errors import PolicyError
 from prime_core.messages import RevokeRequest
 from prime_core.node import SessionRevocation
+from prime_core.signing import LocalSigner
 from prime_core.transport.signatures import sign_headers
+from prime_orchestrator.api.auth import Strangers, open_session
 from prime_orchestrator.store import chain, schema, sessions
 
 BEAT = b'{"policy_version":null}'
@@ -108,6 +112,26 @@ def test_sessions_of_one_account_are_bounded(world: World, monkeypatch: pytest.M
     code, detail = problem(world.post("/v1/sessions", world.grant(Session(signer(1)))))
     assert (code, "2 sessions" in detail) == (403, True)
     world.login(signer(2))
+
+
+def test_strangers_of_one_address_open_few_sessions_an_hour(world: World) -> None:
+    strangers, numbers = Strangers(most=2), itertools.count(100)
+
+    def opened(host: str, account: LocalSigner | None = None) -> bool:
+        session = Session(account or signer(next(numbers)))
+        try:
+            open_session(world.backend, world.grant(session), strangers, host)
+        except PolicyError:
+            return False
+        return True
+
+    assert [opened(f"2001:db8::{end}") for end in (1, 2, 3)] == [True, True, False]
+    assert opened("2001:db8:0:1::1"), "another address"
+    assert all(opened("127.0.0.1") for _ in range(3))
+    member = world.member(1).account
+    assert opened("2001:db8::1", member), "it has a node in the pool"
+    world.clock.advance(3600)
+    assert opened("2001:db8::3")
 
 
 def test_a_nonce_cannot_be_replayed_even_after_the_signature_expired(world: World) -> None:

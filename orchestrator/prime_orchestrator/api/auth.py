@@ -6,20 +6,29 @@ signs every request (RFC 9421). Identity is always the recovered signer, never a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sqlalchemy import Connection
+
+from prime_broadcast.peers import place_of
 from prime_core.errors import PolicyError, PrimeError, UntrustedError
 from prime_core.ids import Address, Digest
 from prime_core.messages import RevokeRequest, SessionAnswer, SessionRequest
 from prime_core.transport.signatures import MAX_SKEW_SECONDS, Verified, verify_headers
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.validators import require_appointed
-from prime_orchestrator.store import chain, sessions
+from prime_orchestrator.store import chain, nodes, sessions
 from prime_orchestrator.store.sessions import MAX_SESSION_SECONDS, SessionRow
 
 MAX_SESSIONS = 64
 """Live sessions per account; it must revoke old ones to open more."""
+STRANGERS_AN_HOUR = 256
+"""Sessions that accounts without a node may open from one address per hour."""
+MOST_PLACES = 100_000
+"""Addresses that are counted; if there are more, counting starts over."""
 SCOPES = frozenset({"node", "trainer", "relay", "manager", "validator"})
 NONCE_MARGIN_SECONDS = MAX_SKEW_SECONDS + 60
 """A nonce is kept this much longer than its signature can be valid."""
@@ -35,11 +44,42 @@ class Caller:
     proven: Verified
 
 
-def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
-    """Opens a session from a grant. Repeating the same grant is harmless.
+class Strangers:
+    """Limits the sessions that accounts without a node in the pool open per client address (an IPv6
+    /64) and hour, counted in this process: each is a row until a day after its end."""
+
+    def __init__(self, most: int = STRANGERS_AN_HOUR) -> None:
+        self._most = most
+        self._hour = 0
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def count(self, connection: Connection, account: Address, host: str, now: float) -> None:
+        """Counts a session of `account` from the address `host`, unless the account has a node here
+        or the address is loopback. Raises PolicyError beyond `most` an hour."""
+        if not is_bounded(host) or nodes.get(connection, account) is not None:
+            return
+        place, hour = place_of(host), int(now) // 3600
+        with self._lock:
+            if hour != self._hour or len(self._counts) >= MOST_PLACES:
+                self._hour, self._counts = hour, {}
+            self._counts[place] = self._counts.get(place, 0) + 1
+            if self._counts[place] > self._most:
+                raise PolicyError(
+                    f"accounts without a node opened {self._most} sessions from this address "
+                    "within the hour: try again in the next one"
+                )
+
+
+def open_session(
+    backend: Backend, request: SessionRequest, strangers: Strangers, host: str
+) -> SessionAnswer:
+    """Opens a session from a grant that came from the address `host`. Repeating the same grant is
+    harmless.
 
     Raises UntrustedError if the grant is not signed by the account or not valid now, PolicyError if
-    the account has too many sessions or may not have this scope.
+    the account has too many sessions or may not have this scope, or if too many strangers came from
+    this address.
     """
     grant, now = request.grant, backend.now()
     if backend.signer_of(grant, request.signature) != grant.account:
@@ -83,6 +123,8 @@ def open_session(backend: Backend, request: SessionRequest) -> SessionAnswer:
         if known is None:
             if sessions.count(connection, grant.account, now) >= MAX_SESSIONS:
                 raise PolicyError(f"the account already has {MAX_SESSIONS} sessions: revoke some")
+            if grant.scope in ("node", "relay"):
+                strangers.count(connection, grant.account, host, now)
             sessions.add(connection, session)
         elif known != session:
             raise UntrustedError("this session key belongs to another grant")

@@ -62,6 +62,7 @@ def router(backend: Backend) -> APIRouter:
         partial(leasing.upload_all, backend)
     )
 
+    strangers = auth.Strangers()
     looking_up = Gathered[SignedSubmission, intake.Known](partial(intake.look_up, backend))
     accepting = Gathered[intake.Checked, ReceiptAnswer](partial(intake.accept, backend))
 
@@ -73,9 +74,10 @@ def router(backend: Backend) -> APIRouter:
         responses={200: {"model": SessionAnswer}},
         openapi_extra=takes(SessionRequest),
     )
-    def open_session(body: bytes = body_of()) -> Response:
+    def open_session(body: bytes = body_of(), *, request: Request) -> Response:
         """Let a session key sign requests for an account."""
-        return answer(auth.open_session(backend, parse(SessionRequest, body)))
+        wish = parse(SessionRequest, body)
+        return answer(auth.open_session(backend, wish, strangers, host_of(request)))
 
     @routes.post("/v1/sessions/revoke", openapi_extra=takes(RevokeRequest))
     def revoke(body: bytes = body_of()) -> Response:
