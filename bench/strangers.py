@@ -1,6 +1,7 @@
 """`bench strangers`: what parties without stake cost an orchestrator and a fetch.
 
 tarpit      eight relays that drip their headers, next to an origin that serves the policy
+turned      the same, and a relay that delivered before drips too
 revocation  strangers revoke sessions that they never had
 shadow      strangers are admitted as shadow nodes, take a lease and go silent
 pages, work list, sessions, flood   bench/pages.py
@@ -51,6 +52,8 @@ PACKAGES = ("httpx", "sqlalchemy", "uvicorn")
 TARPITS = 8
 FETCHES = 3
 POLICY_BYTES = 16 << 20
+SMALL_BYTES = 64 << 10
+"""A policy of one chunk."""
 HALF_OPEN = 1_050
 HONEST = 50
 """Requests of an honest client while half-open connections are held."""
@@ -62,7 +65,11 @@ def run(quick: bool) -> list[Row]:
     """All rows."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        rows = [_tarpits(root / "tarpits")]
+        rows = [
+            _tarpits(root / "tarpits", POLICY_BYTES, "tarpit_fetch_extra_s"),
+            _tarpits(root / "small", SMALL_BYTES, "tarpit_small_fetch_extra_s"),
+            *_turned(root / "turned"),
+        ]
         rows += _revocations(_pool(root / "revocations"), 100 if quick else 2_000)
         rows.append(_shadows(_pool(root / "shadows"), 20 if quick else 200))
         rows += pages.shadow_pages(_pool(root / "pages"))
@@ -87,39 +94,66 @@ def _signer(number: int) -> LocalSigner:
 # ── relays ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@contextmanager
-def _dripping(count: int) -> Iterator[list[str]]:
-    """URLs of servers that send a header's next letter ten times a second, for ever."""
-    over = threading.Event()
-    listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(count)]
+class _Drips:
+    """A server that sends a header's next letter ten times a second, for ever. While `gate` leads
+    elsewhere, it passes connections on to that port, as a source does until it turns."""
 
-    def drip(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-            while not over.wait(0.1):
-                connection.sendall(b"a")
+    def __init__(self) -> None:
+        self.gate: int | None = None
+        self._over = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def accept(listener: socket.socket) -> None:
+    def close(self) -> None:
+        self._over.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=drip, args=(connection,), daemon=True).start()
+                connection, _ = self._listener.accept()
+                serve = self._drip if self.gate is None else self._pass_on
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
-    for one in listeners:
-        threading.Thread(target=accept, args=(one,), daemon=True).start()
+    def _drip(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not self._over.wait(0.1):
+                connection.sendall(b"a")
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        assert self.gate is not None
+        with connection, socket.create_connection(("127.0.0.1", self.gate)) as other:
+            back = threading.Thread(target=_copy, args=(other, connection), daemon=True)
+            back.start()
+            _copy(connection, other)
+            back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 20):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def _dripping(count: int) -> Iterator[list[str]]:
+    """URLs of `count` servers that drip."""
+    servers = [_Drips() for _ in range(count)]
     try:
-        yield [f"http://127.0.0.1:{one.getsockname()[1]}" for one in listeners]
+        yield [one.url for one in servers]
     finally:
-        over.set()
-        for one in listeners:
+        for one in servers:
             one.close()
 
 
-def _tarpits(root: Path) -> Row:
-    """The longest fetch with tarpits among its sources, less the median one without."""
+def _policy(root: Path, size: int) -> tuple[SignedManifest, Path]:
+    """A signed policy of `size` bytes, and the layout that serves it."""
     checkpoint, layout = root / "checkpoint", root / "layout"
     checkpoint.mkdir(parents=True)
-    data = np.random.default_rng(0).bytes(POLICY_BYTES)
+    data = np.random.default_rng(0).bytes(size)
     header = json.dumps(
         {"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     ).encode()
@@ -129,17 +163,49 @@ def _tarpits(root: Path) -> Row:
     statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
     signed = SignedManifest(manifest=manifest, signature=_signer(1).sign(statement, DOMAIN))
     finalize(layout, signed)
+    return signed, layout
 
-    def seconds(urls: list[str], dest: Path) -> float:
-        began = time.monotonic()
-        fetch(signed, urls, dest, book=SourceBook())
-        return time.monotonic() - began
 
+def _seconds(signed: SignedManifest, urls: list[str], dest: Path, book: SourceBook) -> float:
+    began = time.monotonic()
+    fetch(signed, urls, dest, book=book)
+    return time.monotonic() - began
+
+
+def _tarpits(root: Path, size: int, row: str) -> Row:
+    """The longest first fetch with tarpits among its sources, less the median one without."""
+    signed, layout = _policy(root, size)
     with Origin(layout) as origin, _dripping(TARPITS) as urls:
-        alone = [seconds([origin.url], root / f"alone{at}") for at in range(FETCHES)]
-        among = [seconds([*urls, origin.url], root / f"among{at}") for at in range(FETCHES)]
+        alone, among = (
+            [_seconds(signed, [*more, origin.url], root / f"{len(more)}-{at}", SourceBook())
+             for at in range(FETCHES)]
+            for more in ([], urls)
+        )  # fmt: skip
     extra = max(0.0, max(among) - statistics.median(alone))
-    return Row("tarpit_fetch_extra_s", extra, f"s more with {TARPITS} tarpits", 2.0)
+    return Row(row, extra, f"s more with {TARPITS} tarpits, {size >> 10} KiB", 2.0)
+
+
+def _turned(root: Path) -> list[Row]:
+    """Small fetches by a node whose proven relay begins to drip, with tarpits announced too. The
+    origin has not served it before."""
+    signed, layout = _policy(root, SMALL_BYTES)
+    relay, book = _Drips(), SourceBook()
+    with Origin(layout) as origin, _dripping(TARPITS) as tarpits:
+        relay.gate = int(origin.url.rsplit(":", 1)[1])
+        urls = [relay.url, *tarpits, origin.url]
+        try:
+            book.get(relay.url).role = "relay"
+            _seconds(signed, [relay.url], root / "proven", book)
+            relay.gate = None
+            took = [_seconds(signed, urls, root / f"{at}", book) for at in range(5)]
+        finally:
+            relay.close()
+    return [
+        Row(
+            "turned_fetch_s", max(took), "s, slowest of 5 small fetches, a proven relay drips", 2.0
+        ),
+        Row("turned_last_fetch_s", took[-1], "s, the fifth"),
+    ]
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────

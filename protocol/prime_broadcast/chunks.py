@@ -5,7 +5,8 @@ final offset, as it arrives (landing.py), and reports it only if the digest matc
 
 - wrong digest: the source is banned and named, and the chunk is fetched from another source;
 - a dead, slow or refusing source is paused, longer each time; the others continue;
-- when the queue is empty, the slowest chunks in flight are also requested from a second source;
+- when the queue is empty, late chunks in flight are also requested from one more source at a time,
+  and from every unproven source at once if nothing of them arrives;
 - an untried source gets one chunk as a trial, which proven sources fetch too, so it delays nothing;
 - while every worker waits for an answer, more workers start and ask other sources;
 - a server without range support is read from the beginning; every missing chunk is kept.
@@ -31,7 +32,17 @@ from prime_broadcast.files import create_sized
 from prime_broadcast.landing import PIECE, Landing, beginning, verified_chunks
 from prime_broadcast.layout import Item
 from prime_broadcast.sources import Fault, Source, SourceBook
-from prime_broadcast.tasks import HEDGE_AFTER, TOO_SLOW, ChunkStats, Task, missing_chunks_error
+from prime_broadcast.tasks import (
+    HEDGE_AFTER,
+    SILENT_AFTER,
+    TOO_SLOW,
+    Asked,
+    ChunkStats,
+    Counting,
+    Task,
+    all_silent,
+    missing_chunks_error,
+)
 from prime_broadcast.transfer import Link, SupersededError, TransferError, WholeOnlyError
 from prime_core.errors import UnavailableError
 from prime_core.ids import to_bytes
@@ -40,7 +51,11 @@ PATIENCE = 60.0
 """A fetch gives up after this many seconds without a verified chunk."""
 STALLED = 0.5
 """After this many seconds without a verified chunk, more workers ask other sources."""
+STARVING = 1.25
+"""After this many seconds in which nothing arrives, sources of the last resort are preferred."""
 MOST_WORKERS = 16
+RESERVE = 2
+"""Workers that start only when nothing arrives, because the others wait."""
 JOIN_SECONDS = 1.0
 """Total time that a finished fetch waits for its threads to end."""
 PER_SOURCE = 2
@@ -112,11 +127,13 @@ class ChunkFetcher:
             thread.start()
         most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._per_source))
         try:
-            while not self._over.wait(0.25):  # only the last chunk wakes this thread
+            while not self._over.wait(0.1):  # only the last chunk wakes this thread
                 if self._stop():
                     raise UnavailableError("the fetch was stopped; it can be resumed")
                 if self.idle_seconds > STALLED:
-                    for number in range(len(threads) - 1, most):
+                    with self._change:
+                        starving = self._starving()
+                    for number in range(len(threads) - 1, most + RESERVE * starving):
                         threads.append(self._worker(number))
                         threads[-1].start()
         except BaseException as error:
@@ -251,18 +268,18 @@ class ChunkFetcher:
                 choice = self._choose()
                 if choice is not None:
                     task, source = choice
-                    task.running[source.url] = self._clock()
+                    task.running[source.url] = Asked(self._clock())
                     return choice
                 if self._hopeless():
                     self._error = missing_chunks_error(self._open, self._urls, self._book)
                     self._over.set()
                     self._change.notify_all()
                     return None
-                self._change.wait(0.05 if self._queue else 0.25)
+                self._change.wait(0.05)
 
     def _choose(self) -> tuple[Task, Source] | None:
         for position, task in enumerate(self._queue):
-            source = self._pick(task, task.excluded)
+            source = self._pick(task)
             if source is not None:
                 del self._queue[position]
                 return task, source
@@ -272,22 +289,35 @@ class ChunkFetcher:
             return None
         return self._hedge()
 
-    def _pick(self, task: Task, excluded: set[str]) -> Source | None:
+    def _pick(self, task: Task, *, unproven: bool = False) -> Source | None:
         return self._book.pick(
             self._urls,
-            excluded,
+            task.excluded,
             self._per_source,
+            asked=task.running,
+            unproven=unproven,
             length=task.item.span(task.index)[1],
             last_resort=self._last_resort,
+            starving=self._starving(),
         )
 
+    def _starving(self) -> bool:
+        """Whether nothing arrives."""
+        asked = (asked for task in self._open for asked in task.running.values())
+        return self.idle_seconds > STARVING and all_silent(asked, self._clock())
+
     def _hedge(self) -> tuple[Task, Source] | None:
+        """Returns a chunk in flight that is late, and one more source to ask for it."""
         now, limit = self._clock(), max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
-            if len(task.running) == 1 and now - min(task.running.values()) > limit:
-                source = self._pick(task, task.excluded | set(task.running))
-                if source is not None:
-                    return task, source
+            if not task.running:
+                continue
+            newest = max(asked.since for asked in task.running.values())
+            silent = all_silent(task.running.values(), now)
+            due = now - newest > (SILENT_AFTER if silent else limit)
+            source = self._pick(task, unproven=not due) if due or silent else None
+            if source is not None:
+                return task, source
         return None
 
     def _hopeless(self) -> bool:
@@ -303,7 +333,8 @@ class ChunkFetcher:
 
     def _attempt(self, task: Task, source: Source, link: Link, buffer: memoryview) -> None:
         offset, length = task.item.span(task.index)
-        begun = self._clock()
+        asked = task.running[source.url]
+        begun = asked.since
         # Otherwise the earlier fetch keeps writing until the chunk is verified.
         alone = len(task.running) == 1
         have = task.beginning if alone else 0
@@ -321,7 +352,7 @@ class ChunkFetcher:
                     task.item.address,
                     (offset + have, offset + length),
                     task.item.size,
-                    landing,
+                    Counting(landing, asked),
                     cancelled=lambda: self._unneeded(task, source, begun),
                 )
                 if landing.digest() == to_bytes(task.item.chunks[task.index]):
@@ -329,20 +360,20 @@ class ChunkFetcher:
                     self._store(task, source, landing, length - have, self._clock() - begun)
                 else:
                     self._note_lie(task, source, have)
-        except (WholeOnlyError, SupersededError) as error:
-            source.whole_only |= isinstance(error, WholeOnlyError)
-            if isinstance(error, WholeOnlyError) and source.in_use == 1:
-                self._stream(task, source, link)
+        except WholeOnlyError:
+            source.whole_only = True
+            if source.in_use == 1:
+                self._stream(task, source, link, asked)
             else:  # a server without ranges sends the whole file over one connection
                 self._put_back(task, source)
                 self._book.release(source)
         except TransferError as error:
-            self._note_failure(task, source, error)
+            self._note_failure(task, source, asked, error)
 
-    def _stream(self, asked: Task, source: Source, link: Link) -> None:
-        """Reads the whole file that contains `asked` and keeps every chunk that is still
+    def _stream(self, task: Task, source: Source, link: Link, asked: Asked) -> None:
+        """Reads the whole file that contains the chunk `task` and keeps every chunk that is still
         missing."""
-        item, begun, index = asked.item, self._clock(), 0
+        item, begun, index = task.item, self._clock(), 0
         buffer = memoryview(bytearray(min(item.chunk_size, item.size)))
         try:
             with link.reading(item.address, item.size) as fill:
@@ -351,25 +382,26 @@ class ChunkFetcher:
                     view = buffer[:length]
                     since = self._clock()
                     fill(view, lambda: self._error is not None)
+                    asked.received += length
                     if blake3(view).digest() != to_bytes(digest):
-                        self._note_lie(self._missing.get((item.name, index), asked), source)
-                        self._put_back(asked, source)
+                        self._note_lie(self._missing.get((item.name, index), task), source)
+                        self._put_back(task, source)
                         return
-                    task = self._missing.get((item.name, index))
-                    if task is not None and not task.claimed:
+                    found = self._missing.get((item.name, index))
+                    if found is not None and not found.claimed:
                         with self._change, contextlib.suppress(ValueError):
-                            self._queue.remove(task)
-                        with task.landing(self._folder, view, 0, early=False) as landing:
-                            self._store(task, source, landing, length, self._clock() - since)
-                    if not any(task.item is item for task in self._open):
+                            self._queue.remove(found)
+                        with found.landing(self._folder, view, 0, early=False) as landing:
+                            self._store(found, source, landing, length, self._clock() - since)
+                    if not any(one.item is item for one in self._open):
                         break
         except TransferError as error:
-            self._note_failure(asked, source, error)
+            self._note_failure(task, source, asked, error)
             return
         except BaseException:
-            asked.running.setdefault(source.url, begun)  # still in use: `_work` releases it
+            task.running.setdefault(source.url, asked)  # still in use: `_work` releases it
             raise
-        self._put_back(asked, source)
+        self._put_back(task, source)
         self._book.good(
             source, min(item.size, (index + 1) * item.chunk_size), self._clock() - begun
         )
@@ -413,10 +445,17 @@ class ChunkFetcher:
             done = self._done
         self._progress(done, self._total)
 
-    def _note_failure(self, task: Task, source: Source, error: TransferError) -> None:
+    def _note_failure(self, task: Task, source: Source, asked: Asked, error: TransferError) -> None:
+        now = self._clock()
+        silent = asked.silent(now)
         if task.done or self._error is not None:
             self._put_back(task, source)
-            self._book.release(source)
+            if task.done and silent:
+                spent = now - asked.since
+                reason = f"it sent {asked.received} bytes in {spent:.1f} s, others were faster"
+                self._book.bad(source, reason, silent=True)
+            else:
+                self._book.release(source)
             return
         # A mirror has no upstream to wait for.
         if error.gone or (error.missing and source.role == "mirror"):
@@ -427,7 +466,7 @@ class ChunkFetcher:
         if error.waiting and error.pause is not None:
             self._book.wait(source, error.pause)
         else:
-            self._book.bad(source, str(error), pause=error.pause)
+            self._book.bad(source, str(error), pause=error.pause, silent=silent)
             self.stats.faults.append(Fault(source.url, "failed", str(error)))
         self._put_back(task, source)
 

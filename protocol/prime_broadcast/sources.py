@@ -32,6 +32,9 @@ SMOOTHING = 0.3
 OVERDUE = 1.0
 """A request is overdue after this many seconds, or three times what the measured rate promises."""
 
+MOST_SILENCES = 2
+"""A source that is silent as many times in a row has to prove itself again."""
+
 
 @dataclass
 class Source:
@@ -53,11 +56,13 @@ class Source:
     bytes_received: int = 0
     trials: int = 0
     """How often it was tried apart from the fetch."""
+    silences: int = 0
+    """How often in a row a request brought (almost) nothing and cost time."""
 
     @property
     def proven(self) -> bool:
-        """Whether it ever delivered a verified chunk."""
-        return self.bytes_received > 0
+        """Whether it delivered a verified chunk, and was not silent MOST_SILENCES times since."""
+        return self.bytes_received > 0 and self.silences < MOST_SILENCES
 
 
 @dataclass(frozen=True)
@@ -118,32 +123,42 @@ class SourceBook:
         excluded: Collection[str],
         per_source: int,
         *,
+        asked: Collection[str] = (),
+        unproven: bool = False,
         length: int = 0,
         last_resort: str | None = "origin",
+        starving: bool = False,
     ) -> Source | None:
-        """Takes the best free source for `length` bytes: proven ones where one stands (resting ones
-        do not), those of the role `last_resort` only when no other stands (overdue ones do not),
-        then the fastest, those that were never asked, then list order. An unproven source has one
-        request at a time. None if all are busy, resting or banned. Give it back with `good`, `bad`,
-        `lied` or `release`."""
+        """Takes the best free source for `length` bytes that is not among those `asked` already:
+        proven ones where one stands (resting ones do not), those of the role `last_resort` only
+        when no other stands (overdue ones do not) but first while the fetch is `starving`, then the
+        fastest, those that were never asked, then list order. An unproven source has one request at
+        a time. None if all are busy, resting or banned, or if the best is proven and an `unproven`
+        one is wanted. Give it back with `good`, `bad`, `lied` or `release`."""
         with self._lock:
             now = self.clock()
             known = [self.get(url) for url in urls if url not in excluded]
             alive = [s for s in known if not s.banned or s.resting_until <= now]
             standing = [s for s in alive if s.resting_until <= now]
-            if any(s.proven for s in standing):
+            if any(s.proven and s.url not in asked for s in standing):
                 standing = [s for s in standing if s.proven]
             others = [s for s in standing if s.role != last_resort]
-            if any(not s.in_use or now <= s.overdue_at for s in others):
+            last = [s for s in standing if s not in others and not s.in_use and s.url not in asked]
+            if starving and last:
+                standing = last
+            elif any(not s.in_use or now <= s.overdue_at for s in others):
                 standing = others
             free = [
                 s
                 for s in standing
-                if s.in_use < (per_source if s.proven and not s.whole_only else 1)
+                if s.url not in asked
+                and s.in_use < (per_source if s.proven and not s.whole_only else 1)
             ]
             if not free:
                 return None
             best = max(free, key=lambda s: s.rate or (-s.failures if s.failures else math.inf))
+            if unproven and best.proven:
+                return None
             best.in_use += 1
             promised = 3 * length / best.rate if best.rate else 0.0
             best.overdue_at = now + max(OVERDUE, promised)
@@ -210,7 +225,7 @@ class SourceBook:
         """`count` verified bytes came in `seconds`."""
         with self._lock:
             source.in_use -= 1
-            source.failures = 0
+            source.failures = source.silences = 0
             source.banned = False
             source.bytes_received += count
             rate = count / max(seconds, 1e-6)
@@ -218,11 +233,15 @@ class SourceBook:
                 rate if not source.rate else source.rate + SMOOTHING * (rate - source.rate)
             )
 
-    def bad(self, source: Source, reason: str, *, pause: float | None = None) -> None:
-        """It failed, stalled or lacks the object: it rests, longer each time."""
+    def bad(
+        self, source: Source, reason: str, *, pause: float | None = None, silent: bool = False
+    ) -> None:
+        """It failed, stalled or lacks the object: it rests, longer each time. `silent`: it brought
+        (almost) nothing and cost time; it loses its standing the second time in a row."""
         with self._lock:
             source.in_use -= 1
             source.failures += 1
+            source.silences += silent
             source.last_error = reason
             grown = FIRST_PAUSE * 2.0 ** min(source.failures - 1, 10)
             source.resting_until = self.clock() + min(LONGEST_PAUSE, pause or grown)

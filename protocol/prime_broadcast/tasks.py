@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_broadcast.landing import Claim, Landing
 from prime_broadcast.layout import Item
 from prime_broadcast.sources import Fault, SourceBook
+from prime_broadcast.transfer import SLOWEST, Sink
 from prime_core.errors import UnavailableError
 
 TOO_SLOW = 3.0
 """A chunk that takes more seconds than this, and ten times the usual, is fetched elsewhere."""
 HEDGE_AFTER = 1.0
-"""A chunk is asked of a second source after this many seconds, or three usual chunk times."""
+"""A chunk is asked of one more source after this many seconds, or three usual chunk times."""
+SILENT_AFTER = 0.5
+"""A request that brought less than `SLOWEST` promises in this many seconds is silent: if all
+requests for a chunk are, every unproven source is asked too, and one proven source at a time."""
 
 
 class GoneError(UnavailableError):
@@ -35,17 +39,51 @@ class ChunkStats:
     faults: list[Fault] = field(default_factory=list)
 
 
+@dataclass
+class Asked:
+    """One request for a chunk: when it began, and how many bytes it brought so far."""
+
+    since: float
+    received: int = 0
+
+    def silent(self, now: float) -> bool:
+        """Whether it brings less than the slowest source that is kept."""
+        spent = now - self.since
+        return spent > SILENT_AFTER and self.received < spent * SLOWEST
+
+
+def all_silent(requests: Iterable[Asked], now: float) -> bool:
+    """Whether those requests that had time to bring something are silent; False if none had."""
+    old = [asked for asked in requests if now - asked.since > SILENT_AFTER]
+    return bool(old) and all(asked.silent(now) for asked in old)
+
+
+@dataclass
+class Counting:
+    """A sink that counts for `asked` what arrives in `sink`."""
+
+    sink: Sink
+    asked: Asked
+
+    def room(self) -> memoryview:
+        return self.sink.room()
+
+    def arrived(self, count: int) -> None:
+        self.asked.received += count
+        self.sink.arrived(count)
+
+
 @dataclass(eq=False)
 class Task:
     """One chunk that is still missing. `beginning`: bytes of it that an earlier fetch left, not yet
-    verified; `running`: URL → when it was asked; `claimed` once it is verified, `done` once it is
+    verified; `running`: its requests by URL; `claimed` once it is verified, `done` once it is
     written."""
 
     item: Item
     index: int
     beginning: int = 0
     excluded: set[str] = field(default_factory=set)
-    running: dict[str, float] = field(default_factory=dict)
+    running: dict[str, Asked] = field(default_factory=dict)
     gone: bool = False
     claim: Claim = field(default_factory=Claim)
     done: bool = False

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-PATIENCE = 1.0
+PATIENCE = 0.25
 """Seconds after which `fill` comes back with what it has, so that its caller may look around."""
 
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from broadcast_world import (
     CHUNK,
     Run,
@@ -24,9 +25,11 @@ from broadcast_world import (
 )
 
 from prime_broadcast import chunks, sources, transfer
+from prime_broadcast.layout import Item
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_core.errors import MalformedError, UnavailableError
+from prime_core.ids import Digest
 
 
 def test_one_connection_serves_many_chunks(run: Run, tmp_path: Path) -> None:
@@ -220,6 +223,38 @@ def test_tarpit_relays_hold_up_neither_the_first_fetch_nor_a_later_one(
         for thread in [one for one in threading.enumerate() if one.name.startswith("fetch-")]:
             thread.join(30)
             assert not thread.is_alive(), f"{thread.name} asks although the fetch is over"
+
+
+def test_a_small_fetch_waits_neither_for_tarpits_nor_for_a_source_that_turned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without any time-out to save it, a fetch that waits for one of them fails.
+    for name in ("HEAD_TIMEOUT", "READ_TIMEOUT", "SMALL_TIMEOUT"):
+        monkeypatch.setattr(transfer, name, 3600.0)
+    digest = Digest("0x" + blake3(b"abc").hexdigest())
+    item = Item(0, "x", 3, digest, (digest,), CHUNK)
+    served = tmp_path / "served" / item.address.lstrip("/")
+    served.parent.mkdir(parents=True)
+    served.write_bytes(b"abc")
+    with plain_server(tmp_path / "served") as mirror, tarpits(8) as (urls, _):
+        book, turned = SourceBook(), urls[0]
+        book.get(turned).bytes_received = 1
+
+        def small_fetch(folder: Path) -> chunks.ChunkFetcher:
+            folder.mkdir()
+            return chunks.ChunkFetcher(
+                [item], folder, [*urls, mirror], book, stop=lambda: book.clock() > until
+            )
+
+        for number in range(2):
+            until = book.clock() + 20
+            stats = small_fetch(tmp_path / f"{number}").run()
+            assert set(stats.by_source) == {mirror}
+            assert (tmp_path / f"{number}" / "x").read_bytes() == b"abc"
+            assert book.get(turned).silences == number + 1, "it is remembered"
+            book.get(mirror).bytes_received = 0  # so that the next one meets the turned source
+            book.get(turned).resting_until = 0.0
+        assert not book.get(turned).proven
 
 
 def test_a_newcomer_proves_itself_apart_and_a_liar_among_them_is_named(
