@@ -25,11 +25,11 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -78,6 +78,8 @@ REORG_BLOCKS = 64
 UNAVAILABLE_IN_A_ROW = 3
 """Answers that fail in a row before a pass gives up. One that always fails stops nothing else."""
 SOCKET_SECONDS = 30.0
+MOST_CONNECTIONS = 64
+"""Connections that a mirror serves at once; one more ends the oldest."""
 MAX_SOURCES, SOURCE_SECONDS = 16, 10.0
 """Sources of one pool that are asked, and how long one may take to say which pool it serves, or to
 begin another answer."""
@@ -519,6 +521,35 @@ def announced(client: ChainClient, deployment: Deployment, pool: int) -> dict[Ad
 # -- serving ------------------------------------------------------------------------------------
 
 
+class _Server(ThreadingHTTPServer):
+    """One thread per connection, MOST_CONNECTIONS at most: the oldest gives way to a new one, so
+    that clients that send or read slowly keep no other out."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._open: dict[socket.socket, None] = {}
+        self._change = threading.Condition()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._change:
+            if len(self._open) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                with suppress(OSError):  # it ended meanwhile
+                    oldest.shutdown(socket.SHUT_RDWR)
+                self._change.wait_for(lambda: oldest not in self._open, SOCKET_SECONDS)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._change:
+            self._open.pop(request, None)
+            self._change.notify_all()
+        super().shutdown_request(request)
+
+
 class MirrorServer:
     """Serves a mirror's folder over HTTP in threads of its own, until `close`."""
 
@@ -530,12 +561,8 @@ class MirrorServer:
         class Handler(_Handler):
             objects = store
 
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
         try:
-            self._server = Server((host.strip("[]"), int(port)), Handler)
+            self._server = _Server((host.strip("[]"), int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the mirror cannot listen on {listen}: {error}",

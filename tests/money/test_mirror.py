@@ -6,8 +6,10 @@ import json
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from anvil_kit import needs_anvil
 from chain_kit import World
@@ -196,6 +198,24 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
     socket.create_connection(("::1", server.port)).close()
     server.close()
     assert Copied().as_json()["missing"] == {}
+
+
+def test_clients_that_never_finish_a_request_keep_no_other_out_of_a_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_chain.mirror.MOST_CONNECTIONS", 3)
+    server = MirrorServer(tmp_path, "127.0.0.1:0")
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        slow = []
+        for _ in range(5):
+            slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            stack.callback(slow[-1].close)
+            slow[-1].sendall(b"GET /v1/pool HT")
+        assert [one.recv(1) for one in slow[:2]] == [b"", b""], "the oldest give way"
+        answer = httpx.get(f"http://127.0.0.1:{server.port}/v1/pool", timeout=20)
+        assert answer.status_code == 404
+        assert slow[2].recv(1) == b""
 
 
 def unused_url() -> str:
