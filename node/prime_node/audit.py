@@ -157,7 +157,7 @@ def _rooted(
 ) -> SignedSubmission:
     """Returns the signed submission from the leaves object of a root on chain, or from the
     transaction in which its node posted it."""
-    events = history.read_events(link.client, link.deployment, contracts=("work",))
+    events = history.read_events(link.client, link.deployment, contracts=("work",), pool=link.pool)
     found = find_leaf(
         link.client, link.deployment, events, link.pool, digest, info.root, library.object
     )

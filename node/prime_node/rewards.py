@@ -99,7 +99,10 @@ def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Exp
         link = connect(settings, client.pool())
         try:
             events = read_events(
-                link.client, link.deployment, contracts=("pools", "work", "rewards", "slasher")
+                link.client,
+                link.deployment,
+                contracts=("pools", "work", "rewards", "slasher"),
+                pool=link.pool,
             )
             runs = history_of(events, link.pool, partial(run_bytes, client))
             rebuilder = Rebuilder(events, link.deployment, link.pool, runs, client)

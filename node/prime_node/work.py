@@ -69,8 +69,7 @@ def standing(link: Link, entries: Sequence[Entry], orchestrator: str | None) -> 
     The orchestrator names a file's root, and the chain shows whether it holds that root. Without
     the orchestrator, only leaves that nodes posted themselves are known.
     """
-    events = read_events(link.client, link.deployment, contracts=("work",))
-    mine = [e for e in events if getattr(e, "pool", None) == link.pool]
+    mine = read_events(link.client, link.deployment, contracts=("work",), pool=link.pool)
     roots = {event.root for event in mine if isinstance(event, RootPosted)}
     posted = {event.leaf for event in mine if isinstance(event, LeafPosted)}
     now, periods = link.client.agreed_block("latest").time, link.deployment.periods

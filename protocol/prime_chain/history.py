@@ -32,7 +32,7 @@ from prime_chain.events import (
     decode,
     of_receipt,
 )
-from prime_chain.watcher import next_span
+from prime_chain.watcher import Query, next_span, pool_queries
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Address, Digest
@@ -93,28 +93,34 @@ def read_events(
     first: int | None = None,
     last: int | None = None,
     span: int = 5000,
+    pool: int | None = None,
 ) -> list[Event]:  # fmt: skip
     """Events of `contracts` in blocks first … last (deployment … newest by default), in order.
 
-    `span` blocks are asked for at a time, fewer where the endpoint refuses. Raises UnavailableError
-    if no endpoint answers.
+    With `pool`, only events that have this pool indexed are asked for. `span` blocks are asked for
+    at a time, fewer where the endpoint refuses. Raises UnavailableError if no endpoint answers.
     """
     number = deployment.block if first is None else first
     end = client.block_number() if last is None else last
     addresses = [deployment.address(name) for name in contracts]
+    queries = [Query(addresses)] if pool is None else pool_queries(deployment, pool, contracts)
     largest, times = span, dict[int, int]()
     found: list[Event] = []
     while number <= end:
         until = min(end, number + span - 1)
         try:
-            logs = client.agreed_logs(number, until, addresses)
+            logs = [
+                log
+                for query in queries
+                for log in client.agreed_logs(number, until, query.addresses, query.topics)
+            ]
         except RpcError:
             if until == number:
                 raise
             span = next_span(until - number + 1, False, largest)
             continue
         span, number = next_span(span, True, largest), until + 1
-        for log in logs:
+        for log in sorted(logs, key=lambda log: (log.block, log.log_index)):
             if log.block not in times:
                 times[log.block] = client.agreed_block(log.block).time
             event = decode(log, times[log.block], deployment)

@@ -265,7 +265,7 @@ class Mirror:
         self.store = DirectoryStore(folder)
         self.held = sum(self.store.size(key) for key in self.store.keys(""))
         self._deployment = deployment
-        self._pool = pool
+        self.pool = pool
         self._source = source
         self._max_bytes = max_bytes
         self._done: set[Event | Digest] = set()
@@ -279,7 +279,7 @@ class Mirror:
         UnavailableError if the source does not answer.
         """
         self._pass = Copied()
-        mine = [e for e in events if getattr(e, "pool", None) == self._pool]
+        mine = [e for e in events if getattr(e, "pool", None) == self.pool]
         for step in (self._definition, self._slash, self._reward_root, self._work_root):
             for event in mine:
                 if event not in self._done and step(event):
@@ -481,6 +481,7 @@ class Follower:
             contracts=("pools", "work", "rewards", "slasher"),
             first=first,
             last=head,
+            pool=self._mirror.pool,
         )
         self._events |= dict.fromkeys(found)
         self._next = head + 1
@@ -512,8 +513,8 @@ def keep(follower: Follower, stop: threading.Event, seconds: float) -> None:
 def announced(client: ChainClient, deployment: Deployment, pool: int) -> dict[Address, str]:
     """URL of each validator's mirror, by the validator's address, from the chain's events."""
     found: dict[Address, str] = {}
-    for event in read_events(client, deployment, contracts=("work",)):
-        if isinstance(event, MirrorAnnounced) and event.pool == pool:
+    for event in read_events(client, deployment, contracts=("work",), pool=pool):
+        if isinstance(event, MirrorAnnounced):
             found[event.validator] = event.url
     return {who: url for who, url in found.items() if url}
 

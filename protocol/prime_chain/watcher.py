@@ -22,6 +22,7 @@ from prime_chain.events import EVENTS, Event, decode
 from prime_core.deployment import SOLIDITY_NAMES, Deployment
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.signing import ContractName
 
 
 @dataclass(frozen=True)
@@ -257,14 +258,17 @@ class Query:
     topics: tuple[list[bytes] | bytes | None, ...] = ()
 
 
-def pool_queries(deployment: Deployment, pool: int) -> list[Query]:
-    """What asks for all events that have `pool` indexed: one query for each place it has."""
+def pool_queries(
+    deployment: Deployment, pool: int, contracts: Collection[ContractName] = ()
+) -> list[Query]:
+    """What asks for all events of `contracts` (all by default) that have `pool` indexed: one query
+    for each place it has."""
     number = pool.to_bytes(32, "big")
     places: dict[int, tuple[set[Address], list[bytes]]] = {}
     for kind in EVENTS.values():
         item = _item(kind)
         indexed = [str(entry["name"]) for entry in item.inputs if entry.get("indexed")]
-        if "pool" in indexed:
+        if "pool" in indexed and (not contracts or kind.CONTRACT in contracts):
             addresses, selectors = places.setdefault(indexed.index("pool"), (set(), []))
             addresses.add(deployment.address(kind.CONTRACT))
             selectors.append(item.selector)

@@ -235,7 +235,9 @@ def _rebuilder(
     deployment = Deployment.load(file)
     client = ChainClient(rpc, deployment.chain_id, quorum=quorum)
     try:
-        events = read_events(client, deployment, contracts=("pools", "work", "rewards", "slasher"))
+        events = read_events(
+            client, deployment, contracts=("pools", "work", "rewards", "slasher"), pool=pool
+        )
         with OrchestratorClient(orchestrator) as server:
             runs = history_of(events, pool, partial(run_bytes, server))
             yield Rebuilder(events, deployment, pool, runs, server)
