@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,3 +30,12 @@ def engine() -> Iterator[docker.DockerClient]:
         pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
     yield client
     client.close()
+
+
+@pytest.fixture
+def docker_node(engine: docker.DockerClient) -> Iterator[docker.DockerClient]:
+    """The engine for one test at a time, across processes: an agent removes all containers that
+    carry its node's address, and every test of an agent has the same node."""
+    with (Path(tempfile.gettempdir()) / "prime-tests-docker-node.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield engine

@@ -18,7 +18,7 @@ from prime_core.task import Task
 from prime_node.runtime.docker import LABEL
 from prime_verify.rollout_file import read_rollout_file
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow]
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,14 +36,14 @@ def image(engine: docker.DockerClient) -> Iterator[str]:
 
 
 def test_task_in_a_container_makes_files_and_ends_with_its_agent(
-    image: str, engine: docker.DockerClient, tmp_path: Path
+    image: str, docker_node: docker.DockerClient, tmp_path: Path
 ) -> None:
     with node_world(tmp_path, task=Task(image=image, memory_mb=2048, pids=64)) as world:
         agent = world.join(runtime="docker")
         until(lambda: world.node_status() == "admitted", "the node solved its challenge")
         world.admit()
         until(world.submissions, "a file is handed in from the container", 120)
-        (container,) = engine.containers.list(filters={"label": f"{LABEL}={NODE.address}"})
+        (container,) = docker_node.containers.list(filters={"label": f"{LABEL}={NODE.address}"})
         configured = container.attrs["HostConfig"]
         assert configured["NetworkMode"] == "none"
         assert configured["ReadonlyRootfs"]
@@ -52,7 +52,9 @@ def test_task_in_a_container_makes_files_and_ends_with_its_agent(
 
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(120) == 0
-        assert not engine.containers.list(all=True, filters={"label": f"{LABEL}={NODE.address}"})
+        assert not docker_node.containers.list(
+            all=True, filters={"label": f"{LABEL}={NODE.address}"}
+        )
         data = world.backend.objects.get(
             digest_key(Digest(world.submissions()[0]["sha256"])), 1 << 20
         )

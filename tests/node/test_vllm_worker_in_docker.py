@@ -54,7 +54,7 @@ def image(engine: docker.DockerClient) -> Iterator[str]:
 
 
 def test_vllm_s_image_makes_a_file_that_the_validator_accepts(
-    image: str, engine: docker.DockerClient, tmp_path: Path
+    image: str, docker_node: docker.DockerClient, tmp_path: Path
 ) -> None:
     task = Task(image=image, command=COMMAND, memory_mb=6144, pids=256)
     run = {"max_output_tokens": 24, "samples_per_group": 4, "replay_rows_micro": 1_000_000}
@@ -68,7 +68,7 @@ def test_vllm_s_image_makes_a_file_that_the_validator_accepts(
         until(lambda: lives_and(world.node_status() == "admitted"), "it solved its challenge", 120)
         world.admit()
         until(lambda: lives_and(bool(world.submissions())), "a file comes from the container", 300)
-        (container,) = engine.containers.list(filters={"label": f"{LABEL}={NODE.address}"})
+        (container,) = docker_node.containers.list(filters={"label": f"{LABEL}={NODE.address}"})
         configured = container.attrs["HostConfig"]
         assert configured["NetworkMode"] == "none"
         assert configured["ReadonlyRootfs"]
