@@ -301,6 +301,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     function confirm(bytes32 leaf) external nonReentrant returns (uint256 deposit) {
         Entry memory p = _judged(leaf);
         emit SlashConfirmed(leaf, msg.sender);
+        // slither-disable-next-line incorrect-equality
         if (p.state == State.Contested) _close(leaf, p);
         else _execute(leaf, p);
 
@@ -381,6 +382,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
             if (msg.sender != arbiter || inCourt) revert Errors.NotAllowed(msg.sender);
             // Until then the provider may still ask for the court.
             uint256 from = p.deadline - _disputeWindow * 3 / 4;
+            // slither-disable-next-line incorrect-equality
             if (p.state == State.Contested && time < from) revert Errors.WindowOpen(leaf, from);
         }
         if (time >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
@@ -404,6 +406,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     {
         (address provider, uint256 asked, address manager) = _liability(pool, node);
         if (provider == address(0)) revert Errors.NotMember(pool, node);
+        // slither-disable-next-line incorrect-equality
         if (asked == 0) revert Errors.ZeroAmount();
         Sums memory current = _current;
         vault.pledge(authors, current.bond, manager);
@@ -431,6 +434,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @dev Ends a proposal or contest that came to nothing; gives stake and deposit back.
     function _letGo(bytes32 leaf, Entry memory p) private returns (address[] memory authors) {
         authors = _authorsOf(p);
+        // slither-disable-next-line incorrect-equality
         if (p.state == State.Contested) {
             _close(leaf, p);
         } else {
@@ -474,6 +478,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
 
     /// @dev What a judgement took goes to the court if it is the judge, else to where slashed stake goes.
     function _give(uint256 amount) private {
+        // slither-disable-next-line incorrect-equality
         if (amount == 0) return;
         address to = msg.sender == address(court) ? msg.sender : vault.treasury();
         if (to == address(0)) ERC20Burnable(address(token)).burn(amount);
