@@ -217,10 +217,11 @@ def remove(folder: Path) -> None:
 
 
 def settle(needed: int = 0) -> None:
-    """Before each timed part: earlier parts' dirty pages are on the disk, and as many bytes of
-    memory as the part will fill were touched just now. A virtual machine's host takes back what
-    lies free (free page reporting) and then gives each page again, at 0.8 s of processor time a GiB
-    where this was measured: who writes first would pay that for the next one."""
+    """Prepares a timed part: writes dirty pages to disk and touches `needed` bytes of memory.
+
+    The host of a virtual machine takes free pages back and returns each on first use, at 0.8 s of
+    processor time a GiB here. Without this, the first part would pay for the others.
+    """
     os.sync()
     needed = min(needed, _available() // 2)
     if needed:

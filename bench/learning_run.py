@@ -186,7 +186,7 @@ class Policies:
         return self.loaded[version, bits]
 
     def drop_before(self, version: int) -> None:
-        """Forgets what no one generates with, or compares with, any more."""
+        """Deletes policies that are no longer used to generate or to compare."""
         for known, bits in [key for key in self.loaded if key[0] < version]:
             del self.loaded[known, bits]
             shutil.rmtree(self.folder / str(known), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What strangers' rows and a long record cost the pages that nodes and people read; a part of
+"""The cost of API pages and commands with many rows of strangers or a long record; part of
 `bench strangers`.
 
 nodes, status   44,000 shadow nodes lie in the store, which admission bounds to 512

@@ -136,7 +136,7 @@ def recorded_accounts(folder: Path) -> dict[str, Account]:
         password_file = keystore.with_suffix(".password")
         accounts[keystore.stem] = Account(keystore.stem, address, keystore, password_file)
     if not accounts:
-        raise UserError(f"there is no run under {folder.parent}", hint="make_account demo")
+        raise UserError(f"there is no run under {folder.parent}", hint="make demo")
     return accounts
 
 

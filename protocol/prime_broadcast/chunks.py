@@ -55,7 +55,7 @@ STARVING = 1.25
 """After this many seconds in which nothing arrives, sources of the last resort are preferred."""
 MOST_WORKERS = 16
 RESERVE = 2
-"""Workers that start only when nothing arrives, because the others wait."""
+"""Extra workers that start only when all others wait and nothing arrives."""
 JOIN_SECONDS = 1.0
 """Total time that a finished fetch waits for its threads to end."""
 PER_SOURCE = 2

@@ -33,7 +33,7 @@ OVERDUE = 1.0
 """A request is overdue after this many seconds, or three times what the measured rate promises."""
 
 MOST_SILENCES = 2
-"""A source that is silent as many times in a row has to prove itself again."""
+"""Silent requests in a row after which a source has to prove itself again."""
 
 
 @dataclass
@@ -129,12 +129,15 @@ class SourceBook:
         last_resort: str | None = "origin",
         starving: bool = False,
     ) -> Source | None:
-        """Takes the best free source for `length` bytes that is not among those `asked` already:
-        proven ones where one stands (resting ones do not), those of the role `last_resort` only
-        when no other stands (overdue ones do not) but first while the fetch is `starving`, then the
-        fastest, those that were never asked, then list order. An unproven source has one request at
-        a time. None if all are busy, resting or banned, or if the best is proven and an `unproven`
-        one is wanted. Give it back with `good`, `bad`, `lied` or `release`."""
+        """Takes the best free source for `length` bytes, or None. Give it back with `good`, `bad`,
+        `lied` or `release`.
+
+        Sources in `excluded` or `asked`, and those that rest or are banned, are not taken. Proven
+        sources come before all others, and the role `last_resort` comes last, except while the
+        fetch is `starving`: then it comes first. Among equals the fastest wins, then one that was
+        never asked, then list order. An unproven source has one request at a time. With `unproven`,
+        the result is None if the best is proven.
+        """
         with self._lock:
             now = self.clock()
             known = [self.get(url) for url in urls if url not in excluded]

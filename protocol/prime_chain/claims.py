@@ -36,8 +36,8 @@ def payable_claim(
 
 
 def checked_claim(contracts: Contracts, claim: Claim) -> Claim:
-    """`claim`, checked against the root on chain, no matter whose proof it is. Raises as
-    `payable_claim`."""
+    """Returns `claim` after checking it against the root on chain. Its proof may come from anyone.
+    Raises like `payable_claim`."""
     rewards = contracts.rewards
     on_chain = rewards.reward_root(claim.pool, claim.epoch)
     if on_chain is None:

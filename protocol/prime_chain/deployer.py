@@ -162,7 +162,7 @@ def wirings(known: Known) -> dict[str, Call]:
 
 
 def check_options(options: Options, client: ChainClient) -> None:
-    """Raises UserError for what the contracts would refuse, or no one can want."""
+    """Raises UserError for settings that the contracts refuse or that make no sense."""
     if problem := options.periods.problem():
         raise UserError(problem, hint="lengthen unbonding or shorten the others")
     if trap := options.periods.trap():

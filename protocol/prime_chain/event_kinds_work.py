@@ -51,7 +51,7 @@ class LeafRejected(Event):
 
 @dataclass(frozen=True)
 class LeafRestored(Event):
-    """A judge overturned what was said against the leaf: it counts for pay again."""
+    """A judge overturned the rejection or slash of this leaf: it counts for pay again."""
 
     CONTRACT = "work"
     pool: int

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,9 +19,11 @@ from money_kit import RUN, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.contracts import Claim
+from prime_chain.events import EVENTS
 from prime_chain.history import read_events
 from prime_chain.mirror import Copied, Follower, HttpSource, Mirror, MirrorServer
 from prime_chain.rewards import Rebuilder, history_of
+from prime_chain.watcher import pool_queries
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.settlement import load_settlement
@@ -198,6 +201,27 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
     socket.create_connection(("::1", server.port)).close()
     server.close()
     assert Copied().as_json()["missing"] == {}
+
+
+def test_a_mirror_asks_for_its_pools_events_only_and_misses_none(
+    worked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = [kind.__name__ for kind in EVENTS.values() if "pool" in kind.__annotations__]
+    queries = pool_queries(worked.deployment, 1)
+    assert sum(len(query.topics[0] or ()) for query in queries) == len(indexed)
+
+    asked, ask = list[Any](), worked.client.agreed_logs
+
+    def agreed_logs(first: int, last: int, addresses: Any, topics: Any = ()) -> Any:
+        asked.append(topics)
+        return ask(first, last, addresses, topics)
+
+    everything = read_events(worked.client, worked.deployment)
+    monkeypatch.setattr(worked.client, "agreed_logs", agreed_logs)
+    found = read_events(worked.client, worked.deployment, pool=1)
+    assert found == [event for event in everything if getattr(event, "pool", None) == 1] != []
+    assert follower(worked, Orchestrator(worked)).tick().new > 0
+    assert all((1).to_bytes(32, "big") in topics for topics in asked)
 
 
 def test_clients_that_never_finish_a_request_keep_no_other_out_of_a_mirror(

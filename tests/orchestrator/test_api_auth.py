@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from orchestrator_world import AUDIENCE, Session, World, signer
+from fastapi.testclient import TestClient
+from orchestrator_world import AUDIENCE, VERSIONED, Session, World, signer
 
 from prime_core.encoding import sha256
-from prime_core.errors import PolicyError
 from prime_core.messages import RevokeRequest
 from prime_core.node import SessionRevocation
 from prime_core.signing import LocalSigner
 from prime_core.transport.signatures import sign_headers
-from prime_orchestrator.api.auth import Strangers, open_session
+from prime_orchestrator.api.app import create_app
 from prime_orchestrator.store import chain, schema, sessions
 
 BEAT = b'{"policy_version":null}'
@@ -114,24 +114,24 @@ def test_sessions_of_one_account_are_bounded(world: World, monkeypatch: pytest.M
     world.login(signer(2))
 
 
-def test_strangers_of_one_address_open_few_sessions_an_hour(world: World) -> None:
-    strangers, numbers = Strangers(most=2), itertools.count(100)
+def test_strangers_of_one_address_open_few_sessions_an_hour(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_orchestrator.api.auth.STRANGERS_AN_HOUR", 2)
+    app, numbers = create_app(world.backend), itertools.count(100)
 
-    def opened(host: str, account: LocalSigner | None = None) -> bool:
-        session = Session(account or signer(next(numbers)))
-        try:
-            open_session(world.backend, world.grant(session), strangers, host)
-        except PolicyError:
-            return False
-        return True
+    def opened(host: str, account: LocalSigner | None = None) -> int:
+        http = TestClient(app, AUDIENCE, headers=VERSIONED, client=(host, 1))
+        grant = world.grant(Session(account or signer(next(numbers))))
+        return http.post("/v1/sessions", content=grant.model_dump_json()).status_code
 
-    assert [opened(f"2001:db8::{end}") for end in (1, 2, 3)] == [True, True, False]
-    assert opened("2001:db8:0:1::1"), "another address"
-    assert all(opened("127.0.0.1") for _ in range(3))
+    assert [opened(f"2001:db8::{end}") for end in (1, 2, 3)] == [200, 200, 403]
+    assert opened("2001:db8:0:1::1") == 200, "another address"
+    assert {opened("127.0.0.1") for _ in range(3)} == {200}
     member = world.member(1).account
-    assert opened("2001:db8::1", member), "it has a node in the pool"
+    assert opened("2001:db8::1", member) == 200, "it has a node in the pool"
     world.clock.advance(3600)
-    assert opened("2001:db8::3")
+    assert opened("2001:db8::3") == 200
 
 
 def test_a_nonce_cannot_be_replayed_even_after_the_signature_expired(world: World) -> None:

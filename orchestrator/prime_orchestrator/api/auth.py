@@ -45,18 +45,17 @@ class Caller:
 
 
 class Strangers:
-    """Limits the sessions that accounts without a node in the pool open per client address (an IPv6
-    /64) and hour, counted in this process: each is a row until a day after its end."""
+    """Limits how many sessions accounts without a node open per client address (an IPv6 /64) and
+    hour. Each session is a row until a day after its end. Counted in this process only."""
 
-    def __init__(self, most: int = STRANGERS_AN_HOUR) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._hour = 0
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def count(self, connection: Connection, account: Address, host: str, now: float) -> None:
         """Counts a session of `account` from the address `host`, unless the account has a node here
-        or the address is loopback. Raises PolicyError beyond `most` an hour."""
+        or the address is loopback. Raises PolicyError beyond STRANGERS_AN_HOUR."""
         if not is_bounded(host) or nodes.get(connection, account) is not None:
             return
         place, hour = place_of(host), int(now) // 3600
@@ -64,10 +63,10 @@ class Strangers:
             if hour != self._hour or len(self._counts) >= MOST_PLACES:
                 self._hour, self._counts = hour, {}
             self._counts[place] = self._counts.get(place, 0) + 1
-            if self._counts[place] > self._most:
+            if self._counts[place] > STRANGERS_AN_HOUR:
                 raise PolicyError(
-                    f"accounts without a node opened {self._most} sessions from this address "
-                    "within the hour: try again in the next one"
+                    f"accounts without a node opened {STRANGERS_AN_HOUR} sessions from this "
+                    "address in this hour: try again in the next one"
                 )
 
 

@@ -147,9 +147,9 @@ def check_url(url: str, *, local: bool) -> str:
         public_address(urlsplit(url).hostname or "")
     except PrivateAddressError as error:
         raise PolicyError(
-            f"{error}: nodes cannot or must not reach it; announce_relay a public address with "
+            f"{error}: nodes cannot or must not reach it; announce a public address with "
             "--public-url"
         ) from error
     except OSError as error:
-        raise PolicyError(f"{url} has no address: announce_relay one that others reach") from error
+        raise PolicyError(f"{url} has no address: announce one that others reach") from error
     return url

@@ -231,8 +231,8 @@ def end(session: ChainSession, pool: PoolNumber) -> Done:
 @app.command()
 @sends_transactions
 def refund(session: ChainSession, pool: PoolNumber) -> Done:
-    """Take back the bond of an ended pool and what it promised to no one; a year later also what
-    no one claimed.
+    """Take back the bond of an ended pool and the funds that it owes to no one; a year later also
+    what was not claimed.
 
     Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """

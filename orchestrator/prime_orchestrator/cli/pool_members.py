@@ -114,7 +114,7 @@ def unban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
 
 @sends_transactions
 def pause(session: ChainSession, pool: PoolNumber) -> Done:
-    """Let no one in for now; who sits in the pool goes on working."""
+    """Stop admitting nodes for now; members of the pool go on working."""
     session.perform([session.contracts.pools.pause(pool)])
     return Done({"pool": pool, "paused": True}, f"no node can join pool {pool} until it is started")
 
