@@ -409,6 +409,7 @@ def test_ctrl_c_is_one_sentence_and_130(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "prime_trainer.cli", *words, "--evaluate-every", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={name: word for name, word in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )  # fmt: skip
     try:
         assert child.stdout is not None

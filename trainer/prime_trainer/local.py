@@ -186,12 +186,17 @@ def local_run(source: Path, model: Path) -> RunDefinition:
     return run_from(values, source, model, base)
 
 
+def _print(line: str) -> None:
+    """Prints at once, also where a pipe or a file is the output."""
+    print(line, flush=True)
+
+
 def run_local(
     source: Path,
     settings: Settings,
     options: Options,
     stop: threading.Event,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _print,
 ) -> Path:
     """Trains `settings.steps` policies from the TOML file `source`; returns the last one's folder.
 
