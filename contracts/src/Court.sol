@@ -264,20 +264,11 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     ) external {
         (bytes32 leaf, address[] memory authors) = work.signersOf(submission, opinions);
         Slasher.Proposal memory p = _proposal(leaf);
-        bool contested = p.state == Slasher.State.Contested;
-        if (!contested && p.state != Slasher.State.Proposed) {
-            revert Errors.WrongState(leaf, uint8(p.state));
-        }
+        if (p.state != Slasher.State.Proposed) revert Errors.WrongState(leaf, uint8(p.state));
         if (msg.sender != p.provider) revert Errors.NotAllowed(msg.sender);
         Case storage c = _cases[leaf];
         if (c.status != Status.None) revert Errors.AlreadyInCourt(leaf);
-        if (
-            opinions.outcome != Statements.REJECTED
-                && (!contested || opinions.outcome != Statements.VOID)
-        ) {
-            revert Errors.WrongOutcome(opinions.outcome);
-        }
-        if (contested) _checkBefore(leaf, p.deadline - _half * 3 / 2);
+        if (opinions.outcome != work.REJECTED()) revert Errors.WrongOutcome(opinions.outcome);
         if (opinions.law != Statements.hash(law) || _hashOf(authors) != _hashOf(p.authors)) {
             revert Errors.OtherOpinions(leaf);
         }
@@ -304,9 +295,9 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         Case storage c = _cases[leaf];
         if (c.status != Status.Open) revert Errors.NotInCourt(leaf, uint8(c.status));
         Slasher.Proposal memory p = _proposal(leaf);
-        if (!_isDisputed(p)) revert Errors.WrongState(leaf, uint8(p.state));
+        if (p.state != Slasher.State.Disputed) revert Errors.WrongState(leaf, uint8(p.state));
         uint64 revealFrom = p.deadline - _half;
-        _checkBefore(leaf, revealFrom);
+        if (windowTime() >= revealFrom) revert Errors.WindowClosed(leaf, revealFrom);
         uint256 at = c.seedBlock;
         // slither-disable-next-line incorrect-equality
         if (at == 0 || block.number > at + HASHES) {
@@ -339,7 +330,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     function commit(bytes32 leaf, bytes32 commitment) external {
         Case storage c = _case(leaf);
         if (commitment == 0) revert Errors.ZeroDigest();
-        _checkBefore(leaf, c.revealFrom);
+        if (windowTime() >= c.revealFrom) revert Errors.WindowClosed(leaf, c.revealFrom);
         if (!_isDrawn(leaf, msg.sender)) revert Errors.NotJuror(msg.sender);
         Ballot storage b = _ballots[leaf][msg.sender];
         if (b.commitment != 0) revert Errors.BadBallot(leaf, msg.sender);
@@ -355,8 +346,9 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     /// @param salt What the commitment was made with.
     function reveal(bytes32 leaf, uint8 vote, bytes32 digest, bytes32 salt) external nonReentrant {
         Case storage c = _case(leaf);
-        if (windowTime() < c.revealFrom) revert Errors.WindowOpen(leaf, c.revealFrom);
-        _checkBefore(leaf, c.revealUntil);
+        uint256 time = windowTime();
+        if (time < c.revealFrom) revert Errors.WindowOpen(leaf, c.revealFrom);
+        if (time >= c.revealUntil) revert Errors.WindowClosed(leaf, c.revealUntil);
         Ballot storage b = _ballots[leaf][msg.sender];
         bool fits = b.commitment == commitmentOf(leaf, msg.sender, vote, digest, salt);
         if (vote == 0 || vote > ABSTAIN || b.vote != 0 || !fits) {
@@ -367,7 +359,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         if (vote == ABSTAIN) return;
         bool confirms = vote == CONFIRM;
         uint256 equal = confirms ? ++c.confirming : ++c.overturning;
-        if (equal != 2 || !_isDisputed(_proposal(leaf))) return;
+        if (equal != 2 || _proposal(leaf).state != Slasher.State.Disputed) return;
         c.pot = (confirms ? slasher.confirm(leaf) : slasher.overturn(leaf)).toUint128();
     }
 
@@ -444,15 +436,6 @@ contract Court is WindowTime, ReentrancyGuardTransient {
 
     function _proposal(bytes32 leaf) private view returns (Slasher.Proposal memory) {
         return slasher.proposal(leaf);
-    }
-
-    /// @dev Whether it waits for the jurors' verdict.
-    function _isDisputed(Slasher.Proposal memory p) private pure returns (bool) {
-        return p.state == Slasher.State.Disputed || p.state == Slasher.State.Contested;
-    }
-
-    function _checkBefore(bytes32 leaf, uint256 until) private view {
-        if (windowTime() >= until) revert Errors.WindowClosed(leaf, until);
     }
 
     /// @dev Whether the pool has given this number to an account.

@@ -155,10 +155,9 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         _rewardDelay = p.rewardDelay;
         _silence = SILENT_EPOCHS * p.epochLength + p.validity;
         // The last work's way to its pay. A file comes up to an epoch after the end, its node roots it by
-        // itself an epoch and a validity later, it is judged for a validity, its rejection is contested
-        // within a validity and a slash window, and judged; the next epoch's reward root decides it, and is
-        // posted again if the arbiter voids it.
-        _refundDelay = 3 * p.epochLength + 3 * p.validity + p.slashWindow + p.disputeWindow + 2
+        // itself an epoch and a validity later, it is judged for a validity, its pay is held while a slash
+        // is open; the next epoch's reward root decides it, and is posted again if the arbiter voids it.
+        _refundDelay = 3 * p.epochLength + 2 * p.validity + p.slashWindow + p.disputeWindow + 2
             * p.rewardDelay;
     }
 

@@ -65,20 +65,6 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     event SlashObjected(
         bytes32 indexed leaf, uint256 indexed pool, address indexed node, uint64 judgeBy
     );
-    /// @notice The provider contests a rejection; it lapses if it is not judged by `judgeBy`. `authors` are
-    /// those of the rejection.
-    event RejectionContested(
-        bytes32 indexed leaf,
-        uint256 indexed pool,
-        address indexed node,
-        address provider,
-        uint256 deposit,
-        uint64 judgeBy,
-        address[] authors
-    );
-    /// @notice A contest came to its end: the leaf is restored if a judge overturned the rejection, else it
-    /// stays rejected. Final.
-    event ContestClosed(bytes32 indexed leaf, uint256 indexed pool, address indexed node);
     /// @notice A judge found the same as the authors.
     event SlashConfirmed(bytes32 indexed leaf, address indexed judge);
     /// @notice A judge found otherwise; the authors paid `penalty`, of it `compensation` to the provider.
@@ -103,9 +89,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         Disputed,
         Executed,
         Cancelled,
-        Objected,
-        Contested,
-        Closed
+        Objected
     }
 
     /// @dev A proposal as stored: two slots. `authors` are numbers in the pool, a byte each; `terms` is
@@ -122,7 +106,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     }
 
     /// @param node Whose submission it is.
-    /// @param deadline End of the window; once disputed, objected to or contested, end of the dispute window.
+    /// @param deadline End of the window; once disputed or objected to, end of the dispute window.
     /// @param state Where it stands.
     /// @param provider Who answers for the node.
     /// @param amount What is held.
@@ -251,41 +235,13 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         (Entry memory p, uint64 judgeBy) = _stop(leaf, State.Disputed);
         uint256 deposit = _terms[p.terms].deposit;
         emit SlashDisputed(leaf, p.pool, p.node, deposit, judgeBy);
-        _receive(leaf, deposit);
-    }
 
-    /// @notice Takes a rejection or void to judgement, once. By the provider, in the slash window that follows
-    /// one validity after it, unless a slash was proposed and not cancelled; takes the deposit, which needs
-    /// an allowance.
-    /// @param submission What was rejected.
-    /// @return leaf The submission's digest, which names the contest.
-    function contest(Submission calldata submission) external nonReentrant returns (bytes32 leaf) {
-        uint24 numbers;
-        (leaf, numbers) = work.checkContestable(submission);
-        State state = _entries[leaf].state;
-        if (state != State.None && state != State.Cancelled) {
-            revert Errors.WrongState(leaf, uint8(state));
-        }
-        (address provider,, address manager) = _liability(submission.pool, submission.node);
-        if (msg.sender != provider) revert Errors.NotAllowed(msg.sender);
-        Sums memory current = _current;
-        Entry memory p = Entry({
-            node: submission.node,
-            deadline: uint32(block.timestamp + _disputeWindow),
-            pool: submission.pool.toUint32(),
-            state: State.Contested,
-            authors: numbers,
-            provider: provider,
-            held: 0,
-            terms: current.number
-        });
-        _entries[leaf] = p;
-        address[] memory authors = _authorsOf(p);
-        if (current.bond > 0) vault.answer(authors, manager);
-        emit RejectionContested(
-            leaf, p.pool, p.node, provider, current.deposit, p.deadline, authors
-        );
-        _receive(leaf, current.deposit);
+        if (deposit == 0) return;
+        depositOf[leaf] = deposit;
+        uint256 before = token.balanceOf(address(this));
+        token.safeTransferFrom(msg.sender, address(this), deposit);
+        uint256 received = token.balanceOf(address(this)) - before;
+        if (received != deposit) revert Errors.TokenNotPlain(deposit, received);
     }
 
     /// @notice Says that the evidence cannot be fetched: the proposal stops until the arbiter has judged.
@@ -295,64 +251,76 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         emit SlashObjected(leaf, p.pool, p.node, judgeBy);
     }
 
-    /// @notice Finds the same as the authors: the slash is carried out, or the leaf stays rejected, and the
-    /// deposit is lost. By the judge.
+    /// @notice Finds the same as the authors: the slash is carried out and the deposit lost. By the judge.
     /// @return deposit What the dispute held; the court receives it if it is the judge.
     function confirm(bytes32 leaf) external nonReentrant returns (uint256 deposit) {
         Entry memory p = _judged(leaf);
         emit SlashConfirmed(leaf, msg.sender);
-        // slither-disable-next-line incorrect-equality
-        if (p.state == State.Contested) _close(leaf, p);
-        else _execute(leaf, p);
+        _execute(leaf, p);
 
         deposit = _takeDeposit(leaf);
-        _give(deposit);
+        if (deposit == 0) return 0;
+        address treasury = msg.sender == address(court) ? msg.sender : vault.treasury();
+        if (treasury == address(0)) ERC20Burnable(address(token)).burn(deposit);
+        else token.safeTransfer(treasury, deposit);
     }
 
-    /// @notice Finds otherwise: the deposit goes back, each author pays its bond, and the leaf counts for
-    /// pay. The provider has interest on what was held from it. By the judge.
-    /// @return pay The bonds less that interest; the court receives it if it is the judge.
+    /// @notice Finds otherwise: the deposit goes back, and each author pays its bond. The provider has
+    /// interest on what was held from it. By the judge.
+    /// @return pay What the court receives if it is the judge: the bonds less that interest.
     function overturn(bytes32 leaf) external nonReentrant returns (uint256 pay) {
         Entry memory p = _judged(leaf);
-        (,, address manager) = _liability(p.pool, p.node);
+        address[] memory authors = pools.authorsOf(p.pool, p.authors);
+        address manager = pools.managerOf(p.pool);
         uint256 bond = _terms[p.terms].bond;
-        address[] memory authors = _letGo(leaf, p);
-        work.restore(p.pool, leaf);
+        uint256 owed =
+            uint256(p.held) * INTEREST * (_slashWindow + _disputeWindow) / (100 * 365 days);
+        bool byCourt = msg.sender == address(court);
         // slither-disable-next-line uninitialized-local
         uint256 penalty;
+        // slither-disable-next-line uninitialized-local
+        uint256 compensation;
+        _letGo(leaf, p, authors);
         for (uint256 i; i < authors.length && bond > 0; ++i) {
-            penalty += vault.fine(authors[i], bond, manager);
+            (uint256 taken, uint256 paid) = vault.fine(
+                authors[i],
+                bond,
+                manager,
+                byCourt ? address(this) : p.provider,
+                byCourt ? bond : owed - compensation
+            );
+            penalty += taken;
+            compensation += paid;
         }
-        uint256 compensation = Math.min(
-            uint256(p.held) * INTEREST * (_slashWindow + _disputeWindow) / (100 * 365 days), penalty
-        );
-        if (compensation > 0) token.safeTransfer(p.provider, compensation);
-        pay = penalty - compensation;
-        _give(pay);
+        if (byCourt) {
+            compensation = Math.min(owed, penalty);
+            pay = penalty - compensation;
+            token.safeTransfer(p.provider, compensation);
+            token.safeTransfer(msg.sender, pay);
+        }
         emit SlashOverturned(leaf, msg.sender, penalty, compensation);
     }
 
-    /// @notice Ends a dispute, objection or contest that was not judged in time: the deposit goes back. By
-    /// anyone.
+    /// @notice Ends a dispute or objection that was not judged in time: the deposit goes back. By anyone.
     function lapse(bytes32 leaf) external nonReentrant {
         Entry memory p = _stopped(leaf);
         if (windowTime() < p.deadline) revert Errors.WindowOpen(leaf, p.deadline);
-        _letGo(leaf, p);
+        _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
     }
 
-    /// @notice Calls a proposal or contest off. By the arbiter, at any time before its end.
+    /// @notice Calls a proposal off. By the arbiter, at any time before it is carried out.
     function cancel(bytes32 leaf) external nonReentrant {
         if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
         Entry memory p = _entries[leaf];
         if (p.state != State.Proposed) p = _stopped(leaf);
-        _letGo(leaf, p);
+        _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
     }
 
     /// @notice A proposal, zeros if there is none about this submission.
     function proposal(bytes32 leaf) external view returns (Proposal memory) {
         Entry memory p = _entries[leaf];
         address[] memory authors = new address[](0);
-        if (p.state != State.None) authors = _authorsOf(p);
+        if (p.state != State.None) authors = pools.authorsOf(p.pool, p.authors);
         return Proposal(p.node, p.deadline, p.state, p.provider, p.held, p.pool, authors);
     }
 
@@ -365,27 +333,26 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (p.state != state) revert Errors.WrongState(leaf, uint8(p.state));
     }
 
-    /// @dev A proposal that its provider stopped, or a contest.
+    /// @dev A proposal that its provider stopped.
     function _stopped(bytes32 leaf) private view returns (Entry memory) {
-        State state = _entries[leaf].state;
         // slither-disable-next-line incorrect-equality
-        if (state == State.Objected || state == State.Contested) return _entries[leaf];
+        if (_entries[leaf].state == State.Objected) return _entries[leaf];
         return _in(leaf, State.Disputed);
     }
 
-    /// @dev A stopped proposal or a contest that the caller may judge now.
+    /// @dev A stopped proposal that the caller may judge now.
     function _judged(bytes32 leaf) private view returns (Entry memory p) {
         p = _stopped(leaf);
-        uint256 time = windowTime();
-        if (msg.sender != address(court)) {
-            bool inCourt = p.state != State.Objected && court.holds(leaf);
-            if (msg.sender != arbiter || inCourt) revert Errors.NotAllowed(msg.sender);
-            // Until then the provider may still ask for the court.
-            uint256 from = p.deadline - _disputeWindow * 3 / 4;
-            // slither-disable-next-line incorrect-equality
-            if (p.state == State.Contested && time < from) revert Errors.WindowOpen(leaf, from);
+        if (msg.sender != address(court) && (msg.sender != arbiter || _inCourt(leaf, p.state))) {
+            revert Errors.NotAllowed(msg.sender);
         }
-        if (time >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+        if (windowTime() >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
+    }
+
+    /// @dev Whether jurors judge it, so that the arbiter may only cancel.
+    function _inCourt(bytes32 leaf, State state) private view returns (bool) {
+        // slither-disable-next-line incorrect-equality
+        return state == State.Disputed && court.holds(leaf);
     }
 
     /// @dev The provider stops its proposal within the window.
@@ -404,9 +371,8 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         private
         returns (Entry memory)
     {
-        (address provider, uint256 asked, address manager) = _liability(pool, node);
+        (address provider, uint256 asked, address manager) = pools.liabilityOf(pool, node);
         if (provider == address(0)) revert Errors.NotMember(pool, node);
-        // slither-disable-next-line incorrect-equality
         if (asked == 0) revert Errors.ZeroAmount();
         Sums memory current = _current;
         vault.pledge(authors, current.bond, manager);
@@ -424,65 +390,22 @@ contract Slasher is Terms, ReentrancyGuardTransient {
 
     function _execute(bytes32 leaf, Entry memory p) private {
         _entries[leaf].state = State.Executed;
-        vault.unpledge(_authorsOf(p));
-        (, uint256 asked, address manager) = _liability(p.pool, p.node);
+        vault.unpledge(pools.authorsOf(p.pool, p.authors));
+        // slither-disable-next-line unused-return
+        (, uint256 asked, address manager) = pools.liabilityOf(p.pool, p.node);
         uint256 taken = vault.settleSlash(p.provider, p.held, asked, manager);
         emit SlashExecuted(leaf, p.pool, p.node, p.provider, taken);
         if (taken > 0) pools.expel(p.pool, p.node, p.provider);
     }
 
-    /// @dev Ends a proposal or contest that came to nothing; gives stake and deposit back.
-    function _letGo(bytes32 leaf, Entry memory p) private returns (address[] memory authors) {
-        authors = _authorsOf(p);
-        // slither-disable-next-line incorrect-equality
-        if (p.state == State.Contested) {
-            _close(leaf, p);
-        } else {
-            _entries[leaf].state = State.Cancelled;
-            emit SlashCancelled(leaf, p.pool, p.node);
-            vault.unpledge(authors);
-            vault.releaseSlash(p.provider, p.held);
-        }
+    /// @dev Ends a proposal that came to nothing; gives stake and deposit back.
+    function _letGo(bytes32 leaf, Entry memory p, address[] memory authors) private {
+        _entries[leaf].state = State.Cancelled;
+        emit SlashCancelled(leaf, p.pool, p.node);
+        vault.unpledge(authors);
+        vault.releaseSlash(p.provider, p.held);
         uint256 deposit = _takeDeposit(leaf);
         if (deposit > 0) token.safeTransfer(p.provider, deposit);
-    }
-
-    /// @dev Ends a contest.
-    function _close(bytes32 leaf, Entry memory p) private {
-        _entries[leaf].state = State.Closed;
-        emit ContestClosed(leaf, p.pool, p.node);
-    }
-
-    /// @dev Who answers for a node's work, what a slash takes, and the pool's manager.
-    function _liability(uint256 pool, address node)
-        private
-        view
-        returns (address, uint256, address)
-    {
-        return pools.liabilityOf(pool, node);
-    }
-
-    function _authorsOf(Entry memory p) private view returns (address[] memory) {
-        return pools.authorsOf(p.pool, p.authors);
-    }
-
-    /// @dev Takes the deposit of a dispute or contest from the caller.
-    function _receive(bytes32 leaf, uint256 deposit) private {
-        if (deposit == 0) return;
-        depositOf[leaf] = deposit;
-        uint256 before = token.balanceOf(address(this));
-        token.safeTransferFrom(msg.sender, address(this), deposit);
-        uint256 received = token.balanceOf(address(this)) - before;
-        if (received != deposit) revert Errors.TokenNotPlain(deposit, received);
-    }
-
-    /// @dev What a judgement took goes to the court if it is the judge, else to where slashed stake goes.
-    function _give(uint256 amount) private {
-        // slither-disable-next-line incorrect-equality
-        if (amount == 0) return;
-        address to = msg.sender == address(court) ? msg.sender : vault.treasury();
-        if (to == address(0)) ERC20Burnable(address(token)).burn(amount);
-        else token.safeTransfer(to, amount);
     }
 
     /// @dev What the dispute held; it is on its way out now.

@@ -287,20 +287,6 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         }
     }
 
-    /// @notice The authors of a contested rejection answer to the pool's manager alone for an unbonding
-    /// period, as far as they do not answer to another: longer than any judgement. It asks for no free
-    /// stake, so that no number of contests keeps validators from a proposal.
-    /// @param validators Who signed for it.
-    /// @param manager Of the pool.
-    function answer(address[] calldata validators, address manager) external only(slasher) {
-        for (uint256 i; i < validators.length; ++i) {
-            Account storage account = _accounts[validators[i]];
-            if (_answersElsewhere(account, manager)) continue;
-            _bind(validators[i], account, manager);
-            account.leftAt = uint40(block.timestamp);
-        }
-    }
-
     /// @notice Holds stake for a proposed slash.
     /// @param provider Whose.
     /// @param amount What is asked.
@@ -353,23 +339,29 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         _pay(treasury, taken);
     }
 
-    /// @notice Takes a penalty from a validator whose statement was overturned, and gives it to the slasher.
-    /// @param validator Whose statement it was.
+    /// @notice Takes a penalty from a validator: first for whom it wronged, the rest for the treasury.
+    /// @param validator Whose statement was overturned.
     /// @param amount What it owes; less is taken if less is there.
     /// @param manager Of the pool.
+    /// @param wronged Receives up to `interest` of it.
+    /// @param interest At most this goes to `wronged`.
     /// @return taken What was taken.
-    function fine(address validator, uint256 amount, address manager)
-        external
-        nonReentrant
-        only(slasher)
-        returns (uint256 taken)
-    {
+    /// @return paid What of it went to `wronged`.
+    function fine(
+        address validator,
+        uint256 amount,
+        address manager,
+        address wronged,
+        uint256 interest
+    ) external nonReentrant only(slasher) returns (uint256 taken, uint256 paid) {
         Account storage account = _accounts[validator];
         taken = Math.min(amount, _reachable(account, manager));
+        paid = Math.min(taken, interest);
         _take(validator, account, taken);
         emit SlashHeld(validator, taken);
-        emit Slashed(validator, taken, slasher);
-        _pay(slasher, taken);
+        emit Slashed(validator, taken, treasury);
+        if (paid > 0) token.safeTransfer(wronged, paid);
+        _pay(treasury, taken - paid);
     }
 
     // -------------------------------------------------------------------------------------- views
@@ -473,24 +465,16 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
 
     /// @dev From now on the account answers to `manager`, if it answers to nobody else.
     function _bind(address owner, Account storage account, address manager) private {
-        if (account.manager == manager) return;
-        if (_answersElsewhere(account, manager)) {
-            revert Errors.StakeBound(owner, account.manager, _boundUntil(account));
+        address bound = account.manager;
+        if (bound == manager) return;
+        if (bound != address(0)) {
+            uint256 until = _boundUntil(account);
+            if (until == 0 || windowTime() < until) {
+                revert Errors.StakeBound(owner, bound, until);
+            }
         }
         account.manager = manager;
         emit Bound(owner, manager);
-    }
-
-    /// @dev Whether the account answers to another manager now.
-    function _answersElsewhere(Account storage account, address manager)
-        private
-        view
-        returns (bool)
-    {
-        address bound = account.manager;
-        if (bound == manager || bound == address(0)) return false;
-        uint256 until = _boundUntil(account);
-        return until == 0 || windowTime() < until;
     }
 
     /// @dev Stake that answers to the manager and that no open slash holds.

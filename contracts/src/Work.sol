@@ -42,9 +42,6 @@ contract Work is EIP712, WindowTime {
     );
     /// @notice A leaf earns nothing.
     event LeafRejected(uint256 indexed pool, bytes32 indexed leaf, bytes32 reason);
-    /// @notice A judge overturned what was said against a leaf: it counts for pay, and cannot be rejected
-    /// any more. Final.
-    event LeafRestored(uint256 indexed pool, bytes32 indexed leaf);
     /// @notice Where a validator serves its copy of the pool's evidence and tables; empty takes it back.
     event MirrorAnnounced(uint256 indexed pool, address indexed validator, string url);
 
@@ -57,20 +54,10 @@ contract Work is EIP712, WindowTime {
         uint32 count;
     }
 
-    /// @param at Block time of the rejection, zero if there was none.
-    /// @param authors Whose opinions it rests on: their numbers in the pool, a byte each.
-    /// @param restored A judge overturned what was said against the leaf.
-    struct Rejection {
-        uint40 at;
-        uint24 authors;
-        bool restored;
-    }
-
     /// @notice An opinion's outcome: the file is a lie.
-    uint8 public constant REJECTED = Statements.REJECTED;
+    uint8 public constant REJECTED = 2;
     /// @notice An opinion's outcome: the file earns nothing, and nobody is accused.
-    uint8 public constant VOID = Statements.VOID;
-
+    uint8 public constant VOID = 3;
     /// @notice The longest URL of a mirror, in bytes.
     uint256 public constant MAX_URL = 200;
 
@@ -78,13 +65,13 @@ contract Work is EIP712, WindowTime {
     Pools public immutable pools;
     uint64 private immutable _epochLength;
     uint64 private immutable _validity;
-    uint64 private immutable _slashWindow;
     uint64 private immutable _accountable;
     StakeVault private immutable _vault;
 
     /// @notice Number of roots of a pool; they are numbered from 1.
     mapping(uint256 pool => uint64) public rootCount;
-    mapping(uint256 pool => mapping(bytes32 leaf => Rejection)) private _rejections;
+    /// @notice Whether a leaf was rejected.
+    mapping(uint256 pool => mapping(bytes32 leaf => bool)) public isRejected;
     /// @notice Whether a leaf was posted by its node.
     mapping(bytes32 leaf => bool) public isPosted;
     mapping(uint256 pool => mapping(uint64 seq => Root)) private _roots;
@@ -101,7 +88,6 @@ contract Work is EIP712, WindowTime {
         _vault = vault_;
         _epochLength = p.epochLength;
         _validity = p.validity;
-        _slashWindow = p.slashWindow;
         _accountable = p.slashWindow + p.disputeWindow;
     }
 
@@ -172,45 +158,15 @@ contract Work is EIP712, WindowTime {
             revert Errors.WrongOutcome(opinions.outcome);
         }
         bytes32 leaf = submissionDigest(submission);
-        Rejection memory r = _rejections[submission.pool][leaf];
-        if (r.restored) revert Errors.AlreadyRestored(submission.pool, leaf);
-        if (r.at != 0) revert Errors.AlreadyRejected(submission.pool, leaf);
+        if (isRejected[submission.pool][leaf]) {
+            revert Errors.AlreadyRejected(submission.pool, leaf);
+        }
         _checkLiable(submission.pool, seq, leaf, proof);
         // slither-disable-next-line unused-return
-        (uint24 numbers,) = _authors(submission, leaf, opinions);
+        _authors(submission, leaf, opinions);
 
-        _rejections[submission.pool][leaf] = Rejection(uint40(block.timestamp), numbers, false);
+        isRejected[submission.pool][leaf] = true;
         emit LeafRejected(submission.pool, leaf, opinions.voices[0].reason);
-    }
-
-    /// @notice Makes a leaf count for pay, for good. By the slasher, once a judge overturned what was said
-    /// against it.
-    function restore(uint256 pool, bytes32 leaf) external {
-        if (msg.sender != pools.slasher()) revert Errors.NotAllowed(msg.sender);
-        _rejections[pool][leaf].restored = true;
-        emit LeafRestored(pool, leaf);
-    }
-
-    /// @notice Reverts unless the submission is rejected and its rejection can be contested now: in the
-    /// slash window that follows one validity after it. By then no slash of the root that it was rejected
-    /// in can be proposed any more, so a contest keeps no slash away; and stake that an author took out
-    /// once it had rejected is still unbonding when the contest is judged.
-    /// @return leaf The submission's digest.
-    /// @return authors Whose opinions it was rejected by, as `checkRejected` numbers them.
-    function checkContestable(Submission calldata submission)
-        external
-        view
-        returns (bytes32 leaf, uint24 authors)
-    {
-        leaf = submissionDigest(submission);
-        Rejection memory r = _rejections[submission.pool][leaf];
-        if (r.at == 0 || r.restored) revert Errors.NotRejected(submission.pool, leaf);
-        uint256 from = uint256(r.at) + _validity;
-        uint256 time = windowTime();
-        if (time <= from || time >= from + _slashWindow) {
-            revert Errors.NotYourTurn(from, from + _slashWindow);
-        }
-        authors = r.authors;
     }
 
     /// @notice Reverts unless the node signed the submission, its leaf is in the root and valid, the
@@ -264,18 +220,6 @@ contract Work is EIP712, WindowTime {
     {
         leaf = submissionDigest(submission);
         signers = _signers(submission.pool, leaf, opinions);
-    }
-
-    /// @notice Whether a leaf is rejected: it was, and no judge overturned it.
-    function isRejected(uint256 pool, bytes32 leaf) external view returns (bool) {
-        Rejection memory r = _rejections[pool][leaf];
-        return r.at != 0 && !r.restored;
-    }
-
-    /// @notice When a leaf was rejected (Unix time, zero if it never was), by whose opinions, and whether a
-    /// judge overturned what was said against it.
-    function rejectionOf(uint256 pool, bytes32 leaf) external view returns (Rejection memory) {
-        return _rejections[pool][leaf];
     }
 
     /// @notice A root, zeros if there is none of this number.

@@ -49,15 +49,6 @@ class LeafRejected(Event):
     reason: Digest
 
 
-@dataclass(frozen=True)
-class LeafRestored(Event):
-    """A judge overturned the rejection or slash of this leaf: it counts for pay again."""
-
-    CONTRACT = "work"
-    pool: int
-    leaf: Digest
-
-
 # ── Rewards ──
 
 
@@ -158,28 +149,6 @@ class SlashObjected(Event):
     pool: int
     node: Address
     judge_by: int
-
-
-@dataclass(frozen=True)
-class RejectionContested(Event):
-    """The provider takes a rejection or a void to judgement. `authors` are the rejection's."""
-
-    CONTRACT = "slasher"
-    leaf: Digest
-    pool: int
-    node: Address
-    provider: Address
-    deposit: int
-    judge_by: int
-    authors: tuple[Address, ...]
-
-
-@dataclass(frozen=True)
-class ContestClosed(Event):
-    CONTRACT = "slasher"
-    leaf: Digest
-    pool: int
-    node: Address
 
 
 @dataclass(frozen=True)

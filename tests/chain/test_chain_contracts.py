@@ -109,7 +109,7 @@ def test_every_state_changing_function_of_the_contracts_has_a_wrapper() -> None:
     """Except what only the contracts say to one another, or the deployer once."""
     internal = {
         "wire", "depositFor", "commit", "release", "openSlash", "releaseSlash", "settleSlash",
-        "pledge", "unpledge", "fine", "answer", "restore",
+        "pledge", "unpledge", "fine",
         "expel", "moveSeat", "permit", "burn", "burnFrom", "transferFrom",
     }  # fmt: skip
     folder = Path(codec.__file__).parent / "abi"

@@ -79,30 +79,15 @@ contract CourtHandler is Network {
         court.collect();
     }
 
-    /// @dev Half of the cases are contests of a rejection or a void.
-    function disputeOne(uint256 seed) external {
+    function disputeOne(uint256) external {
+        Submission memory s = submission(++number);
         uint256[] memory seats = sevenSeats();
         if (seats.length < 7 || !pools.isMember(pool, node)) return;
-        bytes32 leaf;
-        if (seed % 2 == 0) {
-            uint8 outcome = seed % 4 == 0 ? 2 : 3;
-            Submission memory s = rejectIt(++number, outcome);
-            seats = sevenSeats();
-            leaf = contest(s);
-            openCase(s, opinions(s, outcome, bothKeys()), law(), seats, 2);
-        } else {
-            Submission memory s = submission(++number);
-            leaf = proposeIt(s, NODE_KEY);
-            openCase(s, rejections(s), law(), seats, 2);
-            dispute(leaf);
-        }
+        bytes32 leaf = proposeIt(s, NODE_KEY);
+        openCase(s, rejections(s), law(), seats, 2);
+        dispute(leaf);
         leaves.push(leaf);
         court.draw(leaf);
-    }
-
-    function waits(bytes32 leaf) private view returns (bool) {
-        Slasher.State state = slasher.proposal(leaf).state;
-        return state == Slasher.State.Disputed || state == Slasher.State.Contested;
     }
 
     function sevenSeats() private view returns (uint256[] memory seats) {
@@ -120,7 +105,7 @@ contract CourtHandler is Network {
         (bytes32 leaf, Court.Case memory c,) = some(seed);
         if (c.status != Court.Status.Open) return;
         Slasher.Proposal memory p = slasher.proposal(leaf);
-        if (!waits(leaf)) return;
+        if (p.state != Slasher.State.Disputed) return;
         if (vm.getBlockTimestamp() >= p.deadline - DISPUTE / 2) return;
         vm.roll(vm.getBlockNumber() + 2);
         court.draw(leaf);
@@ -169,14 +154,14 @@ contract CourtHandler is Network {
 
     function finish(uint256 seed) external {
         (bytes32 leaf, Court.Case memory c,) = some(seed);
-        if (seed % 4 == 0 && waits(leaf)) {
+        if (seed % 4 == 0 && slasher.proposal(leaf).state == Slasher.State.Disputed) {
             vm.prank(arbiter);
             slasher.cancel(leaf);
         }
         if (c.status != Court.Status.Drawn) return;
         uint256 votes = c.confirming + c.overturning;
         if (votes < 3 && vm.getBlockTimestamp() < c.revealUntil) return;
-        if (waits(leaf)) {
+        if (slasher.proposal(leaf).state == Slasher.State.Disputed) {
             if (vm.getBlockTimestamp() < slasher.proposal(leaf).deadline) return;
             slasher.lapse(leaf);
         }

@@ -209,26 +209,6 @@ contract GasTest is Network {
         bar("overturn", 200_000);
     }
 
-    function test_Contest() public {
-        propose(99); // the authors have stood for a proposal before
-        Submission memory s = rejectIt(100, 3);
-        give(provider, DEPOSIT);
-        vm.prank(provider);
-        token.approve(address(slasher), DEPOSIT);
-        vm.prank(provider);
-        bytes32 id = slasher.contest(s);
-        bar("contest", 200_000);
-        vm.warp(vm.getBlockTimestamp() + DISPUTE / 4);
-        uint256 state = vm.snapshotState();
-        vm.prank(arbiter);
-        slasher.confirm(id);
-        bar("confirm a contested rejection", 100_000);
-        vm.revertToState(state);
-        vm.prank(arbiter);
-        slasher.overturn(id);
-        bar("overturn a contested rejection", 200_000);
-    }
-
     /// @dev A juror's acts and the provider's, in a register of twenty seats.
     function test_Court() public {
         for (uint256 i; i < 20; ++i) {

@@ -11,12 +11,7 @@ import { Pools } from "../../contracts/src/Pools.sol";
 import { PrimeToken } from "../../contracts/src/PrimeToken.sol";
 import { Rewards } from "../../contracts/src/Rewards.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
-import {
-    Invite,
-    NodeConsent,
-    Statements,
-    Submission
-} from "../../contracts/src/libraries/Statements.sol";
+import { Invite, NodeConsent, Statements } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
 import { vm } from "./utils/Vm.sol";
 
@@ -261,24 +256,6 @@ contract HostileTest is Network {
         refusedReentry();
     }
 
-    function test_Contest_CannotBeReentered_NorPaidBackTwice() public {
-        stakeAndPropose();
-        Submission memory s = rejectIt(2, 3);
-        give(provider, 2 * DEPOSIT);
-        vm.prank(provider);
-        bad.approve(address(slasher), 2 * DEPOSIT);
-        bad.arm(address(slasher), abi.encodeCall(slasher.contest, (s)));
-        vm.prank(provider);
-        bytes32 id = slasher.contest(s);
-        refusedReentry();
-        vm.warp(vm.getBlockTimestamp() + DISPUTE / 4);
-        bad.arm(address(slasher), abi.encodeCall(slasher.lapse, (id)));
-        vm.prank(arbiter);
-        slasher.overturn(id);
-        refusedReentry();
-        vm.assertEq(bad.balanceOf(address(slasher)), 0);
-    }
-
     function stakeAndPropose() private returns (bytes32 id) {
         register(provider, payout);
         stake(provider, 4 * STAKE);
@@ -338,12 +315,6 @@ contract HostileTest is Network {
         expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, DEPOSIT, DEPOSIT - 1));
         vm.prank(provider);
         slasher.dispute(id);
-        bad.setFee(0);
-        Submission memory s = rejectIt(2, 3);
-        bad.setFee(1);
-        expect(abi.encodeWithSelector(Errors.TokenNotPlain.selector, DEPOSIT, DEPOSIT - 1));
-        vm.prank(provider);
-        slasher.contest(s);
         bad.setFee(0);
         give(stranger, JUROR_BOND);
         bad.setFee(1);

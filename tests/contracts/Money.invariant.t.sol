@@ -47,7 +47,7 @@ contract MoneyInvariant {
 
     /// @dev The acts alone: neither `open` nor the views.
     function targetSelectors() public view returns (FuzzSelector[] memory list) {
-        bytes4[] memory s = new bytes4[](35);
+        bytes4[] memory s = new bytes4[](33);
         s[0] = handler.clock.selector;
         s[1] = handler.addStake.selector;
         s[2] = handler.unbond.selector;
@@ -81,8 +81,6 @@ contract MoneyInvariant {
         s[30] = handler.bondMore.selector;
         s[31] = handler.postTable.selector;
         s[32] = handler.moveAway.selector;
-        s[33] = handler.contestOne.selector;
-        s[34] = handler.endContest.selector;
         list = new FuzzSelector[](1);
         list[0] = FuzzSelector(address(handler), s);
     }
@@ -132,7 +130,7 @@ contract MoneyInvariant {
         }
         invariant_Money();
         handler.drain();
-        bytes32[39] memory names = [
+        bytes32[34] memory names = [
             bytes32("addStake"),
             "unbond",
             "rebond",
@@ -166,12 +164,7 @@ contract MoneyInvariant {
             "bondMore",
             "postTable",
             "bondDrawn",
-            "moveAway",
-            "contest",
-            "upheldContest",
-            "overturnedContest",
-            "cancelledContest",
-            "lapsedContest"
+            "moveAway"
         ];
         for (uint256 i; i < names.length; ++i) {
             emit log_named_uint(string(abi.encodePacked(names[i])), handler.calls(names[i]));

@@ -127,7 +127,7 @@ contract PaymentsTest is Network {
         // The funds came just now: a table of the validators can follow later than the last work's root.
         uint256 silence = rewards.SILENT_EPOCHS() * EPOCH + VALIDITY;
         vm.assertEq(from, START + silence + EPOCH + DELAY);
-        vm.assertLt(START + 3 * EPOCH + 3 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY, from, "later");
+        vm.assertLt(START + 3 * EPOCH + 2 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY, from, "later");
         expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, from));
         refund();
         vm.warp(from - 1);
@@ -172,7 +172,7 @@ contract PaymentsTest is Network {
     function test_Refund_OfAPoolThatWasSilentForLong() public {
         vm.warp(START + 100 days);
         uint256 from = end();
-        vm.assertEq(from, block.timestamp + 3 * EPOCH + 3 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY);
+        vm.assertEq(from, block.timestamp + 3 * EPOCH + 2 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY);
     }
 
     function test_Refund_AnEndedPoolNeverRunsAgain_SoItsRefundDoesNotMove() public {

@@ -124,9 +124,7 @@ contract StakeVaultTest is Network {
         expectNotAllowed(stranger);
         vault.unpledge(accounts);
         expectNotAllowed(stranger);
-        vault.fine(provider, 1, manager);
-        expectNotAllowed(stranger);
-        vault.answer(accounts, stranger);
+        vault.fine(provider, 1, manager, stranger, 1);
         expectNotAllowed(stranger);
         vault.releaseSlash(provider, 1);
         expectNotAllowed(stranger);

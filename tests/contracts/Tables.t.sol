@@ -258,7 +258,7 @@ contract TablesTest is Network {
         pools.end(pool);
         vm.stopPrank();
         uint256 ended = vm.getBlockTimestamp();
-        vm.warp(ended + 3 * EPOCH + 3 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY - 1);
+        vm.warp(ended + 3 * EPOCH + 2 * VALIDITY + WINDOW + DISPUTE + 2 * DELAY - 1);
         postAsManager(E, 1); // leaves the last work out
         uint256 quiet = vm.getBlockTimestamp();
         vm.assertEq(rewards.refundableAt(pool), quiet + SILENCE + EPOCH + DELAY);

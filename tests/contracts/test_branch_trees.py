@@ -90,7 +90,6 @@ def test_every_leaf_has_its_test_and_the_test_names_its_error(path: Path) -> Non
     known = texts()
     helpers = {
         "NotAllowed": ("expectNotAllowed",),
-        "WrongState": ("wrongState(",),
         "NotAgreed": ("notAgreed(",),
         "StakeBound": ("joinRefused(", "crooksRefused("),
     }

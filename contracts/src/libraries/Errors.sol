@@ -123,17 +123,13 @@ library Errors {
     error RootedLate(uint64 postedAt, uint256 until);
     /// @notice `leaf` was rejected before.
     error AlreadyRejected(uint256 pool, bytes32 leaf);
-    /// @notice `leaf` is not rejected.
-    error NotRejected(uint256 pool, bytes32 leaf);
-    /// @notice A judge overturned what was said against `leaf`: it cannot be rejected any more.
-    error AlreadyRestored(uint256 pool, bytes32 leaf);
     /// @notice `leaf` was posted by its node before.
     error AlreadyPosted(bytes32 leaf);
     /// @notice Submission, lease and receipt do not belong together.
     error LeafMismatch();
     /// @notice The submission arrived after the lease's deadline.
     error LateSubmission(uint64 receivedAt, uint64 deadline);
-    /// @notice A node posts its own leaf, or its provider contests a rejection, only between `from` and `until`.
+    /// @notice A node posts its own leaf only between `from` and `until`.
     error NotYourTurn(uint256 from, uint256 until);
     /// @notice Opinions of this outcome do not allow this.
     error WrongOutcome(uint8 outcome);

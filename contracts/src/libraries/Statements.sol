@@ -137,10 +137,6 @@ struct Opinions {
 /// @title EIP-712 struct hashes of every statement, and the one check of a signature.
 /// @notice The twins of the Python classes in protocol/prime_core; tests/vectors/eip712.json binds them.
 library Statements {
-    /// @notice An opinion's outcome: the file is a lie.
-    uint8 internal constant REJECTED = 2;
-    /// @notice An opinion's outcome: the file earns nothing, and nobody is accused.
-    uint8 internal constant VOID = 3;
     bytes32 internal constant NODE_CONSENT =
         keccak256("NodeConsent(address provider,address node,bytes32 salt,uint64 deadline)");
     bytes32 internal constant SESSION_GRANT = keccak256(

@@ -151,9 +151,8 @@ class Court(Contract):
         seats: Sequence[int],
         validators: int,
     ) -> Call:
-        """By the provider before it disputes, or after it contested, in the first quarter of the
-        dispute window. `seats`: seven that count, rising; `validators`: how many accounts the pool
-        has ever appointed."""
+        """By the provider before it disputes. `seats`: seven that count, rising; `validators`: how
+        many accounts the pool has ever appointed."""
         return self.write(
             "open", submission, opinions_argument(opinions), law, tuple(seats), validators,
             what="ask for the court of jurors",

@@ -25,15 +25,12 @@ class ProposalState(IntEnum):
     EXECUTED = 3
     CANCELLED = 4
     OBJECTED = 5
-    CONTESTED = 6
-    CLOSED = 7
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed slash, or a contested rejection. `deadline`: end of the slash window, or of the
-    dispute window once disputed, objected to or contested. `authors`: the validators on whose
-    opinions it rests."""
+    """`deadline`: end of the slash window, or of the dispute window once disputed or objected to.
+    `authors`: the validators on whose opinions it rests."""
 
     node: Address
     deadline: int
@@ -101,12 +98,6 @@ class Slasher(Contract):
     def object(self, leaf: Digest) -> Call:
         """By the provider: the evidence is not served. Costs no deposit."""
         return self.write("object", leaf, what=f"object that no evidence is served for {leaf}")
-
-    def contest(self, submission: Submission) -> Call:
-        """By the provider, in the slash window that begins one validity after the rejection; needs
-        an allowance for the deposit."""
-        what = f"contest the rejection of a submission of node {submission.node}"
-        return self.write("contest", submission, what=what)
 
     def confirm(self, leaf: Digest) -> Call:
         return self.write("confirm", leaf, what=f"confirm the disputed slash for {leaf}")

@@ -25,14 +25,6 @@ class WorkRoot:
     count: int
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """`at`: time of its block (Unix seconds). `restored`: a judge overturned it."""
-
-    at: int
-    restored: bool
-
-
 def opinions_argument(opinions: Sequence[SignedOpinion]) -> tuple[Any, ...]:
     """Opinions as the contracts' `Opinions` struct. Raises FatalError if they do not agree."""
     first = opinions[0].opinion
@@ -57,11 +49,6 @@ class Work(Contract):
 
     def is_rejected(self, pool: int, leaf: Digest, block: BlockId = "latest") -> bool:
         return bool(self._one("isRejected", pool, leaf, block=block))
-
-    def rejection_of(self, pool: int, leaf: Digest, block: BlockId = "latest") -> Rejection | None:
-        """The rejection of a leaf; None if it was never rejected."""
-        at, _, restored = self._one("rejectionOf", pool, leaf, block=block)
-        return Rejection(at, restored) if at else None
 
     def leaf_in(
         self, pool: int, seq: int, leaf: Digest, proof: Sequence[Digest], block: BlockId = "latest"

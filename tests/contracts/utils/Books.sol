@@ -25,8 +25,6 @@ abstract contract Books is Network {
         bool rejected;
         bytes32 id;
         bool credited;
-        uint256 rejectedAt;
-        uint256 restorations;
     }
 
     /// @dev A reward root as the handler remembers it.

@@ -11,14 +11,14 @@ import {
     Statements,
     Submission
 } from "../../../contracts/src/libraries/Statements.sol";
-import { ContestActs } from "./ContestActs.sol";
+import { StakeActs } from "./StakeActs.sol";
 import { Tree } from "./Tree.sol";
 import { vm } from "./Vm.sol";
 
 /// @notice Acts as providers, nodes, manager, validators, arbiter, governor, thief and clock, in any
 /// order. Every act is one that must succeed, so a revert fails the run; what must not succeed is
 /// tried by the thief.
-contract Handler is ContestActs {
+contract Handler is StakeActs {
     uint256 internal constant THIEF_KEY = 0x7417EF;
     uint256 internal snarePool;
 
@@ -202,7 +202,7 @@ contract Handler is ContestActs {
         (uint256 free,) = rewards.funds(id);
         if (free + bondLeft(id) == 0) return;
         // The manager tries too early, always; until then the last work can be promised its pay.
-        uint256 last = pools.endedAt(id) + EPOCH + 3 * VALIDITY + WINDOW + DISPUTE;
+        uint256 last = pools.endedAt(id) + EPOCH + VALIDITY + VALIDITY + WINDOW + DISPUTE;
         wait(seed >> 64, rewards.refundableAt(id));
         vm.prank(manager);
         (bool done,) = address(rewards).call(abi.encodeCall(rewards.refund, (id)));
@@ -284,7 +284,6 @@ contract Handler is ContestActs {
         Submission memory s = submissionOf(w);
         (bool done,) =
             address(work).call(abi.encodeCall(work.reject, (s, w.seq, none(), rejections(s))));
-        vm.assertFalse(done && w.restorations > 0);
         if (done) w.rejected = true;
     }
 
@@ -296,11 +295,10 @@ contract Handler is ContestActs {
         address target;
         amount = 1 + amount % STAKE;
         address victim = pick(seed);
-        what %= 23;
+        what %= 21;
         // What nobody could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
         if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1));
         if (what == 11) disputeSlash(0);
-        uint256 rejected = what == 21 ? rejectedWork(seed) : 0;
         (bytes32 id,) = someId(what == 11 || what == 19 ? 0 : seed);
         if (what < 7) target = address(vault);
         else if (what < 10) target = address(rewards);
@@ -349,11 +347,6 @@ contract Handler is ContestActs {
         if (what == 19) data = abi.encodeCall(slasher.dispute, (id));
         if (what == 20) (target, data) = (address(rewards), forge(poolIds[seed % 2]));
         uint256 lent = what == 19 ? depositAt[id] : 0;
-        if (what == 21 && rejected > 0) {
-            lent = slasher.disputeDeposit();
-            data = abi.encodeCall(slasher.contest, (submissionOf(works[rejected - 1])));
-        }
-        if (what == 22) (target, data) = (address(work), abi.encodeCall(work.restore, (pool, id)));
         give(stranger, lent);
         vm.startPrank(stranger);
         token.approve(address(slasher), lent);
@@ -439,13 +432,6 @@ contract Handler is ContestActs {
             if (isOpen && block.timestamp < p.deadline) vm.warp(p.deadline);
             if (p.state == Slasher.State.Proposed) slasher.execute(ids[i]);
             if (isStopped(p)) slasher.lapse(ids[i]);
-        }
-        for (uint256 i; i < contests.length; ++i) {
-            bytes32 id = leafOf(submissionOf(works[contests[i]]));
-            Slasher.Proposal memory p = slasher.proposal(id);
-            if (p.state != Slasher.State.Contested) continue;
-            if (block.timestamp < p.deadline) vm.warp(p.deadline);
-            slasher.lapse(id);
         }
         for (uint256 where; where < 2; ++where) {
             drainPool(poolIds[where]);

@@ -356,22 +356,6 @@ abstract contract Network {
         vm.stopPrank();
     }
 
-    /// @dev Roots and rejects submission `number`, and waits until that can be contested.
-    function rejectIt(uint256 number, uint8 outcome) internal returns (Submission memory s) {
-        s = submission(number);
-        uint64 seq = postRoot(one(leafOf(s)));
-        work.reject(s, seq, none(), opinions(s, outcome, bothKeys()));
-        vm.warp(vm.getBlockTimestamp() + VALIDITY + 1);
-    }
-
-    function contest(Submission memory s) internal returns (bytes32 id) {
-        give(provider, DEPOSIT);
-        vm.startPrank(provider);
-        token.approve(address(slasher), DEPOSIT);
-        id = slasher.contest(s);
-        vm.stopPrank();
-    }
-
     /// @dev The account takes a seat in the register of the class.
     function registerJuror(address who) internal {
         give(who, JUROR_BOND);

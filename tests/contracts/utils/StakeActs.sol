@@ -148,7 +148,7 @@ abstract contract StakeActs is Books {
             takeSeat(seat, where);
             if (!pools.isMember(pool, nodes[n])) return;
         }
-        Work_ memory w = Work_(pool, works.length, n, 0, block.timestamp, false, 0, false, 0, 0);
+        Work_ memory w = Work_(pool, works.length, n, 0, block.timestamp, false, 0, false);
         w.seq = postRoot(one(leafOf(submissionOf(w))));
         did("work");
         works.push(w);
@@ -159,11 +159,10 @@ abstract contract StakeActs is Books {
         if (works.length == 0) return;
         if (which % 3 == 0) which = works.length - 1;
         Work_ storage w = works[which % works.length];
-        if (w.rejected || w.restorations > 0 || block.timestamp > w.postedAt + VALIDITY) return;
+        if (w.rejected || block.timestamp > w.postedAt + VALIDITY) return;
         Submission memory s = submissionOf(w);
         work.reject(s, w.seq, none(), rejections(s));
         w.rejected = true;
-        w.rejectedAt = block.timestamp;
         did("reject");
         vm.assertFalse(w.credited);
     }
@@ -391,17 +390,8 @@ abstract contract StakeActs is Books {
         slasher.overturn(id);
         did("overturn");
         calledOff(id, p);
-        restoredIt(works[workOf[id]]);
         slashed[validator] += before[0] - wholeOf(validator);
         slashed[validator2] += before[1] - wholeOf(validator2);
-    }
-
-    /// @dev A judge overturned what was said against the work: it counts for pay from now on.
-    function restoredIt(Work_ storage w) internal {
-        w.rejected = false;
-        ++w.restorations;
-        vm.assertEq(w.restorations, 1, "restored twice");
-        vm.assertFalse(work.isRejected(w.pool, leafOf(submissionOf(w))));
     }
 
     function lapseSlash(uint256 seed) external {
