@@ -33,7 +33,6 @@ from prime_core.ids import Address, Digest
 from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
-from prime_core.transport.addresses import is_loopback
 from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_envs.sources import BESIDE_POLICIES, bring_files
 from prime_node.api import NodeApi
@@ -245,7 +244,7 @@ class Agent:
         def prepare(later: RunDefinition) -> None:
             runtime.check(later.task)  # pulls its image
             folder = self._data.policies / BESIDE_POLICIES
-            bring_files(later, folder, public_only=self._public_only)
+            bring_files(later, folder, public_only=self._settings.public_only)
 
         return Revisions(
             run,
@@ -327,14 +326,9 @@ class Agent:
         """Downloads the run's dataset and corpus, if any, for the worker, which has no network.
         Retries while a server is unavailable; returns False if stopped first."""
         folder = self._data.policies / BESIDE_POLICIES
-        brought = self._patiently(lambda: bring_files(run, folder, public_only=self._public_only))
+        public_only = self._settings.public_only
+        brought = self._patiently(lambda: bring_files(run, folder, public_only=public_only))
         return brought is not None
-
-    @property
-    def _public_only(self) -> bool:
-        """Whether URLs that the orchestrator names must lead to public addresses."""
-        settings = self._settings
-        return not (settings.allow_private or is_loopback(settings.need_orchestrator()))
 
     def _patiently(self, ask: Callable[[], T]) -> T | None:
         """Retries until there is an answer; returns None if stopped first. On the first start in

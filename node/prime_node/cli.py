@@ -111,7 +111,8 @@ def join(
         bool | None,
         typer.Option(
             "--allow-private",
-            help="Connect to private addresses that the orchestrator names (your own network).",
+            help="Connect to private addresses that the orchestrator names, images' registries too "
+            "(your own network).",
         ),
     ] = None,
     worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,

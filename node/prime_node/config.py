@@ -19,6 +19,7 @@ from prime_chain.amounts import parse_amount
 from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
+from prime_core.transport.addresses import is_loopback
 from prime_core.waiting import FIRST_ANSWER_SECONDS
 from prime_node.state import remembered
 
@@ -75,6 +76,8 @@ class Settings(ChainSettings):
     "@"). Empty: any that the pool names."""
     image_gb: int = Field(default=64, ge=1)
     """Largest image (GiB) that is pulled."""
+    pull_minutes: int = Field(default=180, ge=1)
+    """Longest time (minutes) that a pull of an image takes."""
     task_memory_mb: int = Field(default=0, ge=0)
     """Most memory (MiB) that a task may ask for; 0 = nine tenths of this machine's."""
     task_pids: int = Field(default=4096, ge=8)
@@ -88,7 +91,8 @@ class Settings(ChainSettings):
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
     """How long the first start in a data folder waits for answers from orchestrator and RPC."""
     allow_private: bool = False
-    """Connect to private and loopback addresses that the orchestrator names (on your own network).
+    """Connect to private and loopback addresses that the orchestrator names, and pull images from
+    registries there (on your own network).
     An orchestrator on this machine may always name them."""
     gpus: str = Field(default="all", pattern=r"^(all|\d{1,2}(,\d{1,2}){0,15})$")
     """Cards that this node uses: all, or their numbers as nvidia-smi shows them ("0,1"). Two agents
@@ -128,6 +132,7 @@ class Settings(ChainSettings):
             "max_unpaid",
             "images",
             "image_gb",
+            "pull_minutes",
             "task_memory_mb",
             "task_pids",
             "task_cpus",
@@ -140,6 +145,11 @@ class Settings(ChainSettings):
         }
         kept = always | (given & self.model_fields_set)
         return self.model_dump(mode="json", include=kept, exclude_none=True)
+
+    @property
+    def public_only(self) -> bool:
+        """Whether addresses that the orchestrator names must be public."""
+        return not (self.allow_private or is_loopback(self.orchestrator or ""))
 
     @property
     def max_unpaid_wei(self) -> int | None:

@@ -113,7 +113,7 @@ def test_a_task_that_writes_endlessly_runs_out_of_its_own_room(
 ) -> None:
     """Of its own room, not of this machine's; what it says of it is its last word."""
     line = (
-        f"/bin/busybox dd if=/dev/zero of={place}/endless bs=1M; status=$?; "
+        f"exec 2>&1; /bin/busybox dd if=/dev/zero of={place}/endless bs=1M; status=$?; "
         f"/bin/busybox du -m {place}/endless | /bin/busybox cut -f1; exit $status"
     )
     status, output = shell(line, memory_mb=1024, cpus_milli=2000)
@@ -268,9 +268,10 @@ def test_a_container_gets_no_more_cpus_than_the_owner_gives() -> None:
 
 
 class Registry:
-    """One image behind Docker's registry API, whose only layer claims 1000 bytes and never ends."""
+    """One image behind Docker's registry API, whose only layer claims 1000 bytes and never ends.
+    A `silent` registry sends nothing of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent: bool = False) -> None:
         config = json.dumps(
             {
                 "architecture": "amd64", "os": "linux", "config": {},
@@ -296,9 +297,11 @@ class Registry:
                 ],
             }
         ).encode()
+        self.asked = False
         self.given = 0
         """Bytes of the layer that the engine took."""
         self.ended = threading.Event()
+        self.closed = threading.Event()
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -306,6 +309,7 @@ class Registry:
                 self.do_GET()
 
             def do_GET(self) -> None:
+                registry.asked = True
                 if self.path == "/v2/":
                     self.answer(b"{}")
                 elif "/manifests/" in self.path:
@@ -315,7 +319,10 @@ class Registry:
                 else:
                     self.send_response(200)
                     self.end_headers()
-                    self.endless()
+                    if silent:
+                        registry.closed.wait()
+                    else:
+                        self.endless()
 
             def answer(self, content: bytes, media: str = "application/json") -> None:
                 self.send_response(200)
@@ -343,6 +350,7 @@ class Registry:
         self.thread.start()
 
     def close(self) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.thread.join()
         self.server.server_close()
@@ -357,13 +365,42 @@ def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
 ) -> None:
     registry = Registry()
     try:
-        runtime = DockerRuntime("test", limits=OwnerLimits(image_bytes=32 << 20))
+        limits = OwnerLimits(image_bytes=32 << 20)
+        runtime = DockerRuntime("test", limits=limits, public_only=False)
         with pytest.raises(PolicyError, match="is larger than"):
             runtime.check(Task(image=registry.image, memory_mb=64))
         assert registry.ended.wait(30), "the engine goes on pulling"
         assert registry.given < 2 << 30
     finally:
         registry.close()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["progress", "silence"])
+def test_a_pull_ends_at_the_owners_time_limit_whatever_it_brings(
+    engine: docker.DockerClient, silent: bool
+) -> None:
+    registry = Registry(silent=silent)
+    try:
+        limits = OwnerLimits(pull_seconds=1)
+        runtime = DockerRuntime("test", limits=limits, public_only=False)
+        with pytest.raises(
+            PolicyError, match=r"after 0.0166667 minutes.*pull_minutes.*docker pull"
+        ):
+            runtime.check(Task(image=registry.image, memory_mb=64))
+        assert silent or registry.ended.wait(30), "the engine goes on pulling"
+    finally:
+        registry.close()
+
+
+def test_the_engine_is_not_sent_to_a_private_registry(engine: docker.DockerClient) -> None:
+    registry = Registry()
+    try:
+        task = Task(image=registry.image, memory_mb=64)
+        with pytest.raises(PolicyError, match=r"private address 127\.0\.0\.1.*--allow-private"):
+            DockerRuntime("test").check(task)
+    finally:
+        registry.close()
+    assert not registry.asked
 
 
 def test_shared_memory_is_as_large_as_the_owner_says(busybox: str, mounts: Mounts) -> None:

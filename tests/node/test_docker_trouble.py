@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from other_user import as_nobody, open_path
 
-from prime_core.errors import UserError
-from prime_node.runtime.docker import DockerRuntime
+from prime_core.errors import PolicyError, UnavailableError, UserError
+from prime_core.transport import addresses
+from prime_node.config import load
+from prime_node.runtime.docker import DockerRuntime, check_registry, registry_of
 
 
 def test_no_engine_names_how_to_get_one(tmp_path: Path) -> None:
@@ -47,3 +49,61 @@ def test_refused_rights_are_told_from_a_missing_engine() -> None:
     missing = _engine_trouble(Exception("FileNotFoundError(2, 'No such file or directory')"))
     assert "may not use it" in str(refused)
     assert "no Docker engine" in str(missing)
+
+
+PIN = "@sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "registry"),
+    [
+        ("busybox", None),
+        ("busybox:1.36", None),
+        ("pool/worker", None),
+        ("docker.io/pool/worker", None),
+        ("index.docker.io/pool/worker", None),
+        ("ghcr.io/pool/worker:1", "ghcr.io"),
+        ("registry:5000/worker", "registry"),
+        ("localhost/worker", "localhost"),
+        ("127.1/worker", "127.1"),
+    ],
+)
+def test_an_image_name_says_its_registry_as_docker_reads_it(
+    name: str, registry: str | None
+) -> None:
+    assert registry_of(name + PIN) == registry
+
+
+def test_only_registries_with_public_addresses_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"inside.example": ["8.8.8.8", "10.0.0.7"], "public.example": ["8.8.8.8"]}
+
+    def resolve(host: str) -> list[str]:
+        if host in known:
+            return known[host]
+        raise OSError("Name or service not known")
+
+    for private in ("localhost:5000", "127.1:5000", "10.0.0.7:5000", "169.254.169.254"):
+        with pytest.raises(PolicyError, match="is the private address"):
+            check_registry(f"{private}/worker{PIN}")
+    monkeypatch.setattr(addresses, "addresses_of", resolve)
+    with pytest.raises(PolicyError, match=r"is the private address 10\.0\.0\.7"):
+        check_registry(f"inside.example/worker{PIN}")
+    with pytest.raises(UnavailableError, match=r"its registry nowhere\.example has no address"):
+        check_registry(f"nowhere.example/worker{PIN}")
+    check_registry(f"public.example/worker{PIN}")
+    check_registry(f"pool/worker{PIN}")
+
+
+@pytest.mark.parametrize(
+    ("orchestrator", "allowed", "public_only"),
+    [
+        ("https://pool.example", False, True),
+        ("https://pool.example", True, False),
+        ("http://127.0.0.1:8470", False, False),
+    ],
+)
+def test_private_registries_are_allowed_where_other_private_addresses_are(
+    tmp_path: Path, orchestrator: str, allowed: bool, public_only: bool
+) -> None:
+    flags = {"data": tmp_path, "orchestrator": orchestrator, "allow_private": allowed}
+    assert load(flags).public_only is public_only

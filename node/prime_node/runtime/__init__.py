@@ -26,6 +26,12 @@ def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
             hint="pip install 'prime-open[node]'",
         ) from error
     limits = OwnerLimits(
-        settings.task_memory_mb, settings.task_pids, settings.image_gb << 30, settings.task_cpus
+        memory_mb=settings.task_memory_mb,
+        pids=settings.task_pids,
+        image_bytes=settings.image_gb << 30,
+        pull_seconds=settings.pull_minutes * 60,
+        cpus=settings.task_cpus,
     )
-    return DockerRuntime(owner, limits=limits, shm_mb=settings.shm_mb)
+    return DockerRuntime(
+        owner, limits=limits, shm_mb=settings.shm_mb, public_only=settings.public_only
+    )

@@ -5,11 +5,13 @@ memory, CPU and processes. It sees two folders of the host, both read-only: poli
 with the bridge's socket, which is its only way out; finished files go through it, too (spool.py).
 What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
 outbox. Both count as its memory. The engine bounds its log. An image with volumes is refused; its
-health check and preloaded libraries are not taken over; its size, and what the task asks for, are
-bounded by the owner's limits.
+health check and preloaded libraries are not taken over; its size, the time of its pull, and what
+the task asks for, are bounded by the owner's limits. An image is pulled from a registry with a
+public address only, unless private ones are allowed.
 
 Not protected: the host's kernel is shared (a kernel bug allows an escape), a task with GPUs talks
-to the driver, and a task may use up its CPU share.
+to the driver, and a task may use up its CPU share. The engine, not this program, connects to the
+registry: a public one may redirect it, or change its address after the check.
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import docker
 import psutil
 import requests
+import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
+from docker.utils import kwargs_from_env
 
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
+from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
 from prime_node.fingerprint import read_gpus
 from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
@@ -52,6 +58,9 @@ GPU_SCRATCH_MB = 4096
 """Compiled kernels lie there too. Both count as the task's memory."""
 MOST_MEMORY_SHARE = 0.9
 """Of this machine's memory, where the owner states no limit."""
+DOCKER_HUB = ("docker.io", "index.docker.io")
+PULL_SILENCE_SECONDS = 600
+"""Without a word about a pull the engine is given up."""
 _POLL_SECONDS = 0.5
 
 
@@ -64,6 +73,8 @@ class OwnerLimits:
     pids: int = 4096
     image_bytes: int = 64 << 30
     """Of an image that is pulled: its compressed layers, and what they take once unpacked."""
+    pull_seconds: int = 3 * 3600
+    """How long a pull may take."""
     cpus: float = 0.0
     """CPUs that a container may use; 0: what its task asks for."""
 
@@ -141,10 +152,19 @@ class ContainerHandle:
         return raw[-LOG_TAIL_BYTES:].decode(errors="replace")
 
 
+class _Puller(docker.APIClient):
+    """A client whose time-out holds for pulls, too; docker-py's own waits for them without end."""
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        response: requests.Response = super().send(request, **{**options, "timeout": self.timeout})
+        return response
+
+
 class DockerRuntime:
     """Tasks as containers of the local engine. `owner` marks them, so that a restarted agent finds
     and ends what it left behind; `base_url` None means the environment's engine; `limits` bound
-    what a task may ask for; `shm_mb` is a container's shared memory, 0 for `shared_memory`."""
+    what a task may ask for; `shm_mb` is a container's shared memory, 0 for `shared_memory`; with
+    `public_only` images come from registries with public addresses."""
 
     name: Literal["docker"] = "docker"
 
@@ -154,11 +174,13 @@ class DockerRuntime:
         base_url: str | None = None,
         limits: OwnerLimits | None = None,
         shm_mb: int = 0,
+        public_only: bool = True,
     ) -> None:
         self._owner = owner
         self._base_url = base_url
         self._limits = limits or OwnerLimits()
         self._shm_mb = shm_mb
+        self._public_only = public_only
         self._connected: Any = None
 
     @property
@@ -181,6 +203,10 @@ class DockerRuntime:
         if self._base_url is None:
             return docker.from_env(timeout=timeout)
         return docker.DockerClient(base_url=self._base_url, timeout=timeout)
+
+    def _new_puller(self, silence: int) -> Any:
+        where = {"base_url": self._base_url} if self._base_url else kwargs_from_env()
+        return _Puller(**where, timeout=silence)
 
     def check(self, task: Task | None) -> str:
         engine = self._engine()
@@ -216,7 +242,8 @@ class DockerRuntime:
     def _image(self, task: Task) -> str:
         """The task's image, pulled if it is named by a registry's digest and not yet here.
 
-        Raises PolicyError if the task or its image asks for what this node does not give.
+        Raises PolicyError if the task or its image asks for what this node does not give, or if its
+        registry is private.
         """
         if not PINNED.match(task.image):
             raise PolicyError(
@@ -235,6 +262,8 @@ class DockerRuntime:
                         hint="load it with `docker load`, or build it: "
                         "deploy/build_worker_image.py",
                     ) from None
+                if self._public_only:
+                    check_registry(task.image)
                 self._pull(task.image)
                 image = engine.images.get(task.image)
                 if image.attrs["Size"] > self._limits.image_bytes:
@@ -252,33 +281,47 @@ class DockerRuntime:
         return task.image
 
     def _pull(self, image: str) -> None:
-        """Pulls an image and breaks off once it proves larger than the owner's limit.
+        """Pulls an image and breaks off once it proves larger, or takes longer, than the owner's
+        limits allow. The time is looked at with each word of the engine.
 
         Raises PolicyError then, UnavailableError if the engine or the registry fails.
         """
         log.info("pulling %s …", image)
         repository, _, digest = image.rpartition("@")
         layers: dict[str, int] = {}
+        most = self._limits.pull_seconds
+        end = time.monotonic() + most
         # A client of its own: closing it ends the request, and with that the engine's pull.
-        puller = self._new_client(600)
-        progress = puller.api.pull(repository, tag=digest, stream=True, decode=True)
+        puller = self._new_puller(min(PULL_SILENCE_SECONDS, most))
+        pull = partial(puller.pull, repository, tag=digest, stream=True, decode=True)
         try:
-            for event in progress:
-                if "error" in event:
-                    raise UnavailableError(
-                        f"the image {image} cannot be pulled: {event['error'][:300]}"
-                    )
-                detail = event.get("progressDetail") or {}
-                size = max(detail.get("current", 0), detail.get("total", 0))
-                layer = str(event.get("id", ""))
-                layers[layer] = max(layers.get(layer, 0), size)
-                if sum(layers.values()) > self._limits.image_bytes:
-                    raise self._too_large(image)
-        except (DockerException, requests.RequestException) as error:
+            with contextlib.closing(pull()) as progress:
+                for event in progress:
+                    if time.monotonic() >= end:
+                        raise self._too_slow(image)
+                    if "error" in event:
+                        raise UnavailableError(
+                            f"the image {image} cannot be pulled: {event['error'][:300]}"
+                        )
+                    detail = event.get("progressDetail") or {}
+                    size = max(detail.get("current", 0), detail.get("total", 0))
+                    layer = str(event.get("id", ""))
+                    layers[layer] = max(layers.get(layer, 0), size)
+                    if sum(layers.values()) > self._limits.image_bytes:
+                        raise self._too_large(image)
+        except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            if time.monotonic() >= end:
+                raise self._too_slow(image) from error
             raise UnavailableError(f"the image {image} cannot be pulled: {error}") from error
         finally:
-            progress.close()
             puller.close()
+
+    def _too_slow(self, image: str) -> PolicyError:
+        return PolicyError(
+            f"the image {image} is not here after {self._limits.pull_seconds / 60:g} minutes, the "
+            "most that a pull may take (setting pull_minutes); pull it by hand, then start this "
+            f"node again: docker pull {image}"
+        )
 
     def _too_large(self, image: str) -> PolicyError:
         return PolicyError(
@@ -346,6 +389,32 @@ class DockerRuntime:
         except (DockerException, requests.RequestException) as error:
             raise UnavailableError(f"the Docker engine does not answer: {error}") from error
         return ContainerHandle(container)
+
+
+def registry_of(image: str) -> str | None:
+    """Returns the host of the registry that the engine asks for an image, by Docker's rule; None
+    for Docker Hub, which a name without a host means."""
+    first, slash, _ = image.partition("/")
+    if not slash or not ("." in first or ":" in first or first == "localhost"):
+        return None
+    host = first.partition(":")[0]
+    return None if host in DOCKER_HUB else host
+
+
+def check_registry(image: str) -> None:
+    """Raises PolicyError if an image's registry has a private address, UnavailableError if it has
+    none."""
+    host = registry_of(image)
+    if host is None:
+        return
+    try:
+        public_address(host)
+    except PrivateAddressError as error:
+        raise PolicyError(f"the image {image} is not pulled: {error}") from error
+    except OSError as error:
+        raise UnavailableError(
+            f"the image {image} cannot be pulled: its registry {host} has no address ({error})"
+        ) from error
 
 
 def cards(gpus: str) -> DeviceRequest:
