@@ -118,7 +118,7 @@ def _works(backend: Backend, nodes: work.Nodes) -> Mapping[str, Callable[[], obj
         "lease": lease,
         "tick": tick,
         "status": lambda: status.status(backend),
-        "nodes": lambda: status.node_list(backend, "", None),
+        "nodes": lambda: status.NodeList(backend),
         "metrics": lambda: generate_latest(metrics),
     }
 

@@ -35,7 +35,7 @@ from devnet.chain import Anvil
 from prime_core import encoding, ids, version
 from prime_core.errors import FatalError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.messages import NODES_PAGE, NodeInfo, ReceiptAnswer, RevokeRequest
+from prime_core.messages import NODES_PAGE, ReceiptAnswer, RevokeRequest
 from prime_core.node import Hardware, SessionRevocation
 from prime_core.rollout import Receipt, SignedSubmission, Submission
 from prime_core.signing import LocalSigner
@@ -79,28 +79,35 @@ def shadow_pages(pool: seats.Pool) -> list[Row]:
             ],
         )
 
-    def pages() -> list[list[NodeInfo]]:
-        found = [status.node_list(backend, "", None)]
-        while len(found[-1]) == NODES_PAGE:
-            found.append(status.node_list(backend, found[-1][-1].node, None))
+    def nodes_read() -> status.NodeList:
+        return status.NodeList(backend)
+
+    def pages() -> list[str]:
+        found, last = [listed.page("", None)], json.loads(listed.page("", None))
+        while len(last) == NODES_PAGE:
+            found.append(listed.page(last[-1]["node"], None))
+            last = json.loads(found[-1])
         return found
 
-    def first() -> bytes:
-        return _body(status.node_list(backend, "", None))
+    def first() -> str:
+        return listed.page("", None)
 
     def picture() -> bytes:
         return status.status(backend).model_dump_json().encode()
 
+    listed = nodes_read()
     every = pages()
-    if sum(map(len, every)) != SHADOWS + 5:
+    if sum(len(json.loads(one)) for one in every) != SHADOWS + 5:
         raise FatalError("the pages do not hold every node")
     shown = status.status(backend).nodes
     members = sum(one.status == "active" for one in shown)
     return [
-        Row("shadow_nodes_page_mb", max(len(_body(one)) for one in every) / 1e6,
+        Row("shadow_nodes_page_mb", max(map(len, every)) / 1e6,
             f"MB, largest page of /v1/nodes with {SHADOWS:,} shadow nodes", 1.0,
             peer=8.8, peer_name=AUDIT),
         Row("shadow_nodes_page_ms", 1e3 * _cpu(first), "CPU ms, first page of /v1/nodes"),
+        Row("shadow_nodes_read_ms", 1e3 * _cpu(nodes_read),
+            "CPU ms, all nodes for /v1/nodes, made at most once a second"),
         Row("shadow_status_mb", len(picture()) / 1e6,
             f"MB, /v1/status with {SHADOWS:,} shadow nodes", 1.0),
         Row("shadow_status_ms", 1e3 * _cpu(picture),
@@ -108,10 +115,6 @@ def shadow_pages(pool: seats.Pool) -> list[Row]:
             peer=25_000, peer_name=f"{AUDIT}, wall time, for each reader"),
         Row("shadow_status_members", members, "of 5 members in /v1/status", 5, "higher"),
     ]  # fmt: skip
-
-
-def _body(infos: list[NodeInfo]) -> bytes:
-    return json.dumps([one.model_dump(mode="json") for one in infos]).encode()
 
 
 def _cpu(work: Callable[[], object], times: int = 5) -> float:

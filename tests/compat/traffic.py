@@ -233,7 +233,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
     )
     with (
         mock.patch("prime_core.transport.signatures.Ed25519PrivateKey", SessionKeys()),
-        mock.patch("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 0.0),
+        mock.patch("prime_orchestrator.api.kept.EVERY_SECONDS", 0.0),
         TestClient(create_app(backend), base_url=AUDIENCE) as http,
     ):
         http.follow_redirects = False

@@ -66,7 +66,7 @@ def make_world(store: Store, tmp_path: Path) -> Iterator[MakeWorld]:
 @pytest.fixture(autouse=True)
 def _fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that look at the status twice see what happened between."""
-    monkeypatch.setattr("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("prime_orchestrator.api.kept.EVERY_SECONDS", 0.0)
 
 
 @pytest.fixture

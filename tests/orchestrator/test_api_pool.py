@@ -485,8 +485,29 @@ def test_many_readers_of_the_status_cost_one_picture(
         return real(backend)
 
     monkeypatch.setattr(status_module, "status", counted)
-    monkeypatch.setattr("prime_orchestrator.api.routes.watch.EVERY_SECONDS", 3600.0)
+    monkeypatch.setattr("prime_orchestrator.api.kept.EVERY_SECONDS", 3600.0)
     answers = {world.http.get("/v1/status").content for _ in range(20)}
     assert len(made) == 1
     assert len(answers) == 1
     Status.model_validate_json(answers.pop())
+
+
+def test_many_readers_of_the_nodes_cost_one_reading_whatever_page_they_ask_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+    real = status_module.NodeList
+
+    def counted(backend: Backend) -> status_module.NodeList:
+        made.append(world.clock())
+        return real(backend)
+
+    node = world.member(1).account.address
+    monkeypatch.setattr(status_module, "NodeList", counted)
+    monkeypatch.setattr("prime_orchestrator.api.kept.EVERY_SECONDS", 3600.0)
+    found = [
+        [info["node"] for info in world.http.get(f"/v1/nodes?after=0x{n:040x}").json()]
+        for n in range(20)
+    ]
+    assert found == [[node]] * 20
+    assert len(made) == 1

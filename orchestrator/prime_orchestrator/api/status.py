@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import islice, pairwise
 from typing import Literal
 
 import sqlalchemy as sa
@@ -170,10 +171,23 @@ def validator_info(validator: Address, latest: Status) -> ValidatorInfo:
     return found
 
 
-def node_list(backend: Backend, after: str, provider: Address | None) -> list[NodeInfo]:
-    """Returns a page of the nodes (of one provider if given) by address, starting after `after`."""
-    with backend.store.read() as connection:
-        return _infos(connection, nodes.page(connection, after, NODES_PAGE, provider))
+class NodeList:
+    """Every node as it was when this was made, by address."""
+
+    def __init__(self, backend: Backend) -> None:
+        with backend.store.read() as connection:
+            found = _infos(connection, nodes.by_address(connection), everyone=True)
+        self._addresses = [one.node for one in found]
+        self._providers = [one.provider for one in found]
+        self._json = [one.model_dump_json() for one in found]
+
+    def page(self, after: str, provider: Address | None) -> str:
+        """Returns a page of the nodes (of one provider if given), starting after `after`: the JSON
+        of a list of NodeInfo."""
+        chosen: Iterable[int] = range(bisect_right(self._addresses, after), len(self._json))
+        if provider is not None:
+            chosen = (at for at in chosen if self._providers[at] == provider)
+        return f"[{','.join(self._json[at] for at in islice(chosen, NODES_PAGE))}]"
 
 
 def node_info(backend: Backend, node: Address) -> NodeInfo:
@@ -204,8 +218,11 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
     ]
 
 
-def _infos(connection: Connection, rows: Sequence[NodeRow]) -> list[NodeInfo]:
-    addresses = [row.address for row in rows]
+def _infos(
+    connection: Connection, rows: Sequence[NodeRow], *, everyone: bool = False
+) -> list[NodeInfo]:
+    """Returns the public view of `rows`; `everyone` says that they are all nodes."""
+    addresses = None if everyone else [row.address for row in rows]
     counts = submissions.counts_by_node(connection, addresses)
     unpaid = submissions.counts_by_node(connection, addresses, shadow=True)
     found = []

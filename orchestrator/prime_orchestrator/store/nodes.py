@@ -86,16 +86,10 @@ def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) 
     return records(NodeRow, connection.execute(query).mappings().all())
 
 
-def page(
-    connection: Connection, after: str, limit: int, provider: Address | None = None
-) -> list[NodeRow]:
-    """Returns at most `limit` nodes (of one provider if given) by address, starting after
-    `after`."""
-    query = sa.select(schema.nodes).where(_nodes.address > after)
-    if provider is not None:
-        query = query.where(_nodes.provider == provider)
-    rows = connection.execute(query.order_by(_nodes.address).limit(limit)).mappings().all()
-    return records(NodeRow, rows)
+def by_address(connection: Connection) -> list[NodeRow]:
+    """Returns all nodes in the order of Python's strings, whatever the database's is."""
+    rows = connection.execute(sa.select(schema.nodes)).mappings().all()
+    return sorted(records(NodeRow, rows), key=lambda row: row.address)
 
 
 def latest(connection: Connection, limit: int) -> list[NodeRow]:

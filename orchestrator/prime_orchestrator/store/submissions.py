@@ -467,28 +467,30 @@ def tallies_of(connection: Connection, among: Collection[Address]) -> dict[Addre
 
 
 def counts_by_node(
-    connection: Connection, among: Sequence[Address], *, shadow: bool = False
+    connection: Connection, among: Sequence[Address] | None, *, shadow: bool = False
 ) -> dict[Address, dict[str, int]]:
-    """Returns, for each node in `among`, the number of judged submissions by status, the accepted
-    units under "units", and the void ones of the pool's fault under "expired_unjudged". Counts
-    either regular or shadow submissions."""
-    query = sa.select(schema.tallies).where(_tallies.shadow.is_(shadow), _tallies.node.in_(among))
+    """Returns, for each node in `among` (None: for all), the number of judged submissions by
+    status, the accepted units under "units", and the void ones of the pool's fault under
+    "expired_unjudged". Counts either regular or shadow submissions."""
+    query = sa.select(schema.tallies).where(_tallies.shadow.is_(shadow))
+    unjudged = (
+        sa.select(_submissions.node, sa.func.count())
+        .where(
+            _submissions.status == "void",
+            _submissions.shadow.is_(shadow),
+            _POOLS_FAULT,
+        )
+        .group_by(_submissions.node)
+    )
+    if among is not None:
+        query = query.where(_tallies.node.in_(among))
+        unjudged = unjudged.where(_submissions.node.in_(among))
     found: dict[Address, dict[str, int]] = {}
     for row in connection.execute(query):
         entry = found.setdefault(Address(row.node), {"units": 0})
         entry[row.status] = int(row.files)
         if row.status == "accepted":
             entry["units"] += int(row.units)
-    unjudged = (
-        sa.select(_submissions.node, sa.func.count())
-        .where(
-            _submissions.status == "void",
-            _submissions.shadow.is_(shadow),
-            _submissions.node.in_(among),
-            _POOLS_FAULT,
-        )
-        .group_by(_submissions.node)
-    )
     for node, number in connection.execute(unjudged):
         found[Address(node)]["expired_unjudged"] = int(number)
     return found

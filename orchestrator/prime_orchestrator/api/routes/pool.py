@@ -32,6 +32,7 @@ from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
 from prime_orchestrator.api import publishing, status
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.kept import Kept
 from prime_orchestrator.api.liveness import RELAY_SECONDS
 from prime_orchestrator.api.routes.http import (
     MAX_DIGITS,
@@ -53,6 +54,7 @@ MAX_STEP = 1 << 62
 def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
+    listed = Kept(lambda: status.NodeList(backend))
     trainer = signed_by(backend, "trainer")
 
     @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
@@ -150,10 +152,12 @@ def router(backend: Backend) -> APIRouter:
             return answer(list(draws.listing(connection)))
 
     @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
-    def node_list(after: str = "", provider: str = "") -> Response:
-        """Nodes by address, a page at a time; `provider` names one owner's."""
+    async def node_list(after: str = "", provider: str = "") -> Response:
+        """Nodes by address, a page at a time; `provider` names one owner's. Made at most once a
+        second."""
         owner = ids.address(provider) if provider else None
-        return answer(status.node_list(backend, ids.address(after) if after else "", owner))
+        page = (await listed.get()).page(ids.address(after) if after else "", owner)
+        return Response(page, media_type="application/json")
 
     @routes.get("/v1/nodes/{node}", responses={200: {"model": NodeInfo}})
     def node_info(node: str) -> Response:

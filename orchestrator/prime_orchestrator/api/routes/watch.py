@@ -14,15 +14,15 @@ from prometheus_client import generate_latest
 from prime_core import ids
 from prime_core.errors import NotFoundError
 from prime_core.messages import Status, TransactionInfo, ValidatorInfo
-from prime_orchestrator.api import metrics, status
+from prime_orchestrator.api import kept, metrics, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Places
+from prime_orchestrator.api.kept import Kept
 from prime_orchestrator.api.metrics import RequestCounts
 from prime_orchestrator.api.routes.http import answer, host_of
 from prime_orchestrator.store import meta
 
 WEB = Path(__file__).parents[2] / "web"
-EVERY_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
 MAX_WATCHERS = 1024
 WATCHERS_EACH = 16
@@ -30,14 +30,11 @@ WATCHERS_EACH = 16
 
 
 class StatusFeed:
-    """The newest status, however many ask: made again at the earliest a second after the last one
-    was done, and later where making it takes longer than a second. Ends with the process."""
+    """The newest status (`Kept`), and a stream of it. Ends with the process."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = asyncio.Lock()
-        self._good_until = float("-inf")
-        self._latest: tuple[Status, str] | None = None
+        self._kept = Kept(self._make)
         self.watchers = Places(MAX_WATCHERS, WATCHERS_EACH, "too many are watching")
         self._ended = asyncio.Event()
 
@@ -47,14 +44,11 @@ class StatusFeed:
 
     async def latest(self) -> tuple[Status, str]:
         """The newest status, and the same as JSON."""
-        async with self._lock:
-            clock = asyncio.get_running_loop().time
-            begun = clock()
-            if self._latest is None or begun >= self._good_until:
-                made = await run_in_threadpool(status.status, self._backend)
-                self._latest, done = (made, made.model_dump_json()), clock()
-                self._good_until = done + EVERY_SECONDS * max(1.0, done - begun)
-            return self._latest
+        return await self._kept.get()
+
+    def _make(self) -> tuple[Status, str]:
+        made = status.status(self._backend)
+        return made, made.model_dump_json()
 
     async def events(self, host: str) -> AsyncIterator[str]:
         """Server-sent events (WHATWG HTML 9.2) for `host`: a status whenever it changed, and "end"
@@ -72,9 +66,9 @@ class StatusFeed:
                 elif quiet >= KEEP_ALIVE_SECONDS:
                     quiet = 0.0
                     yield ": still here\n\n"
-                quiet += EVERY_SECONDS
+                quiet += kept.EVERY_SECONDS
                 try:
-                    await asyncio.wait_for(self._ended.wait(), EVERY_SECONDS)
+                    await asyncio.wait_for(self._ended.wait(), kept.EVERY_SECONDS)
                 except TimeoutError:
                     continue
             yield f"event: end\ndata: {int(self._backend.now())}\n\n"
