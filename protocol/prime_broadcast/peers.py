@@ -78,6 +78,15 @@ class Peer:
 def place_of(address: str) -> str:
     """Whom an address's places count against: itself, or its /64 network (RFC 6177: the least that
     one site gets) under IPv6."""
+    return _network_of(address, 64)
+
+
+def site_of(address: str) -> str:
+    """Like `place_of`, by /48 network (RFC 6177: the most that one site gets) under IPv6."""
+    return _network_of(address, 48)
+
+
+def _network_of(address: str, bits: int) -> str:
     try:
         parsed = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
@@ -85,7 +94,7 @@ def place_of(address: str) -> str:
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.ipv4_mapped is not None:
             return str(parsed.ipv4_mapped)
-        return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+        return str(ipaddress.ip_network((parsed, bits), strict=False))
     return str(parsed)
 
 

@@ -14,7 +14,7 @@ from broadcast_world import Run, until
 
 from prime_broadcast.content import DirectoryContent
 from prime_broadcast.http1 import Limits
-from prime_broadcast.peers import SLOW_READER_SECONDS, Peer, peer_to_drop, place_of
+from prime_broadcast.peers import SLOW_READER_SECONDS, Peer, peer_to_drop, place_of, site_of
 from prime_broadcast.server import Server
 from prime_broadcast.transfer import Link
 
@@ -58,17 +58,20 @@ def test_an_address_with_many_places_gives_one_to_an_address_with_fewer() -> Non
 
 
 @pytest.mark.parametrize(
-    ("address", "place"),
+    ("address", "place", "site"),
     [
-        ("10.1.2.3", "10.1.2.3"),
-        ("::ffff:10.1.2.3", "10.1.2.3"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("", ""),
+        ("10.1.2.3", "10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64", "2001:db8:1::/48"),
+        ("fe80::1%eth0", "fe80::/64", "fe80::/48"),
+        ("", "", ""),
     ],
 )
-def test_places_count_by_address_or_by_the_network_of_a_site(address: str, place: str) -> None:
+def test_places_count_by_address_or_by_the_network_of_a_site(
+    address: str, place: str, site: str
+) -> None:
     assert place_of(address) == place
+    assert site_of(address) == site
 
 
 def test_readers_just_fast_enough_to_stay_cannot_keep_others_out(tmp_path: Path) -> None:

@@ -239,9 +239,14 @@ def test_one_address_adds_few_shadow_nodes_at_all_processes_and_after_a_restart(
     for number in range(1, shadow.NODES_EACH + 1):
         challenge(number, f"2001:db8:1:2::{number}")
     challenge(1, "2001:db8:1:2::9")
-    with pytest.raises(PolicyError, match="from this address"):
+    with pytest.raises(PolicyError, match="4 shadow nodes came from this network"):
         challenge(99, "2001:db8:1:2::9")
     challenge(99, "2001:db8:1:3::9")
+    for number in range(100, 99 + shadow.NODES_EACH_SITE - shadow.NODES_EACH):
+        challenge(number, f"2001:db8:1:{number}::9")
+    with pytest.raises(PolicyError, match="16 shadow nodes came from this network"):
+        challenge(120, "2001:db8:1:fff::9")
+    challenge(120, "2001:db8:2:2::9")
     world.clock.advance(shadow.HOUR + 1)
     LifeTicks(world.backend).tick()
     challenge(99, "2001:db8:1:2::9")
@@ -250,15 +255,15 @@ def test_one_address_adds_few_shadow_nodes_at_all_processes_and_after_a_restart(
 def test_one_address_cannot_take_the_whole_budget_of_shadow_leases(world: World) -> None:
     world.publish(0)
     first, second = (enter(world, number).account.address for number in (1, 2))
-    taken = "2001:db8:1:2::/64"
+    taken = "2001:db8:1::/48"
     with world.backend.store.begin() as connection:
         for _ in range(shadow.AN_HOUR_EACH - 1):
             assert shadows.take(connection, taken, world.clock(), most=10, within=shadow.HOUR)
     wish = LeaseRequest(policy_version=0)
     assert leasing.lease(world.backend, first, wish, "2001:db8:1:2::5").lease is not None
-    refused = leasing.lease(world.backend, second, wish, "2001:db8:1:2::6")
+    refused = leasing.lease(world.backend, second, wish, "2001:db8:1:3::6")
     assert refused.lease is None
-    assert "went to this address" in refused.reason
+    assert "went to this network" in refused.reason
     assert leasing.lease(world.backend, second, wish, "2001:db8:9::1").lease is not None
 
 
@@ -342,15 +347,35 @@ def test_the_highest_lease_index_of_a_step_is_never_given_twice(world: World) ->
         assert leases.next_index(connection, lease.lease.step) == lease.lease.index + 1
 
 
-def test_a_pool_has_so_many_shadow_nodes_and_no_more(
+def test_a_pool_has_so_many_shadow_nodes_of_which_idle_ones_give_way(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shadow, "MOST_NODES", 1)
-    enter(world, 1)
-    late = world.login(signer(2))
-    answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), late)
-    assert answer.status_code == 403
-    assert "shadow nodes" in answer.json()["detail"]
+    """A node that only sends heartbeats keeps no newcomer out; one that works keeps its place."""
+
+    def refuses(number: int) -> None:
+        late = world.login(signer(number))
+        answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), late)
+        assert answer.status_code == 403
+        assert "the pool has its 3 shadow nodes" in answer.json()["detail"]
+
+    def held() -> set[str]:
+        with world.backend.store.read() as connection:
+            return {node.address for node in nodes.every(connection, ("shadow",))}
+
+    monkeypatch.setattr(shadow, "MOST_NODES", 3)
+    accepted = enter(world, 1)
+    world.hand_in(accepted)
+    with world.backend.store.begin() as connection:
+        connection.execute(sa.update(schema.submissions).values(status="accepted"))
+    filed = enter(world, 2)
+    world.hand_in(filed, b"not judged yet")
+    enter(world, 3)
+    refuses(4)
+    world.clock.advance(shadow.KEEPS_PLACE + 1)
+    for number, left in ((4, {1, 2, 4}), (5, {1, 4, 5})):
+        enter(world, number)
+        assert held() == {signer(one).address for one in left}
+    refuses(6)
 
 
 def test_forgetting_is_the_same_on_both_databases(either_store: Store) -> None:
@@ -377,3 +402,4 @@ def test_forgetting_is_the_same_on_both_databases(either_store: Store) -> None:
         left = connection.execute(sa.select(schema.leases.c.lease_index)).scalars().all()
         assert sorted(left) == [1, 3], "one waits for its verdict, one is the highest"
         assert shadows.find(connection, given_before=1.0) == []
+        assert shadows.idle_longest(connection, held_since=1.0) is None

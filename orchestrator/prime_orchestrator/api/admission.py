@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from sqlalchemy import Connection
 
-from prime_broadcast.peers import place_of
+from prime_broadcast.peers import place_of, site_of
 from prime_chain.amounts import prime
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from prime_core.ids import Address
@@ -36,7 +36,7 @@ from prime_orchestrator.manager.members import (
     slashed_sibling,
 )
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK
-from prime_orchestrator.store import challenges, lock, meta, nodes
+from prime_orchestrator.store import challenges, lock, meta, nodes, shadows
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow
@@ -66,6 +66,7 @@ def challenge(
     missing = run.requirements.shortfalls(request.hardware)
     if missing:
         raise PolicyError("the pool asks for " + "; ".join(missing))
+    limited = request.shadow and is_bounded(address)
     row = ChallengeRow(
         id=backend.random(16).hex(),
         node=account,
@@ -77,7 +78,8 @@ def challenge(
         hardware=request.hardware.model_dump_json(),
         runtime=request.task_runtime,
         shadow=request.shadow,
-        place=place_of(address) if request.shadow and is_bounded(address) else None,
+        place=place_of(address) if limited else None,
+        site=site_of(address) if limited else None,
     )
     _look(backend, account, row.shadow, row.place)
     if not backend.turns.take(address or account, account, now):
@@ -129,8 +131,8 @@ def _check_admissible(
         if not seated and membership(connection, account)[0] != "member":
             _check_provider(connection, backend, account)
         return
-    if node is None and nodes.count_of(connection, "shadow") >= shadow_work.MOST_NODES:
-        raise PolicyError(f"the pool has its {shadow_work.MOST_NODES} shadow nodes: try later")
+    if node is None or node.status != "shadow":
+        shadow_work.room_of(connection, backend.now())
     seated = membership(connection, account)[0] == "member"
     if seated or (node is not None and node.status in ("active", "silent")):
         raise PolicyError(
@@ -231,6 +233,8 @@ def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -
         )
         known = standing == "shadow" if row.shadow else seated
         if not known:
+            if row.shadow and (idle := shadow_work.room_of(connection, now)) is not None:
+                shadows.forget_node(connection, idle)
             nodes.admit(
                 connection,
                 account,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from prime_broadcast.peers import place_of
+from prime_broadcast.peers import site_of
 from prime_core import seeds
 from prime_core.draws import SaltOpening
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, PrimeError
@@ -126,13 +126,13 @@ def _shadow_lease(view: PoolView, node: NodeRow, ask: Ask) -> LeaseAnswer:
     choice = shadow.decide(
         ask.request.policy_version, shadow.load_of(connection, now), rules_of(backend)
     )
-    place = place_of(ask.address) if is_bounded(ask.address) else ""
+    site = site_of(ask.address) if is_bounded(ask.address) else ""
     if (
         isinstance(choice, Grant)
-        and place
-        and not shadows.take(connection, place, now, most=shadow.AN_HOUR_EACH, within=shadow.HOUR)
+        and site
+        and not shadows.take(connection, site, now, most=shadow.AN_HOUR_EACH, within=shadow.HOUR)
     ):
-        choice = Wait(f"{shadow.AN_HOUR_EACH} shadow leases went to this address within the hour")
+        choice = Wait(f"{shadow.AN_HOUR_EACH} shadow leases went to this network within the hour")
     return _answer(view, node, choice, ask.request, shadow_pool(backend.context.pool))
 
 

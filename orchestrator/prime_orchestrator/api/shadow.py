@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
+from prime_broadcast.peers import site_of
 from prime_core.errors import MalformedError, NotFoundError, PolicyError, UnavailableError
 from prime_core.ids import Address
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.context import MAX_OBJECT_BYTES
-from prime_orchestrator.store import Store, challenges, leases, policies, shadows
+from prime_orchestrator.store import Store, challenges, leases, nodes, policies, shadows
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,15 @@ ONE_IN = 16
 """… and one more per this many paid leases in that hour."""
 HOUR = 3600
 AN_HOUR_EACH = 10
-"""Shadow leases per hour to the nodes of one address (an IPv6 /64)."""
+"""Shadow leases per hour to the nodes of one address (an IPv6 /48)."""
 MOST_NODES = 512
 """Most shadow nodes in a pool."""
 NODES_EACH = 4
-"""Shadow nodes that one address (an IPv6 /64) may add per hour."""
+"""Shadow nodes that one address (an IPv6 /64) may add per hour …"""
+NODES_EACH_SITE = 16
+"""… and all addresses of one IPv6 /48."""
+KEEPS_PLACE = HOUR
+"""Seconds for which a shadow node keeps its place in a full pool without an accepted file."""
 FORGOTTEN_AFTER = HOUR
 """Seconds of silence after which a shadow node is deleted."""
 
@@ -51,15 +56,31 @@ LOCK = "shadow nodes"
 
 def check_place(connection: Connection, place: str | None, account: Address, now: float) -> None:
     """Raises PolicyError if NODES_EACH other accounts asked for shadow work at the address `place`
-    (None: not limited) within the hour, at any process of the pool."""
+    (None: not limited) within the hour, or NODES_EACH_SITE in its wider network, at any process of
+    the pool."""
     if place is None:
         return
-    others = challenges.asked_from(connection, place, now - HOUR) - {account}
-    if len(others) >= NODES_EACH:
-        raise PolicyError(
-            f"{NODES_EACH} shadow nodes came from this address within the hour; more may "
-            "come later, or take a seat"
-        )
+    site = site_of(place.partition("/")[0])
+    for most, asked in (
+        (NODES_EACH, challenges.asked_from(connection, place, now - HOUR)),
+        (NODES_EACH_SITE, challenges.asked_from_site(connection, site, now - HOUR)),
+    ):
+        if len(asked - {account}) >= most:
+            raise PolicyError(
+                f"{most} shadow nodes came from this network within the hour; more may come "
+                "later, or take a seat"
+            )
+
+
+def room_of(connection: Connection, now: float) -> Address | None:
+    """Returns the shadow node that a newcomer displaces: None while a place is free. Raises
+    PolicyError if all places are taken by nodes that keep them."""
+    if nodes.count_of(connection, "shadow") < MOST_NODES:
+        return None
+    idle = shadows.idle_longest(connection, held_since=now - KEEPS_PLACE)
+    if idle is None:
+        raise PolicyError(f"the pool has its {MOST_NODES} shadow nodes: try later")
+    return idle
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class ChallengeRow:
     shadow: bool = False
     rate: float | None = None
     place: str | None = None
+    site: str | None = None
 
 
 def add(connection: Connection, challenge: ChallengeRow) -> None:
@@ -50,11 +51,16 @@ def open_for(connection: Connection, node: Address, now: float) -> int:
 def asked_from(connection: Connection, place: str, since: float) -> set[Address]:
     """Returns the accounts that were challenged for shadow work at `place` since `since` (Unix
     seconds, at most an hour ago)."""
-    query = (
-        sa.select(_challenges.node)
-        .where(_challenges.place == place, _challenges.issued_at >= since)
-        .distinct()
-    )
+    return _asked(connection, _challenges.place == place, since)
+
+
+def asked_from_site(connection: Connection, site: str, since: float) -> set[Address]:
+    """Like `asked_from`, for a wider network."""
+    return _asked(connection, _challenges.site == site, since)
+
+
+def _asked(connection: Connection, here: sa.ColumnElement[bool], since: float) -> set[Address]:
+    query = sa.select(_challenges.node).where(here, _challenges.issued_at >= since).distinct()
     return set(map(Address, connection.execute(query).scalars()))
 
 

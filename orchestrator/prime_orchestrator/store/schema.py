@@ -105,8 +105,10 @@ challenges = Table(
     Column("shadow", Boolean, nullable=False, default=False),  # asked for shadow work
     Column("rate", Float),  # of a correct answer, in million multiply-adds/s
     Column("place", Text),  # address (an IPv6 /64) that asked for shadow work; None: not limited
+    Column("site", Text),  # the same by IPv6 /48
     Index("challenges_node", "node", "issued_at"),
     Index("challenges_place", "place", "issued_at"),
+    Index("challenges_site", "site", "issued_at"),
     Index("challenges_deadline", "deadline"),
 )
 

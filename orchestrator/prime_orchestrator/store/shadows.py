@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.verdict import SignedOpinion
 from prime_orchestrator.store import meta, schema
 
@@ -56,6 +56,36 @@ def forget_nodes(connection: Connection, *, silent_since: float) -> None:
         sa.delete(schema.nodes).where(
             _nodes.status == "shadow", _nodes.last_heartbeat < silent_since
         )
+    )
+
+
+def idle_longest(connection: Connection, *, held_since: float) -> Address | None:
+    """Returns the shadow node that holds its place for the least: without an open lease or an
+    accepted file, admitted before `held_since` (Unix seconds); those without any file first, then
+    the oldest. None if there is none."""
+    filed = sa.exists().where(_submissions.node == _nodes.address, _submissions.shadow.is_(True))
+    open_lease = sa.exists().where(
+        _leases.node == _nodes.address, _leases.shadow.is_(True), _leases.status == "open"
+    )
+    query = (
+        sa.select(_nodes.address)
+        .where(
+            _nodes.status == "shadow",
+            _nodes.created_at < held_since,
+            ~filed.where(_submissions.status == "accepted"),
+            ~open_lease,
+        )
+        .order_by(filed, _nodes.created_at, _nodes.address)
+        .limit(1)
+    )
+    found = connection.execute(query).scalar()
+    return None if found is None else Address(found)
+
+
+def forget_node(connection: Connection, node: Address) -> None:
+    """Deletes one shadow node. What it left goes like that of silent ones (`find`)."""
+    connection.execute(
+        sa.delete(schema.nodes).where(_nodes.address == node, _nodes.status == "shadow")
     )
 
 
