@@ -75,7 +75,11 @@ def join(
         int | None, typer.Option(help="Shared memory (MiB) of the task's container; 0 chooses.")
     ] = None,
     min_price: Annotated[
-        int | None, typer.Option(help="Least wei a token; runs that pay less are declined.")
+        str | None,
+        typer.Option(
+            help='Least pay of a token, such as "0.0000004 PRIME" (a number alone is wei); runs '
+            "that pay less are declined."
+        ),
     ] = None,
     max_unpaid: Annotated[
         str | None,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from prime_chain.amounts import parse_amount
+from prime_chain.amounts import parse_amount, parse_price, without_unit
 from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
@@ -35,6 +35,21 @@ def _words(value: object) -> object:
     if isinstance(value, str):
         return tuple(value.split())
     return tuple(value) if isinstance(value, list) else value
+
+
+def _price(value: object) -> object:
+    """Reads a price given as text (wei)."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_price(value)
+    except UserError as error:
+        raise ValueError(f"{error}; {error.hint}") from error
+
+
+def _tokens(value: object) -> object:
+    """Takes the unit from an amount given as text."""
+    return without_unit(value) if isinstance(value, str) else value
 
 
 class Settings(ChainSettings):
@@ -65,10 +80,12 @@ class Settings(ChainSettings):
     """CPU threads of the worker; 0 = as many as the task's CPU limit."""
     generation_batch: int = Field(default=0, ge=0, le=4096)
     """Rows generated at once; 0 = the engine's own choice."""
-    min_price: int = Field(default=0, ge=0)
-    """Lowest price per paid token (wei) for which this node works; revisions below it are
-    declined."""
-    max_unpaid: Decimal | None = Field(default=None, gt=0, max_digits=48, decimal_places=18)
+    min_price: Annotated[int, BeforeValidator(_price)] = Field(default=0, ge=0)
+    """Lowest price per paid token (wei) for which this node works, also as text with its unit
+    ("0.0000004 PRIME"); revisions below it are declined."""
+    max_unpaid: Annotated[Decimal | None, BeforeValidator(_tokens)] = Field(
+        default=None, gt=0, max_digits=48, decimal_places=18
+    )
     """Most unpaid work (tokens) with which this node takes a new lease; by default only the pool's
     bond and free funds limit it."""
     images: Urls = ()

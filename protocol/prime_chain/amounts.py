@@ -20,8 +20,9 @@ def ether(amount: int) -> str:
 
 
 def parse_amount(text: str) -> int:
-    """An amount of PRIME as typed ("12.5") in wei. Raises UserError unless it is one above 0."""
-    whole, _, part = text.strip().partition(".")
+    """An amount of PRIME as typed ("12.5" or "12.5 PRIME") in wei. Raises UserError unless it is
+    one above 0."""
+    whole, _, part = without_unit(text).partition(".")
     digits = whole + part
     if not digits.isascii() or not digits.isdigit() or len(part) > 18 or len(whole) > 30:
         raise UserError(f"{text!r} is no amount of PRIME", hint="write it like 100 or 12.5")
@@ -29,6 +30,26 @@ def parse_amount(text: str) -> int:
     if amount == 0:
         raise UserError(f"{text!r} is no amount of PRIME", hint="it must be more than 0")
     return amount
+
+
+def parse_price(text: str) -> int:
+    """A price as typed, in wei: with its unit ("0.0000004 PRIME", "400 wei"), or a whole number of
+    wei alone. Raises UserError for anything else."""
+    number = without_unit(text)
+    if number != text.strip():
+        return parse_amount(number)
+    number = number.removesuffix("wei").rstrip()
+    if not number.isascii() or not number.isdigit() or len(number) > 48:
+        raise UserError(
+            f"{text!r} is no price",
+            hint='write it with its unit, like "0.0000004 PRIME"; a number alone is whole wei',
+        )
+    return int(number)
+
+
+def without_unit(text: str) -> str:
+    """What stands before "PRIME", if that is the unit."""
+    return text.strip().removesuffix("PRIME").rstrip()
 
 
 def _decimal(amount: int) -> str:

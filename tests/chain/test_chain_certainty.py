@@ -6,7 +6,7 @@ import pytest
 
 from devnet.deployed import Deployed
 from prime_chain import flows
-from prime_chain.amounts import ETHER, ether, parse_amount, prime
+from prime_chain.amounts import ETHER, ether, parse_amount, parse_price, prime
 from prime_chain.networks import BASE, NETWORKS
 from prime_core.errors import UserError
 from prime_orchestrator.manager.depth import (
@@ -46,8 +46,15 @@ def test_a_deposit_counts_as_stake_only_once_it_is_safe(deployed: Deployed) -> N
 def test_amounts_are_read_and_written_exactly() -> None:
     assert parse_amount(" 12.5") == 125 * ETHER // 10
     assert parse_amount(".000000000000000001") == 1
+    assert parse_amount("12.5 PRIME") == parse_price("12.5 PRIME") == 125 * ETHER // 10
+    assert parse_price("400") == parse_price(" 400 wei") == 400
+    assert parse_price("0") == 0
     assert prime(125 * ETHER // 10) == "12.5 PRIME"
     assert ether(21 * 10**14) == "0.0021 ETH"
-    for text in ("", "x", "0", "-1", "1e3", "1,5", ".", "nan", "inf", "0.0000000000000000001"):
+    for text in ("", "x", "0", "-1", "1e3", "1,5", ".", "nan", "inf", "0.0000000000000000001", "٣",
+                 "9" * 40, "7 wei", "1 ETH"):  # fmt: skip
         with pytest.raises(UserError, match="is no amount"):
             parse_amount(text)
+    for text in ("", "0.5", "-1", "1e3", "٣", "9" * 49, "1 ETH", "wei"):
+        with pytest.raises(UserError, match="is no price"):
+            parse_price(text)

@@ -18,9 +18,9 @@ from node_world import NODE, NodeWorld
 from typer.testing import CliRunner
 
 from devnet.chain import free_port
-from prime_chain.amounts import ETHER, parse_amount
+from prime_chain.amounts import ETHER
 from prime_chain.keystore import create_keystore, load_keystore
-from prime_core.errors import PolicyError, UnavailableError, UserError
+from prime_core.errors import PolicyError, UnavailableError
 from prime_core.node import Gpu, Hardware, Requirements
 from prime_core.verdict import Reason
 from prime_node import config, leave
@@ -435,12 +435,13 @@ def test_what_is_published_is_shown_a_line_a_fact() -> None:
     assert lines[-1] == "verdict   –"
 
 
-def test_amounts_are_exact() -> None:
-    assert parse_amount("12.5") == 125 * ETHER // 10
-    assert parse_amount("0.000000000000000001") == 1
-    for text in ("", "0", "-1", "1e3", "1,5", ".", "1.0000000000000000001", "٣", "9" * 40):
-        with pytest.raises(UserError, match="is no amount"):
-            parse_amount(text)
+def test_limits_of_price_and_unpaid_work_are_read_with_their_unit(tmp_path: Path) -> None:
+    flags = {"data": tmp_path, "min_price": "0.0000004 PRIME", "max_unpaid": "2.5 PRIME"}
+    settings = config.load(flags)
+    assert settings.min_price == 4 * 10**11
+    assert settings.max_unpaid_wei == 25 * ETHER // 10
+    assert config.load({"data": tmp_path, "min_price": "7"}).min_price == 7
+    fails(64, "a number alone is whole wei", "join", *NOWHERE, "--min-price", "0.5")
 
 
 def test_requirements_name_everything_a_machine_lacks() -> None:
