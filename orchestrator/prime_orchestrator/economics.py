@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from prime_chain.amounts import prime
 from prime_core.run import RunDefinition
+from prime_envs.definition import PROMPT_SHARE, RISK_FACTOR_MICRO
 from prime_orchestrator.manager.history import FULL_EVERY, NEWCOMER_FILES
 from prime_verify.proofs.thresholds import FILE_ROWS, LONG_TOKENS
 
@@ -235,7 +236,21 @@ def warnings(run: RunDefinition) -> list[dict[str, Any]]:
     )
     if not run.price_per_judged_file:
         text += ", and set price_per_judged_file to at least what a replay costs"
-    return [*found, {"cheats": ["accepting every file"], "text": text}]
+    found.append({"cheats": ["accepting every file"], "text": text})
+    if run.price_per_unit and not run.risk_factor_micro:
+        text = (
+            "a provider may hold leases and unjudged files that are worth more than its stake: set "
+            f"risk_factor_micro, such as {RISK_FACTOR_MICRO} (millionths of the stake)"
+        )
+        found.append({"cheats": ["more work at risk than stake"], "text": text})
+    prefill = run.price_per_unit // PROMPT_SHARE
+    if prefill and not run.price_per_prompt_token:
+        text = (
+            "prompts are not paid, so dropping leases with long ones pays: set "
+            f"price_per_prompt_token, such as {prefill} (1/{PROMPT_SHARE} of price_per_unit)"
+        )
+        found.append({"cheats": ["dropping leases with long prompts"], "text": text})
+    return found
 
 
 def table(run: RunDefinition, validators: int) -> str:

@@ -287,7 +287,10 @@ class RunDefinition(Strict):
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
         if self.risk_factor_micro and self.most_worth > self.covered(self.stake_per_seat):
-            raise ValueError("stake_per_seat times risk_factor_micro covers no lease")
+            raise ValueError(
+                "stake_per_seat times risk_factor_micro covers no lease: raise the stake, make "
+                "leases smaller, or set risk_factor_micro = 0 (no limit)"
+            )
         return self
 
     @property

@@ -20,6 +20,12 @@ from prime_envs.lengths import budgets_from
 from prime_envs.registry import environment_class, environment_ref
 from prime_envs.tools import load_tools
 
+PROMPT_SHARE = 20
+"""A prompt's token is paid the price of a generated one divided by this, unless the TOML says."""
+RISK_FACTOR_MICRO = 900_000
+"""Share of its stake (in millionths) that a provider's work at risk may be worth, unless the TOML
+says."""
+
 
 def read_toml(source: Path) -> dict[str, Any]:
     """Reads a TOML file. Raises UserError if it cannot be read or parsed."""
@@ -48,8 +54,9 @@ def run_from(
     """Builds the run that `values`, read from the file `source`, describe.
 
     `model` is the base model's folder, whose chat template may be pinned; `base_model` is its
-    digest. Raises UserError naming the invalid value.
+    digest. What `unsaid` returns is added. Raises UserError naming the invalid value.
     """
+    values = {**values, **unsaid(values)}
     try:
         shaped = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(shaped))
@@ -81,6 +88,18 @@ def run_from(
         ) from error
     except (ValidationError, TypeError) as error:
         raise UserError(f"{source} is no run: {_first(error)}") from error
+
+
+def unsaid(values: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the price of prompts and the factor of work at risk for a TOML that pays for work and
+    leaves them out. They are no defaults of the schema, so the digests of runs do not change."""
+    price, stake = (values.get(name) for name in ("price_per_unit", "stake_per_seat"))
+    chosen = {}
+    if isinstance(price, int) and price >= PROMPT_SHARE:
+        chosen["price_per_prompt_token"] = price // PROMPT_SHARE
+    if isinstance(price, int) and isinstance(stake, int) and min(price, stake) > 0:
+        chosen["risk_factor_micro"] = RISK_FACTOR_MICRO
+    return {name: value for name, value in chosen.items() if name not in values}
 
 
 def _conversation(values: Mapping[str, Any] | None, environment: str) -> Conversation | None:

@@ -118,7 +118,7 @@ def _values(budgets: dict[str, Any]) -> dict[str, Any]:
         "environment": {"name": "reverse", "train_size": 100, "heldout_size": 10},
         "budgets": budgets, "name": "b", "max_output_tokens": 60, "samples_per_group": 2,
         "groups_per_lease": 8, "groups_per_batch": 8, "task": {"image": "process"},
-        "price_per_unit": 1, "stake_per_seat": 1, "slash_amount": 1,
+        "price_per_unit": 1, "stake_per_seat": 10_000, "slash_amount": 1,
     }  # fmt: skip
 
 

@@ -137,6 +137,17 @@ def test_one_sentence_says_that_only_planted_files_make_accepting_everything_los
         assert ("price_per_judged_file" in said) == (run.price_per_judged_file == 0)
 
 
+@pytest.mark.parametrize("field", ["risk_factor_micro", "price_per_prompt_token"])
+def test_a_run_is_told_which_protection_it_leaves_off(field: str) -> None:
+    def advice(run: RunDefinition) -> list[str]:
+        return [one["text"] for one in economics.warnings(run) if field in one["text"]]
+
+    assert advice(SHORT) == []
+    (text,) = advice(changed(**{field: 0}))
+    assert f"set {field}, such as {getattr(SHORT, field)} " in text
+    assert advice(changed(price_per_unit=0, **{field: 0})) == [], "nothing is paid"
+
+
 def test_a_validator_that_colludes_makes_no_cheat_pay_where_there_are_others() -> None:
     assert economics.honest_share(1) == 0
     for validators in (2, 3, 10):

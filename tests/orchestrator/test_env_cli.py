@@ -75,7 +75,7 @@ def test_an_environment_goes_from_template_to_run(folder: Path, queue: Path) -> 
         "budgets": {"targets": [50], "penalty_micro": 0},
         "name": "vowels", "max_output_tokens": 60, "samples_per_group": 2, "groups_per_lease": 1,
         "groups_per_batch": 1, "task": {"image": "process"}, "price_per_unit": 1,
-        "stake_per_seat": 1, "slash_amount": 1,
+        "stake_per_seat": 1_000, "slash_amount": 1,
     }  # fmt: skip
     environment = environment_for(define(values, Path("run.toml"), MODEL))
     problem = environment.problem(0)

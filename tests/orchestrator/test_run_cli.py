@@ -32,6 +32,29 @@ def test_the_published_example_makes_a_run_whose_environment_is_pinned(tmp_path:
     assert run.digest() in shown.output
 
 
+def test_a_run_that_pays_has_a_price_for_prompts_and_bounds_work_at_risk_unless_it_says_no(
+    tmp_path: Path,
+) -> None:
+    source, out = tmp_path / "run.toml", tmp_path / "run.json"
+    kept = [
+        line
+        for line in EXAMPLE.read_text().splitlines()
+        if not line.startswith(("risk_factor_micro", "price_per_prompt_token"))
+    ]
+    source.write_text("\n".join(kept))
+    words = ["new", str(source), "--model", str(MODEL), "--out", str(out)]
+    said = CliRunner().invoke(app, words, catch_exceptions=False).output
+    run = RunDefinition.parse(out.read_bytes())
+    assert run.price_per_prompt_token == run.price_per_unit // 20
+    assert run.risk_factor_micro == 900_000
+    assert "leaves risk_factor_micro out; the run has risk_factor_micro = 900000" in said
+    off = "risk_factor_micro = 0\nprice_per_prompt_token = 0"
+    source.write_text("\n".join([off, *kept]))
+    _new(source, tmp_path / "off.json")
+    run = RunDefinition.parse((tmp_path / "off.json").read_bytes())
+    assert run.risk_factor_micro == run.price_per_prompt_token == 0
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

@@ -23,7 +23,7 @@ from prime_core.messages import RevisionRequest, RunList, RunRevision
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
-from prime_envs.definition import read_toml, require_config, run_from
+from prime_envs.definition import read_toml, require_config, run_from, unsaid
 from prime_orchestrator.economics import warnings
 
 app = group("Make and read run definitions.")
@@ -39,10 +39,14 @@ def new(
     """Write a run definition, its environment and base model pinned by digest."""
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
-    run = define(read_toml(source), source, model)
+    values = read_toml(source)
+    run = define(values, source, model)
     make_folder(out.parent)
     out.write_bytes(run.raw())
     _show(run, out, json_output)
+    if not json_output:
+        for name, value in unsaid(values).items():
+            typer.echo(f"{source} leaves {name} out; the run has {name} = {value}")
 
 
 @app.command()
