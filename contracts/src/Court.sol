@@ -21,7 +21,7 @@ import { Law, Opinions, Statements, Submission } from "./libraries/Statements.so
 /// @title Three jurors from a register of the whole deployment judge a disputed slash.
 /// @notice
 ///     open (provider, before it disputes) ──▶ draw ──▶ commit ──half of the window──▶ reveal ──▶ settle
-///        └─ fewer than three jurors found in 32 tries ──▶ the arbiter judges
+///        └─ fewer than three jurors found in 32 tries, or not drawn in time ──▶ the arbiter judges
 ///
 /// A juror registers for a verification class with a bond, which stays here. It counts for a submission
 /// if it registered before the lease was signed and was not appointed in the pool. While fewer than seven
@@ -52,7 +52,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         uint64 revealFrom,
         uint64 revealUntil
     );
-    /// @notice Too few jurors were found: the arbiter judges.
+    /// @notice Too few jurors were found, or the seed's hash was lost: the arbiter judges.
     event CaseHandedOver(bytes32 indexed leaf);
     /// @notice A juror committed to its vote.
     event VoteCommitted(bytes32 indexed leaf, address indexed juror, bytes32 commitment);
@@ -289,8 +289,9 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         emit CaseOpened(leaf, c.class, p.provider);
     }
 
-    /// @notice Draws the jurors. By anyone, after the dispute. The first call fixes the next block as the
-    /// seed; a later one draws. If 256 blocks pass in between, it fixes another block.
+    /// @notice Draws the jurors. By anyone, after the dispute, in the first half of the dispute window. The
+    /// first call fixes the next block as the seed; a later one draws. If 256 blocks pass in between, or
+    /// the half of the window, the arbiter judges.
     function draw(bytes32 leaf) external {
         Case storage c = _cases[leaf];
         if (c.status != Status.Open) revert Errors.NotInCourt(leaf, uint8(c.status));
@@ -299,8 +300,14 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         uint64 revealFrom = p.deadline - _half;
         if (windowTime() >= revealFrom) revert Errors.WindowClosed(leaf, revealFrom);
         uint256 at = c.seedBlock;
+        if (block.number > at + HASHES && at != 0) {
+            // Another block would let the provider try until it likes the jurors.
+            c.status = Status.HandedOver;
+            emit CaseHandedOver(leaf);
+            return;
+        }
         // slither-disable-next-line incorrect-equality
-        if (at == 0 || block.number > at + HASHES) {
+        if (at == 0) {
             c.seedBlock = uint64(block.number + 1);
             // Who registers or leaves once the hash is known must not change what it chooses.
             c.seats = uint32(_seats[c.class].length);
@@ -396,11 +403,16 @@ contract Court is WindowTime, ReentrancyGuardTransient {
 
     // ---------------------------------------------------------------------------------------- views
 
-    /// @notice Whether the court judges a dispute, so that the arbiter may only cancel it.
+    /// @notice Whether the court judges a dispute, so that the arbiter may only cancel it. It does not if the
+    /// jurors were not drawn in the first half of the dispute window.
     function holds(bytes32 leaf) external view returns (bool) {
         Status status = _cases[leaf].status;
         // slither-disable-next-line incorrect-equality
-        return status == Status.Open || status == Status.Drawn;
+        if (status == Status.Drawn) return true;
+        // slither-disable-next-line incorrect-equality
+        if (status != Status.Open) return false;
+        Slasher.Proposal memory p = _proposal(leaf);
+        return p.state != Slasher.State.Disputed || windowTime() < p.deadline - _half;
     }
 
     /// @notice The register of a class; free seats have account zero.

@@ -287,18 +287,38 @@ contract CourtTest is Network {
         court.draw(leaf);
     }
 
-    function test_Draw_AfterBlocks256FixesAnotherBlock() public {
+    function test_Draw_AfterBlocks256TheArbiterJudges() public {
         bytes32 leaf = disputedCase();
         court.draw(leaf);
         uint256 at = vm.getBlockNumber() + 1;
-        vm.roll(at + 257);
-        court.draw(leaf);
-        vm.assertEq(uint256(status(leaf)), uint256(Court.Status.Open));
-        (Court.Case memory c,) = court.caseOf(leaf);
-        vm.assertEq(c.seedBlock, at + 258);
-        vm.roll(at + 258 + 256);
+        vm.roll(at + 256);
+        uint256 before = vm.snapshotState();
         court.draw(leaf);
         vm.assertEq(uint256(status(leaf)), uint256(Court.Status.Drawn));
+        vm.revertToState(before);
+        vm.roll(at + 257);
+        court.draw(leaf);
+        vm.assertEq(uint256(status(leaf)), uint256(Court.Status.HandedOver));
+        expect(abi.encodeWithSelector(Errors.NotInCourt.selector, leaf, 3));
+        court.draw(leaf);
+        vm.prank(arbiter);
+        slasher.confirm(leaf);
+        assertState(leaf, Slasher.State.Executed);
+    }
+
+    function test_Judge_WhatIsNotDrawnInTimeIsTheArbiters() public {
+        bytes32 leaf = disputedCase();
+        court.draw(leaf);
+        vm.warp(START + HALF - 1);
+        vm.assertTrue(court.holds(leaf));
+        expectNotAllowed(arbiter);
+        vm.prank(arbiter);
+        slasher.confirm(leaf);
+        vm.warp(START + HALF);
+        vm.assertFalse(court.holds(leaf));
+        vm.prank(arbiter);
+        slasher.confirm(leaf);
+        assertState(leaf, Slasher.State.Executed);
     }
 
     function test_Draw_BeforeTheTimeToRevealOnly() public {

@@ -184,7 +184,7 @@ class Juror:
                 del self._open[leaf]
             return
         if court.window_time() >= found.deadline - half:
-            del self._open[leaf]  # no one drew in time: the dispute lapses
+            del self._open[leaf]  # not drawn in time: the arbiter judges
             return
         if not court.juror_of(verification_class, self.account).seated:
             return

@@ -176,6 +176,10 @@ library Errors {
     error WindowOpen(bytes32 leaf, uint256 until);
     /// @notice The window closed at `until`.
     error WindowClosed(bytes32 leaf, uint256 until);
+    /// @notice The file was appealed before.
+    error AlreadyAppealed(bytes32 leaf);
+    /// @notice There is no appeal about the file, or the file was restored.
+    error NoOpenAppeal(bytes32 leaf);
     /// @notice Nothing was announced.
     error NothingAnnounced();
     /// @notice What was announced takes effect from `from` on.
