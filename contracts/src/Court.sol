@@ -139,8 +139,6 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     uint8 private constant ABSTAIN = 3;
     /// @dev Seats that are looked at for three jurors.
     uint256 private constant TRIES = 32;
-    /// @dev How long a block's hash can be read.
-    uint256 private constant HASHES = 256;
 
     /// @notice What bonds are counted in.
     IERC20 public immutable token;
@@ -153,6 +151,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     /// @notice What a juror has at stake for a class.
     uint256 public immutable jurorBond;
     uint64 private immutable _half;
+    uint64 private immutable _voting;
     address private immutable _deployer = msg.sender;
 
     /// @notice Carries verdicts out; set once by the deployer.
@@ -182,7 +181,9 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         pools = pools_;
         work = work_;
         jurorBond = jurorBond_.toUint96();
-        _half = vault_.periods().disputeWindow / 2;
+        uint64 window = vault_.periods().disputeWindow;
+        _half = window / 2;
+        _voting = window - window / 4;
     }
 
     /// @notice Sets the slasher's address, once. By the deployer.
@@ -289,40 +290,36 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         emit CaseOpened(leaf, c.class, p.provider);
     }
 
-    /// @notice Draws the jurors. By anyone, after the dispute, in the first half of the dispute window. The
+    /// @notice Draws the jurors. By anyone, after the dispute, in the first quarter of the dispute window. The
     /// first call fixes the next block as the seed; a later one draws. If 256 blocks pass in between, or
-    /// the half of the window, the arbiter judges.
+    /// the quarter is over, it hands the case to the arbiter.
     function draw(bytes32 leaf) external {
-        Case storage c = _cases[leaf];
-        if (c.status != Status.Open) revert Errors.NotInCourt(leaf, uint8(c.status));
+        Case storage c = _in(leaf, Status.Open);
         Slasher.Proposal memory p = _proposal(leaf);
         if (p.state != Slasher.State.Disputed) revert Errors.WrongState(leaf, uint8(p.state));
-        uint64 revealFrom = p.deadline - _half;
-        if (windowTime() >= revealFrom) revert Errors.WindowClosed(leaf, revealFrom);
-        uint256 at = c.seedBlock;
-        if (block.number > at + HASHES && at != 0) {
-            // Another block would let the provider try until it likes the jurors.
-            c.status = Status.HandedOver;
-            emit CaseHandedOver(leaf);
-            return;
+        address[] memory jurors;
+        if (_canDraw(p.deadline)) {
+            uint256 at = c.seedBlock;
+            // slither-disable-next-line incorrect-equality
+            if (at == 0) {
+                c.seedBlock = uint64(block.number + 1);
+                // Who registers or leaves once the hash is known must not change what it chooses.
+                c.seats = uint32(_seats[c.class].length);
+                emit SeedFixed(leaf, block.number + 1);
+                return;
+            }
+            if (block.number <= at) revert Errors.SeedNotKnown(leaf, at);
+            bytes32 hash = blockhash(at);
+            // A lost hash chooses no one: with another block, the provider could try until it likes the jurors.
+            if (hash != 0) jurors = _choose(c, keccak256(abi.encode(hash, leaf)));
         }
-        // slither-disable-next-line incorrect-equality
-        if (at == 0) {
-            c.seedBlock = uint64(block.number + 1);
-            // Who registers or leaves once the hash is known must not change what it chooses.
-            c.seats = uint32(_seats[c.class].length);
-            emit SeedFixed(leaf, block.number + 1);
-            return;
-        }
-        if (block.number <= at) revert Errors.SeedNotKnown(leaf, at);
-
-        address[] memory jurors = _choose(c, keccak256(abi.encode(blockhash(at), leaf)));
         if (jurors.length < JURORS) {
             c.status = Status.HandedOver;
             emit CaseHandedOver(leaf);
             return;
         }
         c.status = Status.Drawn;
+        uint64 revealFrom = p.deadline - _half;
         (c.revealFrom, c.revealUntil) = (uint40(revealFrom), uint40(p.deadline));
         _drawn[leaf] = jurors;
         for (uint256 i; i < JURORS; ++i) {
@@ -335,7 +332,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     /// @param leaf The submission.
     /// @param commitment `commitmentOf` the vote.
     function commit(bytes32 leaf, bytes32 commitment) external {
-        Case storage c = _case(leaf);
+        Case storage c = _in(leaf, Status.Drawn);
         if (commitment == 0) revert Errors.ZeroDigest();
         if (windowTime() >= c.revealFrom) revert Errors.WindowClosed(leaf, c.revealFrom);
         if (!_isDrawn(leaf, msg.sender)) revert Errors.NotJuror(msg.sender);
@@ -352,7 +349,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     /// @param digest Of the juror's own replay.
     /// @param salt What the commitment was made with.
     function reveal(bytes32 leaf, uint8 vote, bytes32 digest, bytes32 salt) external nonReentrant {
-        Case storage c = _case(leaf);
+        Case storage c = _in(leaf, Status.Drawn);
         uint256 time = windowTime();
         if (time < c.revealFrom) revert Errors.WindowOpen(leaf, c.revealFrom);
         if (time >= c.revealUntil) revert Errors.WindowClosed(leaf, c.revealUntil);
@@ -373,7 +370,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     /// @notice Ends a case once all jurors have found something or the time is over: pays those that voted with the
     /// majority, strikes those that were silent. By anyone.
     function settle(bytes32 leaf) external nonReentrant {
-        Case storage c = _case(leaf);
+        Case storage c = _in(leaf, Status.Drawn);
         uint256 voted = c.confirming + c.overturning;
         if (voted < JURORS && windowTime() < c.revealUntil) {
             revert Errors.WindowOpen(leaf, c.revealUntil);
@@ -404,15 +401,13 @@ contract Court is WindowTime, ReentrancyGuardTransient {
     // ---------------------------------------------------------------------------------------- views
 
     /// @notice Whether the court judges a dispute, so that the arbiter may only cancel it. It does not if the
-    /// jurors were not drawn in the first half of the dispute window.
-    function holds(bytes32 leaf) external view returns (bool) {
+    /// jurors were not drawn in the first quarter of the dispute window: they need the next to vote.
+    /// @param leaf The submission.
+    /// @param judgeBy End of the dispute window.
+    function holds(bytes32 leaf, uint256 judgeBy) external view returns (bool) {
         Status status = _cases[leaf].status;
         // slither-disable-next-line incorrect-equality
-        if (status == Status.Drawn) return true;
-        // slither-disable-next-line incorrect-equality
-        if (status != Status.Open) return false;
-        Slasher.Proposal memory p = _proposal(leaf);
-        return p.state != Slasher.State.Disputed || windowTime() < p.deadline - _half;
+        return status == Status.Drawn || (status == Status.Open && _canDraw(judgeBy));
     }
 
     /// @notice The register of a class; free seats have account zero.
@@ -450,6 +445,11 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         return slasher.proposal(leaf);
     }
 
+    /// @dev Whether the first quarter of the dispute window is not over.
+    function _canDraw(uint256 judgeBy) private view returns (bool) {
+        return windowTime() + _voting < judgeBy;
+    }
+
     /// @dev Whether the pool has given this number to an account.
     function _isGiven(uint256 pool, uint8 number) private view returns (bool) {
         return pools.validatorAt(pool, number) != address(0);
@@ -459,9 +459,9 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         return keccak256(abi.encode(accounts));
     }
 
-    function _case(bytes32 leaf) private view returns (Case storage c) {
+    function _in(bytes32 leaf, Status status) private view returns (Case storage c) {
         c = _cases[leaf];
-        if (c.status != Status.Drawn) revert Errors.NotInCourt(leaf, uint8(c.status));
+        if (c.status != status) revert Errors.NotInCourt(leaf, uint8(c.status));
     }
 
     function _isDrawn(bytes32 leaf, address account) private view returns (bool) {

@@ -17,9 +17,10 @@ import { Registry } from "./Registry.sol";
 import { Slasher } from "./Slasher.sol";
 import { StakeVault } from "./StakeVault.sol";
 import { WindowTime } from "./WindowTime.sol";
+import { Work } from "./Work.sol";
 import { Errors } from "./libraries/Errors.sol";
 import { Periods } from "./libraries/Periods.sol";
-import { RewardTable, Statements } from "./libraries/Statements.sol";
+import { RewardTable, Statements, Submission } from "./libraries/Statements.sol";
 
 /// @title Holds the pools' funds and pays nodes' providers and validators from them.
 /// @notice A reward root promises each node and validator a cumulative amount since the pool began. It can be
@@ -27,6 +28,9 @@ import { RewardTable, Statements } from "./libraries/Statements.sol";
 /// free funds, and can be claimed after a public check, in which the arbiter may disable it.
 /// While the manager posts no root, anyone may post a table that the pool's quorum of validators
 /// signed; it draws on the free funds, then on the manager's bond.
+///
+/// A provider can ask the arbiter to have an unpaid file paid. Nothing moves then: `FileRestored` is a fact
+/// that reward tables must count.
 ///
 /// Tokens held = Σ free + Σ reserved + Σ bond, over all pools.
 contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
@@ -55,6 +59,21 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     event RewardRootDisabled(uint256 indexed pool, uint64 indexed epoch, uint64 last);
     /// @notice Rewards were paid: a node's to its provider's payout account, a validator's to itself.
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
+
+    /// @notice The provider asks the arbiter to have a file paid that was rejected, void or passed over. The
+    /// answer comes before `judgeBy` or not at all.
+    event FileAppealed(
+        bytes32 indexed leaf, uint256 indexed pool, address indexed node, uint64 judgeBy
+    );
+    /// @notice The arbiter finds that the file is to be paid: `amount` is added to the node's rewards, at most
+    /// what the run of `step` pays for the largest file. Final.
+    event FileRestored(
+        bytes32 indexed leaf,
+        uint256 indexed pool,
+        address indexed node,
+        uint64 step,
+        uint256 amount
+    );
 
     /// @notice One claim of a batch.
     /// @param pool The pool.
@@ -100,6 +119,19 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         uint128 previousTotal;
     }
 
+    /// @param pool The pool.
+    /// @param judgeBy When the dispute window of the appeal ends; zero: there is no appeal.
+    /// @param restored Whether the arbiter restored the file.
+    /// @param node Whose file it is.
+    /// @param step The step that the file was made for.
+    struct Appeal {
+        uint32 pool;
+        uint40 judgeBy;
+        bool restored;
+        address node;
+        uint64 step;
+    }
+
     /// @notice How long after its funds could be refunded a pool's rewards can surely be claimed. Afterwards
     /// the manager may take back what nobody claimed: a reserve without an owner must not be stuck for ever.
     uint64 public constant CLAIM_PERIOD = 365 days;
@@ -119,6 +151,10 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     uint64 private immutable _rewardDelay;
     uint64 private immutable _refundDelay;
     uint64 private immutable _silence;
+    uint64 private immutable _appealWindow;
+    uint64 private immutable _disputeWindow;
+    uint64 private immutable _accountable;
+    Work private immutable _work;
 
     /// @notice What stands behind a pool's unpaid work besides its funds.
     mapping(uint256 pool => uint256) public bondOf;
@@ -128,6 +164,8 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     mapping(uint256 pool => mapping(uint64 epoch => RewardRoot)) private _roots;
     /// @dev Epochs of the live roots; those from `liveRoots` on are of voided ones.
     mapping(uint256 pool => mapping(uint64 index => uint64)) private _epochs;
+    mapping(bytes32 leaf => Appeal) private _appeals;
+    mapping(uint256 pool => uint256) private _voidedAt;
 
     /// @param token_ A plain ERC-20.
     /// @param registry_ Says where a provider's rewards go.
@@ -154,9 +192,14 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         _validity = p.validity;
         _rewardDelay = p.rewardDelay;
         _silence = SILENT_EPOCHS * p.epochLength + p.validity;
+        _appealWindow = p.validity + p.slashWindow;
+        _disputeWindow = p.disputeWindow;
+        _accountable = p.slashWindow + p.disputeWindow;
+        _work = slasher_.work();
         // The last work's way to its pay. A file comes up to an epoch after the end, its node roots it by
         // itself an epoch and a validity later, it is judged for a validity, its pay is held while a slash
-        // is open; the next epoch's reward root decides it, and is posted again if the arbiter voids it.
+        // or an appeal is open; the next epoch's reward root decides it, and is posted again if the
+        // arbiter voids it.
         _refundDelay = 3 * p.epochLength + 2 * p.validity + p.slashWindow + p.disputeWindow + 2
             * p.rewardDelay;
     }
@@ -330,6 +373,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         f.liveRoots = uint32(r.index);
         f.nextEpoch = r.previousNextEpoch;
         f.quietSince = r.previousQuietSince;
+        _voidedAt[pool] = block.timestamp;
         emit RewardRootDisabled(pool, epoch, last);
     }
 
@@ -376,6 +420,56 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         if (owed > 0) token.safeTransfer(last, owed);
     }
 
+    /// @notice Asks the arbiter to have a rooted file paid that the pool's validators rejected or found void, or
+    /// that the manager passed over. By the provider, once a file, up to validity and slash window after the
+    /// root. It holds nothing and stops nothing: a slash for the same file takes its own course.
+    /// @param submission What the node signed; its digest is the leaf.
+    /// @param seq The root's number.
+    /// @param proof Merkle path from leaf to root.
+    /// @return leaf The submission's digest, which names the appeal.
+    function appeal(Submission calldata submission, uint64 seq, bytes32[] calldata proof)
+        external
+        returns (bytes32 leaf)
+    {
+        (uint256 pool, address node) = (submission.pool, submission.node);
+        leaf = _work.submissionDigest(submission);
+        if (_appeals[leaf].judgeBy != 0) revert Errors.AlreadyAppealed(leaf);
+        if (pools.liableFor(pool, node) != msg.sender) revert Errors.NotAllowed(msg.sender);
+        uint64 postedAt = _work.rootedAt(pool, seq, leaf, proof);
+        if (postedAt == 0) revert Errors.NotInRoot(pool, seq, leaf);
+        uint256 until = uint256(postedAt) + _appealWindow;
+        if (windowTime() >= until) revert Errors.WindowClosed(leaf, until);
+        until = uint256(submission.validUntil) + _accountable;
+        if (postedAt > until) revert Errors.RootedLate(postedAt, until);
+
+        uint64 judgeBy = uint64(block.timestamp) + _disputeWindow;
+        _appeals[leaf] = Appeal(pool.toUint32(), uint40(judgeBy), false, node, submission.step);
+        emit FileAppealed(leaf, pool, node, judgeBy);
+    }
+
+    /// @notice Has an appealed file paid: settlements add the amount to the node's rewards, unless the file is
+    /// paid or was forfeited by a slash. By the arbiter, within the dispute window; not while a slash for
+    /// the file is open, nor after it was carried out.
+    /// @param leaf The submission.
+    /// @param amount What the file earns. Settlements add at most what its run pays for the largest file.
+    function restore(bytes32 leaf, uint256 amount) external {
+        if (msg.sender != slasher.arbiter()) revert Errors.NotAllowed(msg.sender);
+        Appeal memory a = _appeals[leaf];
+        if (a.judgeBy == 0 || a.restored) revert Errors.NoOpenAppeal(leaf);
+        if (windowTime() >= a.judgeBy) revert Errors.WindowClosed(leaf, a.judgeBy);
+        Slasher.State state = slasher.proposal(leaf).state;
+        // slither-disable-next-line incorrect-equality
+        if (state == Slasher.State.Executed) revert Errors.WrongState(leaf, uint8(state));
+        if (amount == 0) revert Errors.ZeroAmount();
+        _appeals[leaf].restored = true;
+        emit FileRestored(leaf, a.pool, a.node, a.step, amount);
+    }
+
+    /// @notice An appeal, zeros if there is none about this submission.
+    function appealOf(bytes32 leaf) external view returns (Appeal memory) {
+        return _appeals[leaf];
+    }
+
     /// @notice A pool's funds: what nobody is promised, and what is promised and not yet claimed.
     function funds(uint256 pool) external view returns (uint256 free, uint256 reserved) {
         return (_funds[pool].free, _funds[pool].reserved);
@@ -389,11 +483,12 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     /// @notice From when on the manager may take back a pool's free funds and bond (Unix time); zero while it
     /// runs. Later than the pool's end by the time in which its last work is rooted, judged and promised its
     /// pay, a dispute included; and later than its last root by the time in which the validators' table can
-    /// follow, be voided once, and follow again.
+    /// follow, be voided once, and follow again; and later than the last root that the arbiter voided, by the same.
     function refundableAt(uint256 pool) public view returns (uint256) {
         uint256 endedAt = pools.endedAt(pool);
         if (endedAt == 0) return 0;
-        uint256 tabled = uint256(_funds[pool].quietSince) + _silence + _epochLength + _rewardDelay;
+        uint256 tabled = Math.max(_funds[pool].quietSince + _silence, _voidedAt[pool])
+            + _epochLength + _rewardDelay;
         return Math.max(endedAt + _refundDelay, tabled);
     }
 

@@ -29,8 +29,6 @@ import { Opinions, Submission, Voice } from "./libraries/Statements.sol";
 ///        └──lapse (anyone, after the dispute window)▶ cancelled  deposit back: silence cancels
 ///     arbiter: cancel, from any of these                       deposit back
 ///
-///     appeal (provider: a rooted file was not paid) ──restore (arbiter, within the dispute window)▶ it is
-///
 /// The judge of a dispute is the court if the provider asked for it before; else it is the arbiter, who also
 /// judges objections.
 /// A proposal is keyed by its submission's digest, so one submission is proposed once. It asks for the
@@ -84,21 +82,6 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @notice The proposal came to nothing. Final.
     event SlashCancelled(bytes32 indexed leaf, uint256 indexed pool, address indexed node);
 
-    /// @notice The provider asks the arbiter to have a file paid that was rejected, void or passed over. The
-    /// answer comes before `judgeBy` or not at all.
-    event FileAppealed(
-        bytes32 indexed leaf, uint256 indexed pool, address indexed node, uint64 judgeBy
-    );
-    /// @notice The arbiter finds that the file is to be paid: `amount` is added to the node's rewards, at most
-    /// what the run of `step` pays for the largest file. Final.
-    event FileRestored(
-        bytes32 indexed leaf,
-        uint256 indexed pool,
-        address indexed node,
-        uint64 step,
-        uint256 amount
-    );
-
     /// @notice Where a proposal stands.
     enum State {
         None,
@@ -139,19 +122,6 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         address[] authors;
     }
 
-    /// @param pool The pool.
-    /// @param judgeBy When the dispute window of the appeal ends; zero: there is no appeal.
-    /// @param restored Whether the arbiter restored the file.
-    /// @param node Whose file it is.
-    /// @param step The step that the file was made for.
-    struct Appeal {
-        uint32 pool;
-        uint40 judgeBy;
-        bool restored;
-        address node;
-        uint64 step;
-    }
-
     /// @param arbiter May cancel, and judges.
     /// @param disputeDeposit What a dispute costs if it is lost.
     /// @param validatorBond Active stake that each author must have for each of its open proposals; what
@@ -180,12 +150,10 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     Court public immutable court;
     uint64 private immutable _slashWindow;
     uint64 private immutable _disputeWindow;
-    uint64 private immutable _appealWindow;
 
     /// @notice What a dispute holds.
     mapping(bytes32 leaf => uint256) public depositOf;
     mapping(bytes32 leaf => Entry) private _entries;
-    mapping(bytes32 leaf => Appeal) private _appeals;
 
     /// @param vault_ Holds the stake.
     /// @param pools_ The training runs.
@@ -214,7 +182,6 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         court = court_;
         _slashWindow = p.slashWindow;
         _disputeWindow = p.disputeWindow;
-        _appealWindow = p.validity + p.slashWindow;
     }
 
     /// @notice Asks for a slash. By anyone with the quorum's opinions, within the leaf's validity.
@@ -349,56 +316,6 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         _letGo(leaf, p, pools.authorsOf(p.pool, p.authors));
     }
 
-    /// @notice Asks the arbiter to have a rooted file paid that the pool's validators rejected or found void, or
-    /// that the manager passed over. By the provider, once a file, up to validity and slash window after the
-    /// root. It holds nothing and stops nothing: a slash for the same file takes its own course.
-    /// @param submission What the node signed; its digest is the leaf.
-    /// @param seq The root's number.
-    /// @param proof Merkle path from leaf to root.
-    /// @return leaf The submission's digest, which names the appeal.
-    function appeal(Submission calldata submission, uint64 seq, bytes32[] calldata proof)
-        external
-        returns (bytes32 leaf)
-    {
-        (uint256 pool, address node) = (submission.pool, submission.node);
-        leaf = work.submissionDigest(submission);
-        if (_appeals[leaf].judgeBy != 0) revert Errors.AlreadyAppealed(leaf);
-        if (pools.liableFor(pool, node) != msg.sender) revert Errors.NotAllowed(msg.sender);
-        if (!work.leafIn(pool, seq, leaf, proof)) revert Errors.NotInRoot(pool, seq, leaf);
-        // slither-disable-next-line unused-return
-        (, uint64 postedAt,) = work.rootOf(pool, seq);
-        uint256 until = uint256(postedAt) + _appealWindow;
-        if (windowTime() >= until) revert Errors.WindowClosed(leaf, until);
-
-        uint64 judgeBy = uint64(block.timestamp) + _disputeWindow;
-        _appeals[leaf] = Appeal(pool.toUint32(), uint40(judgeBy), false, node, submission.step);
-        emit FileAppealed(leaf, pool, node, judgeBy);
-    }
-
-    /// @notice Has an appealed file paid: settlements add the amount to the node's rewards, unless the file is
-    /// paid or was forfeited by a slash. By the arbiter, within the dispute window; not while a slash for
-    /// the file is open, nor after it was carried out.
-    /// @param leaf The submission.
-    /// @param amount What the file earns. Settlements add at most what its run pays for the largest file.
-    function restore(bytes32 leaf, uint256 amount) external {
-        if (msg.sender != arbiter) revert Errors.NotAllowed(msg.sender);
-        Appeal memory a = _appeals[leaf];
-        if (a.judgeBy == 0 || a.restored) revert Errors.NoOpenAppeal(leaf);
-        if (windowTime() >= a.judgeBy) revert Errors.WindowClosed(leaf, a.judgeBy);
-        State state = _entries[leaf].state;
-        if (state != State.None && state != State.Cancelled) {
-            revert Errors.WrongState(leaf, uint8(state));
-        }
-        if (amount == 0) revert Errors.ZeroAmount();
-        _appeals[leaf].restored = true;
-        emit FileRestored(leaf, a.pool, a.node, a.step, amount);
-    }
-
-    /// @notice An appeal, zeros if there is none about this submission.
-    function appealOf(bytes32 leaf) external view returns (Appeal memory) {
-        return _appeals[leaf];
-    }
-
     /// @notice A proposal, zeros if there is none about this submission.
     function proposal(bytes32 leaf) external view returns (Proposal memory) {
         Entry memory p = _entries[leaf];
@@ -426,16 +343,16 @@ contract Slasher is Terms, ReentrancyGuardTransient {
     /// @dev A stopped proposal that the caller may judge now.
     function _judged(bytes32 leaf) private view returns (Entry memory p) {
         p = _stopped(leaf);
-        if (msg.sender != address(court) && (msg.sender != arbiter || _inCourt(leaf, p.state))) {
+        if (msg.sender != address(court) && (msg.sender != arbiter || _inCourt(leaf, p))) {
             revert Errors.NotAllowed(msg.sender);
         }
         if (windowTime() >= p.deadline) revert Errors.WindowClosed(leaf, p.deadline);
     }
 
     /// @dev Whether jurors judge it, so that the arbiter may only cancel.
-    function _inCourt(bytes32 leaf, State state) private view returns (bool) {
+    function _inCourt(bytes32 leaf, Entry memory p) private view returns (bool) {
         // slither-disable-next-line incorrect-equality
-        return state == State.Disputed && court.holds(leaf);
+        return p.state == State.Disputed && court.holds(leaf, p.deadline);
     }
 
     /// @dev The provider stops its proposal within the window.

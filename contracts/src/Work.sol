@@ -232,14 +232,15 @@ contract Work is EIP712, WindowTime {
         return (r.root, r.postedAt, r.count);
     }
 
-    /// @notice Whether the proof leads from the leaf to the root.
-    function leafIn(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof)
+    /// @notice When the root was posted in which the proof places the leaf (Unix time); zero: it is not there.
+    function rootedAt(uint256 pool, uint64 seq, bytes32 leaf, bytes32[] calldata proof)
         external
         view
-        returns (bool)
+        returns (uint64)
     {
-        bytes32 root = _roots[pool][seq].root;
-        return root != 0 && MerkleProof.verifyCalldata(proof, root, leaf);
+        Root memory r = _roots[pool][seq];
+        bool there = r.root != 0 && MerkleProof.verifyCalldata(proof, r.root, leaf);
+        return there ? r.postedAt : 0;
     }
 
     /// @notice The epoch that holds `timestamp`.

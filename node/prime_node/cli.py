@@ -30,7 +30,7 @@ from prime_node.cli_common import (
     print_fields,
     print_json,
 )
-from prime_node.cli_nodes import dispute, node_app, payout
+from prime_node.cli_nodes import appeal, dispute, node_app, payout
 from prime_node.cli_owner import rewards_app, stake_app, wallet_app, work_app
 
 if TYPE_CHECKING:
@@ -348,6 +348,7 @@ def stake_out(settings: Settings) -> str:
 
 app.command("payout")(payout)
 app.command("dispute")(dispute)
+app.command("appeal")(appeal)
 
 
 def _logging(verbose: bool) -> None:

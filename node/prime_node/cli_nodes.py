@@ -1,5 +1,5 @@
-"""`prime-node node | payout | dispute`: what an owner does about its nodes. Needs neither torch nor
-docker."""
+"""`prime-node node | payout | dispute | appeal`: what an owner does about its nodes. Needs neither
+torch nor docker."""
 
 from __future__ import annotations
 
@@ -295,3 +295,32 @@ def dispute(
         return found
 
     send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
+
+
+@configured
+def appeal(
+    settings: Settings,
+    submission: Annotated[str, typer.Argument(help="Digest of the unpaid submission.")],
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Ask the arbiter to have a file of this owner's node paid that was rejected, void or passed
+    over. Once a file, within validity and slash window after its root; no deposit.
+
+    See why it was not paid: prime-node audit show SUBMISSION. Granted amounts come with the next
+    reward root. Against a slash: prime-node dispute.
+    """
+    from prime_core import ids
+    from prime_node.disputes import appeal_calls
+
+    leaf = ids.digest(submission)
+
+    def calls(context: OwnerContext) -> list[Call]:
+        return appeal_calls(
+            context.link,
+            leaf,
+            urls=[settings.orchestrator] if settings.orchestrator else [],
+            allow_private=settings.allow_private,
+        )
+
+    send_calls(settings, calls, dry_run=dry_run, as_json=as_json)

@@ -1,7 +1,8 @@
-"""An owner's disputes of slashes: who judges, and what has to be sent.
+"""An owner's disputes of slashes and appeals for unpaid files: who judges, and what has to be sent.
 
 proposal ─► opinions and law from the orchestrator or a mirror ─► Court.open ─► Slasher.dispute
                    └ too few jurors count, or the owner says so: the arbiter judges
+unpaid file ─► its root and proof, from chain and leaves object ─► Rewards.appeal ─► the arbiter
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from prime_chain.client import Call
 from prime_chain.contracts import Proposal
 from prime_chain.errors import ChainRevertedError
-from prime_chain.history import read_slashes
+from prime_chain.history import read_events, read_slashes
+from prime_chain.leaves import find_leaf
 from prime_chain.mirror import (
     MAX_OBJECT_BYTES,
     AnySource,
@@ -29,6 +31,7 @@ from prime_core.errors import (
 )
 from prime_core.ids import Address, Digest
 from prime_core.rollout import Submission
+from prime_core.times import utc
 from prime_core.verdict import Evidence, Outcome, SignedOpinion, Verdict
 from prime_node.link import Link
 
@@ -101,6 +104,35 @@ def dispute_calls(
             exit_code=error.exit_code,
         ) from error
     return dispute, "three jurors of the court judge; they are drawn once the dispute is on chain"
+
+
+def appeal_calls(
+    link: Link, leaf: Digest, *, urls: Sequence[str] = (), allow_private: bool = False
+) -> list[Call]:
+    """Returns the call that asks the arbiter to have the file `leaf` of this pool paid.
+
+    Args: `urls` are orchestrators or mirrors that serve the lists of leaves; `allow_private` as for
+    OrchestratorClient. Raises UserError if the file was appealed before or no root on chain holds
+    it, UnavailableError if its list of leaves is not served.
+    """
+    c = link.contracts
+    if (earlier := c.rewards.appeal_of(leaf)) is not None:
+        state = "and is restored" if earlier.restored else f"; judged by {utc(earlier.judge_by)}"
+        raise UserError(f"the file {leaf} was appealed before {state}")
+    events = read_events(link.client, link.deployment, contracts=("work",), pool=link.pool)
+    mirrors = announced(link.client, link.deployment, link.pool).values()
+    with open_sources(
+        urls, mirrors, link.deployment, link.pool, allow_private=allow_private
+    ) as clients:
+        source = AnySource([HttpSource(client) for client in clients])
+        try:
+            found = find_leaf(
+                link.client, link.deployment, events, link.pool, leaf, None, source.object
+            )
+        except NotFoundError as error:
+            hint = "check --pool; a file that is in no root yet: prime-node work list"
+            raise UserError(str(error), hint=hint) from error
+    return [c.rewards.appeal(found.signed.submission, found.root.seq, found.proof)]
 
 
 def open_court(link: Link, proposal: Proposal, leaf: Digest, source: AnySource) -> Call:

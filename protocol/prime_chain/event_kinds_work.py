@@ -113,6 +113,29 @@ class Refunded(Event):
     amount: int
 
 
+@dataclass(frozen=True)
+class FileAppealed(Event):
+    """The provider asks the arbiter to have a file paid, by `judge_by` (Unix seconds)."""
+
+    CONTRACT = "rewards"
+    leaf: Digest
+    pool: int
+    node: Address
+    judge_by: int
+
+
+@dataclass(frozen=True)
+class FileRestored(Event):
+    """The arbiter has an appealed file paid; `amount` in wei."""
+
+    CONTRACT = "rewards"
+    leaf: Digest
+    pool: int
+    node: Address
+    step: int
+    amount: int
+
+
 # ── Slasher ──
 
 

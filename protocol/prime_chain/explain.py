@@ -125,6 +125,23 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
         for file in settlement.files
         if node in file.judges
     )
+    found += tuple(
+        ExplainedFile(
+            epoch=root.epoch,
+            submission_digest=one.submission_digest,
+            received_at=one.received_at,
+            state="restored" if one.state == "paid" else one.state,
+            units=0,
+            price_per_unit=0,
+            amount=int(one.amount) if one.state == "paid" else 0,
+            why="the arbiter had it paid after an appeal"
+            if one.state == "paid"
+            else f"the arbiter had it paid, but the slash for {one.because} decides",
+        )
+        for root, settlement in history
+        for one in settlement.restored
+        if one.node == node
+    )
     event, newest = history[-1]
     cumulative = newest.amounts().get(node, 0)
     withheld = withheld_by(newest.fee_records).get(node, 0)

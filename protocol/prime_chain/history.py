@@ -21,6 +21,8 @@ from prime_chain.events import (
     CaseOpened,
     CaseSettled,
     Event,
+    FileAppealed,
+    FileRestored,
     JurorsDrawn,
     SlashCancelled,
     SlashDisputed,
@@ -189,6 +191,35 @@ def read_slashes(client: ChainClient, deployment: Deployment) -> list[Slash]:
         return found
     cap = Vault(client, deployment).slash_cap()
     return [replace(one, note=why_nothing(one, found, cap, deployment.periods)) for one in found]
+
+
+@dataclass(frozen=True)
+class AppealedFile:
+    """A provider's appeal for an unpaid file. `judge_by` in Unix seconds; `amount` in wei, 0 unless
+    the arbiter restored the file."""
+
+    leaf: Digest
+    pool: int
+    node: Address
+    judge_by: int
+    tx: Digest
+    amount: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "amount": str(self.amount), "restored": self.amount > 0}
+
+
+def read_appeals(client: ChainClient, deployment: Deployment) -> list[AppealedFile]:
+    """Returns every appeal of the deployment, oldest first."""
+    found: dict[Digest, AppealedFile] = {}
+    for event in read_events(client, deployment, contracts=("rewards",)):
+        if isinstance(event, FileAppealed):
+            found[event.leaf] = AppealedFile(
+                event.leaf, event.pool, event.node, event.judge_by, event.tx_hash
+            )
+        elif isinstance(event, FileRestored) and event.leaf in found:
+            found[event.leaf] = replace(found[event.leaf], amount=event.amount)
+    return list(found.values())
 
 
 def why_nothing(slash: Slash, every: Iterable[Slash], cap: int, periods: Periods) -> str:

@@ -6,6 +6,7 @@
       receipts  the manager's signatures; verdicts the validators'; units the tables' token counts
       fees      less what wrong opinions on planted files cost, each signed by its validator
       slashes   those on chain as of its block, and those that it says are being proposed
+      restored  files that the arbiter had paid after an appeal
       settle()  the same pure function again: the same object, to the byte, or it is a mismatch
 
 Nothing of the orchestrator's database is asked, and nothing that it says is believed unsigned.
@@ -13,7 +14,7 @@ Nothing of the orchestrator's database is asked, and nothing that it says is bel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,7 @@ from prime_chain.amounts import prime
 from prime_chain.events import (
     Claimed,
     Event,
+    FileRestored,
     LeafRejected,
     PoolCreated,
     RewardRootPosted,
@@ -43,6 +45,8 @@ from prime_core.run import RunDefinition
 from prime_core.settlement import (
     JudgedFact,
     LeafFact,
+    RestoredFact,
+    SettledFile,
     Settlement,
     SlashFact,
     answered_for,
@@ -156,8 +160,8 @@ class Rebuilder:
         self._leaves: dict[Digest, list[_Leaf]] = {}
         self._charged: set[tuple[str, str]] = set()
         """Submission and validator of each fault in the settlements rebuilt so far."""
-        self._settled_files: set[Digest] = set()
-        """Submissions that the settlements rebuilt so far settle."""
+        self._settled_files: dict[Digest, SettledFile] = {}
+        """Files of the settlements rebuilt so far, as the newest of them has each."""
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
 
     def posted(self) -> list[RewardRootPosted]:
@@ -172,7 +176,8 @@ class Rebuilder:
         self._settled_files.clear()
         history = self.published(epoch)
         for event, published in history:
-            rebuilt = self._again(published, rebuilt)
+            rebuilt = self._again(published, rebuilt, event.block)
+            self._settled_files |= _files_of(rebuilt)
             problems += _differences(event, published, rebuilt)
         assert rebuilt is not None
         return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems))
@@ -198,13 +203,17 @@ class Rebuilder:
             raise NotFoundError(
                 f"epoch {epoch} is settled: the newest reward root is of epoch {previous.epoch}"
             )
+        settled: dict[Digest, SettledFile] = {}
+        for _, one in history:
+            settled |= _files_of(one)
         claims: dict[Digest, _Claim] = {}
         found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
         for root, leaf in self._open_leaves(epoch, as_of_block, previous, claims=None):
             found.setdefault(leaf.digest, (root, leaf))
         for digest in found:
             claims[digest] = _claim_of(submission(digest))
-        nodes = {leaf.node for _, leaf in found.values()}
+        restored = self._restored(as_of_block, settled)
+        nodes = {leaf.node for _, leaf in found.values()} | {one.node for one in restored}
         slashes = []
         for digest, (node, state) in reward_events.slashes_until(self._events, as_of_block).items():
             if state != "cancelled" and node in nodes:
@@ -219,6 +228,7 @@ class Rebuilder:
             list(found.values()),
             claims,
             slashes,
+            restored=restored,
         )
 
     def published(self, epoch: int | None = None) -> list[tuple[RewardRootPosted, Settlement]]:
@@ -264,8 +274,11 @@ class Rebuilder:
         roots = (e for e in self._events if isinstance(e, RootPosted) and e.epoch <= epoch)
         return sum(root.count for root in roots)
 
-    def _again(self, published: Settlement, previous: Settlement | None) -> Settlement:
+    def _again(
+        self, published: Settlement, previous: Settlement | None, posted_in: int
+    ) -> Settlement:
         """The settlement as it must be, from chain and signatures."""
+        self._check_block(published, previous, posted_in)
         claims = {
             file.submission_digest: _Claim(
                 file.received_at, file.receipt, file.verdict, file.root_seq
@@ -274,7 +287,7 @@ class Rebuilder:
         }
         block = published.as_of_block
         leaves = self._open_leaves(published.epoch, block, previous, claims=claims)
-        self._settled_files.update(leaf.digest for _, leaf in leaves)
+        settled = self._settled_files.keys() | {leaf.digest for _, leaf in leaves}
         slashes = self._slashes(published)
         return self._settled(
             published.epoch,
@@ -285,8 +298,25 @@ class Rebuilder:
             claims,
             slashes,
             self._lies(published, previous),
-            self._faults(published),
+            self._faults(published, settled),
+            restored=self._restored(block, self._settled_files),
         )
+
+    def _check_block(
+        self, published: Settlement, previous: Settlement | None, posted_in: int
+    ) -> None:
+        """Checks the block as of which the manager read the chain, which it chooses: not before the
+        roots that it settles, nor before the previous settlement's, nor after its own root."""
+        block = published.as_of_block
+        first = previous.as_of_block if previous is not None else 0
+        for root in self._events:
+            if isinstance(root, RootPosted) and root.epoch <= published.epoch:
+                first = max(first, root.block)
+        if not first <= block <= posted_in:
+            raise UntrustedError(
+                f"the settlement of epoch {published.epoch} is as of block {block}; it must be of "
+                f"{first} to {posted_in}"
+            )
 
     def _lies(self, published: Settlement, previous: Settlement | None) -> dict[Address, int]:
         """How many planted lies each validator judged since `previous`, which only the manager
@@ -299,7 +329,29 @@ class Rebuilder:
             raise UntrustedError(f"epoch {published.epoch} forgets planted files of a validator")
         return found
 
-    def _faults(self, published: Settlement) -> Sequence[Fault]:
+    def _restored(self, block: int, settled: Mapping[Digest, SettledFile]) -> list[RestoredFact]:
+        """The files that the arbiter had paid, of roots up to `block`. `settled`: files of the
+        settlements before this one."""
+        granted = [e for e in self._events if isinstance(e, FileRestored)]
+        epochs: dict[Digest, int] = {}
+        for root in reward_events.roots_until(self._events, block) if granted else ():
+            for leaf in self._leaves_of(root, None):
+                epochs.setdefault(leaf.digest, root.epoch)
+        return [
+            RestoredFact(
+                e.leaf,
+                e.node,
+                e.block,
+                epochs[e.leaf],
+                min(e.amount, self._runs.at(e.step).most_worth),
+                received_at=file.received_at if (file := settled.get(e.leaf)) else 0,
+                settled_as=file.state if file else None,
+            )
+            for e in granted
+            if e.leaf in epochs
+        ]
+
+    def _faults(self, published: Settlement, settled: Set[Digest]) -> Sequence[Fault]:
         """The wrong opinions on planted files: each signed by a validator and charged once at its
         run's price. No file charged so far may be settled, or be in the list of a root up to the
         settlement's block. That the file was planted, and whether it lies, is the manager's
@@ -319,12 +371,12 @@ class Rebuilder:
                 raise UntrustedError(f"the fault on {said.submission} has another price")
             self._charged.add((said.submission, signed.validator))
         charged = {submission for submission, _ in self._charged}
-        if charged and (rooted := charged & self._rooted(published.as_of_block)):
+        if charged and (rooted := charged & self._rooted(published.as_of_block, settled)):
             raise UntrustedError(f"{min(rooted)} is rooted: it is no planted file's fault")
         return published.faults
 
-    def _rooted(self, block: int) -> set[Digest]:
-        """The files in the lists of all roots up to `block`, and those settled so far. A leaf that
+    def _rooted(self, block: int, settled: Set[Digest]) -> set[Digest]:
+        """The files in the lists of all roots up to `block`, and those `settled`. A leaf that
         others posted counts once a settlement takes it up: else a validator could post the planted
         files that it misjudged, and pay nothing for them."""
         lists = (
@@ -332,7 +384,7 @@ class Rebuilder:
             for root in reward_events.roots_until(self._events, block)
             if root.leaves_object != ZERO_DIGEST
         )
-        return self._settled_files.union(leaf.digest for leaves in lists for leaf in leaves)
+        return {*settled, *(leaf.digest for leaves in lists for leaf in leaves)}
 
     def _open_leaves(
         self,
@@ -366,6 +418,8 @@ class Rebuilder:
         slashes: Sequence[SlashFact],
         lies: Mapping[Address, int] | None = None,
         faults: Sequence[Fault] = (),
+        *,
+        restored: Sequence[RestoredFact],
     ) -> Settlement:
         with ThreadPoolExecutor(PARALLEL) as pool:
             facts = list(
@@ -382,6 +436,7 @@ class Rebuilder:
             slashes=slashes,
             lies=lies,
             faults=faults,
+            restored=restored,
         )
 
     def _leaves_of(self, root: RootPosted, claims: Mapping[Digest, _Claim] | None) -> list[_Leaf]:
@@ -476,7 +531,7 @@ class Rebuilder:
         not on chain can only hold money back, never take it.
         """
         on_chain = reward_events.slashes_until(self._events, published.as_of_block)
-        nodes = {file.node for file in published.files}
+        nodes = {file.node for file in published.files} | {one.node for one in published.restored}
         facts = []
         for slash in published.slashes:
             self._check_receipt(slash.submission_digest, slash.received_at, slash.receipt)
@@ -500,6 +555,10 @@ class Rebuilder:
         if encoding.sha256(data) != digest:
             raise UntrustedError(f"object {digest} does not hash to its name")
         return data
+
+
+def _files_of(settlement: Settlement) -> dict[Digest, SettledFile]:
+    return {Digest(file.submission_digest): file for file in settlement.files}
 
 
 def _claim_of(info: SubmissionInfo) -> _Claim:
@@ -533,6 +592,9 @@ def _differences(event: RewardRootPosted, published: Settlement, rebuilt: Settle
         mine = {f.submission_digest: f for f in rebuilt.files}
         theirs = {f.submission_digest: f for f in published.files}
         wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+        if rebuilt.restored != published.restored:
+            unlike = {*rebuilt.restored} ^ {*published.restored}
+            wrong += sorted({one.submission_digest for one in unlike})
         about = f" about {', '.join(wrong[:3])}" if wrong else ""
         problems.append(f"{where}: the published settlement is not what the facts give{about}")
     if not rebuilt.entries or rebuilt.root() != event.root:

@@ -10,6 +10,7 @@ A settlement covers every leaf of the roots of its epochs, so that an omission i
                the file was rooted too late for a slash to be possible (`answered_for`)
     unjudged   no verdict within the validity: the pool's fault; no pay, no penalty
 
+The arbiter can have a rejected, void or unjudged file paid after an appeal (`Restored`).
 Validators are paid for judged files, less what planted files cost them (fees.py). Amounts are
 cumulative per node or validator and never decrease.
 """
@@ -17,7 +18,7 @@ cumulative per node or validator and never decrease.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -45,6 +46,8 @@ FORFEIT_SECONDS = 86_400
 with it."""
 
 FileState = Literal["paid", "held", "forfeited", "rejected", "void", "unjudged"]
+FINAL_FOR_ARBITER: frozenset[FileState] = frozenset({"paid", "held", "forfeited"})
+"""States of files that an appeal cannot change: they earn, or a slash decides."""
 SlashState = Literal["open", "executed", "cancelled"]
 
 
@@ -98,6 +101,20 @@ class SettledSlash(Strict):
     received_at: int = Field(ge=0)
     receipt: SignatureField
     state: Literal["open", "executed"]
+
+
+class Restored(Strict):
+    """A file that the arbiter had paid (the event FileRestored). `amount`: what the node earns, in
+    wei; at most what the run of the file's step pays for the largest file. `received_at`: of the
+    settled file, 0 if no settlement has it. `state` and `because` as of a file that was accepted; a
+    held one comes up again in the next settlement."""
+
+    submission_digest: DigestField
+    node: AddressField
+    received_at: int = Field(ge=0)
+    amount: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
+    state: Literal["paid", "held", "forfeited"]
+    because: DigestField
 
 
 class RewardTable(Statement):
@@ -162,6 +179,9 @@ class Settlement(Strict):
     """Wrong opinions on planted files since the previous settlement, by submission and author."""
     fee_records: tuple[FeeRecord, ...] = Field(default=(), exclude_if=lambda records: not records)
     """Validators that judged planted files, by address."""
+    restored: tuple[Restored, ...] = Field(default=(), exclude_if=lambda files: not files)
+    """Files that the arbiter restored since the previous settlement, and those that it held, by
+    submission. Older programs cannot read it."""
 
     @model_validator(mode="after")
     def _whole_or_head(self) -> Settlement:
@@ -368,6 +388,32 @@ def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
     return rooted_at <= valid_until + accountable
 
 
+@dataclass(frozen=True)
+class RestoredFact:
+    """The arbiter restored a file in block `block`. `root_epoch`: of the root that holds the file;
+    `received_at`: 0 if no settlement has the file. `settled_as`: how it stands after the previous
+    settlement, None if none settled it. `amount` in wei."""
+
+    leaf: Digest
+    node: Address
+    block: int
+    root_epoch: int
+    amount: int
+    received_at: int = 0
+    settled_as: FileState | None = None
+
+    def is_due(self, epoch: int, as_of_block: int, previous: Settlement | None) -> bool:
+        """Whether the settlement of `epoch` takes the file up: the first that knows the event and
+        covers the epoch of its root. Not if the file earns, or a slash decides."""
+        if self.root_epoch > epoch or self.block > as_of_block:
+            return False
+        if self.settled_as in FINAL_FOR_ARBITER:
+            return False
+        if previous is None or self.root_epoch > previous.epoch:
+            return True
+        return self.block > previous.as_of_block
+
+
 def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
     """Whether a credit of `node` submitted at `received_at` depends on `slash`."""
     return slash.node == node and 0 <= slash.received_at - received_at <= FORFEIT_SECONDS
@@ -417,6 +463,7 @@ def settle(
     slashes: Sequence[SlashFact],
     lies: Mapping[Address, int] | None = None,
     faults: Sequence[Fault] = (),
+    restored: Sequence[RestoredFact] = (),
 ) -> Settlement:
     """Computes the settlement of `epoch`. `previous_name` is the object that the previous reward
     root names (ZERO_DIGEST if none). `leaves` are those of the roots since the previous
@@ -473,6 +520,11 @@ def settle(
         amounts[judge] = amounts.get(judge, 0) + fee
     for judge, taken in withheld_by(records).items():
         amounts[judge] = amounts.get(judge, 0) - taken + withheld_by(before).get(judge, 0)
+    decided = _decide_restored(restored, epoch, as_of_block, previous, files, slashes)
+    for one in decided:
+        if one.state == "paid":
+            amounts[Address(one.node)] = amounts.get(Address(one.node), 0) + int(one.amount)
+    nodes = {Address(file.node) for file in files.values()} | {Address(one.node) for one in decided}
     return Settlement(
         chain_id=chain_id,
         pool=pool,
@@ -480,14 +532,55 @@ def settle(
         previous=previous_name,
         as_of_block=as_of_block,
         files=tuple(files[name] for name in sorted(files)),
-        slashes=_standing_slashes(slashes, {file.node for file in files.values()}),
+        slashes=_standing_slashes(slashes, nodes),
         entries=entries_of(amounts),
         cumulative_total=str(sum(amounts.values())),
         faults=tuple(
             sorted(faults, key=lambda one: (one.opinion.opinion.submission, one.validator))
         ),
         fee_records=records,
+        restored=decided,
     )
+
+
+def _decide_restored(
+    facts: Sequence[RestoredFact],
+    epoch: int,
+    as_of_block: int,
+    previous: Settlement | None,
+    files: Mapping[Digest, SettledFile],
+    slashes: Sequence[SlashFact],
+) -> tuple[Restored, ...]:
+    """Returns the restored files that are due or were held, and how each stands now: as an accepted
+    file, and the slash for the file itself counts whenever it arrived."""
+    due: dict[Digest, tuple[Address, int, str]] = {}
+    for one in facts:
+        file = files.get(one.leaf)
+        if one.is_due(epoch, as_of_block, previous) and (
+            file is None or file.state not in FINAL_FOR_ARBITER
+        ):
+            received = file.received_at if file is not None else one.received_at
+            due[one.leaf] = (one.node, received, str(one.amount))
+    for old in previous.restored if previous else ():
+        if old.state == "held":
+            name = Digest(old.submission_digest)
+            due[name] = (Address(old.node), old.received_at, old.amount)
+    decided = []
+    for name in sorted(due):
+        node, received, amount = due[name]
+        own = [replace(s, received_at=received) for s in slashes if s.bad == name]
+        state, because = standing([*slashes, *own], node, received)
+        decided.append(
+            Restored(
+                submission_digest=name,
+                node=node,
+                received_at=received,
+                amount=amount,
+                state="paid" if state == "free" else state,
+                because=because,
+            )
+        )
+    return tuple(decided)
 
 
 def withheld_by(records: Iterable[FeeRecord]) -> dict[Address, int]:

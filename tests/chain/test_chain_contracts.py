@@ -242,8 +242,8 @@ def test_a_work_root_holds_its_leaves_and_a_leaf_can_be_rejected(stage: Stage) -
     assert posted[0].epoch == c.work.epoch_at(root.posted_at)
     assert c.work.root_of(stage.pool, seq + 1) is None
     proof = merkle_proof(leaves, 1)
-    assert c.work.leaf_in(stage.pool, seq, leaves[1], proof)
-    assert not c.work.leaf_in(stage.pool, seq, leaves[0], proof)
+    assert c.work.rooted_at(stage.pool, seq, leaves[1], proof)
+    assert not c.work.rooted_at(stage.pool, seq, leaves[0], proof)
     submission = made[1][0]
     said = opinions_on(deployed.deployment, submission, [stage.validator], reason=Reason.WRONG_ROWS)
     deployed.send(deployed.accounts[9], c.work.reject(submission, seq, proof, said))

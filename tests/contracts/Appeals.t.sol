@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 pragma solidity 0.8.37;
 
-import { Slasher } from "../../contracts/src/Slasher.sol";
+import { Rewards } from "../../contracts/src/Rewards.sol";
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
 import { Submission } from "../../contracts/src/libraries/Statements.sol";
 import { Network } from "./utils/Network.sol";
@@ -25,12 +25,12 @@ contract AppealsTest is Network {
 
     function appeal(Submission memory s, uint64 seq) private returns (bytes32 leaf) {
         vm.prank(provider);
-        return slasher.appeal(s, seq, none());
+        return rewards.appeal(s, seq, none());
     }
 
     function restore(bytes32 leaf, uint256 amount) private {
         vm.prank(arbiter);
-        slasher.restore(leaf, amount);
+        rewards.restore(leaf, amount);
     }
 
     function test_Appeal_ByTheProviderOnceInTime_AtTheEdge() public {
@@ -38,15 +38,15 @@ contract AppealsTest is Network {
         bytes32 leaf = leafOf(s);
         expectNotAllowed(stranger);
         vm.prank(stranger);
-        slasher.appeal(s, seq, none());
+        rewards.appeal(s, seq, none());
         vm.warp(UNTIL);
         expect(abi.encodeWithSelector(Errors.WindowClosed.selector, leaf, UNTIL));
         appeal(s, seq);
         vm.warp(UNTIL - 1);
         vm.expectEmit();
-        emit Slasher.FileAppealed(leaf, pool, node, uint64(UNTIL - 1 + DISPUTE));
+        emit Rewards.FileAppealed(leaf, pool, node, uint64(UNTIL - 1 + DISPUTE));
         vm.assertEq(appeal(s, seq), leaf);
-        Slasher.Appeal memory a = slasher.appealOf(leaf);
+        Rewards.Appeal memory a = rewards.appealOf(leaf);
         vm.assertEq(a.pool, pool);
         vm.assertEq(a.node, node);
         vm.assertEq(a.judgeBy, UNTIL - 1 + DISPUTE);
@@ -94,7 +94,7 @@ contract AppealsTest is Network {
         appeal(s, seq);
         expectNotAllowed(provider);
         vm.prank(provider);
-        slasher.restore(leaf, 1);
+        rewards.restore(leaf, 1);
         expect(abi.encodeWithSelector(Errors.ZeroAmount.selector));
         restore(leaf, 0);
         vm.warp(START + DISPUTE);
@@ -102,33 +102,48 @@ contract AppealsTest is Network {
         restore(leaf, 1);
         vm.warp(START + DISPUTE - 1);
         vm.expectEmit();
-        emit Slasher.FileRestored(leaf, pool, node, s.step, 7);
+        emit Rewards.FileRestored(leaf, pool, node, s.step, 7);
         restore(leaf, 7);
-        vm.assertTrue(slasher.appealOf(leaf).restored);
+        vm.assertTrue(rewards.appealOf(leaf).restored);
         expect(abi.encodeWithSelector(Errors.NoOpenAppeal.selector, leaf));
         restore(leaf, 7);
         expect(abi.encodeWithSelector(Errors.AlreadyAppealed.selector, leaf));
         appeal(s, seq);
     }
 
-    function test_Restore_NotWhileASlashIsOpenNorAfterItsExecution() public {
+    /// @dev Settlements pay it once no slash for it is open, and not if one was carried out.
+    function test_Restore_WhileASlashIsOpen_NotAfterItsExecution() public {
         bytes32 leaf = propose(1);
         appeal(submission(1), 1);
-        expect(abi.encodeWithSelector(Errors.WrongState.selector, leaf, 1));
-        restore(leaf, 1);
-        dispute(leaf);
-        expect(abi.encodeWithSelector(Errors.WrongState.selector, leaf, 2));
-        restore(leaf, 1);
         uint256 before = vm.snapshotState();
+        restore(leaf, 1);
+        vm.assertTrue(rewards.appealOf(leaf).restored);
+        vm.revertToState(before);
+        dispute(leaf);
+        before = vm.snapshotState();
         vm.startPrank(arbiter);
         slasher.overturn(leaf);
-        slasher.restore(leaf, 1);
+        rewards.restore(leaf, 1);
         vm.stopPrank();
-        vm.assertTrue(slasher.appealOf(leaf).restored);
+        vm.assertTrue(rewards.appealOf(leaf).restored);
         vm.revertToState(before);
         vm.prank(arbiter);
         slasher.confirm(leaf);
         expect(abi.encodeWithSelector(Errors.WrongState.selector, leaf, 3));
         restore(leaf, 1);
+    }
+
+    function test_Appeal_NotOfAFileThatNoOneAnswersFor_AtTheEdge() public {
+        Submission memory s = submission(1);
+        bytes32 leaf = leafOf(s);
+        vm.warp(s.validUntil + WINDOW + DISPUTE);
+        uint256 before = vm.snapshotState();
+        appeal(s, postRoot(one(leaf)));
+        vm.revertToState(before);
+        vm.warp(s.validUntil + WINDOW + DISPUTE + 1);
+        uint64 seq = postRoot(one(leaf));
+        uint256 until = s.validUntil + WINDOW + DISPUTE;
+        expect(abi.encodeWithSelector(Errors.RootedLate.selector, until + 1, until));
+        appeal(s, seq);
     }
 }

@@ -15,6 +15,7 @@ import { vm } from "./utils/Vm.sol";
 contract CourtTest is Network {
     bytes32 private constant SALT = keccak256("salt");
     uint256 private constant HALF = DISPUTE / 2;
+    uint256 private constant QUARTER = DISPUTE / 4;
     uint8 private constant CONFIRM = 1;
     uint8 private constant OVERTURN = 2;
     uint8 private constant ABSTAIN = 3;
@@ -198,7 +199,7 @@ contract CourtTest is Network {
         vm.prank(manager);
         pools.setValidator(pool, validator, false);
         openCase(submission(1));
-        vm.assertTrue(court.holds(leaf));
+        vm.assertEq(uint256(status(leaf)), uint256(Court.Status.Open));
     }
 
     function test_Open_NeedsSevenThatCount() public {
@@ -221,7 +222,7 @@ contract CourtTest is Network {
         seats[6] = 7;
         (seats[3], seats[4], seats[5]) = (4, 5, 6);
         openCase(s, o, law(), seats, 2);
-        vm.assertTrue(court.holds(leafOf(s)));
+        vm.assertEq(uint256(status(leafOf(s))), uint256(Court.Status.Open));
     }
 
     function test_Open_PartiesAndLateJurorsDoNotCount() public {
@@ -242,7 +243,7 @@ contract CourtTest is Network {
             openCase(s, o, law(), seats, 3);
         }
         openCase(s, o, law(), firstSeats(7), 3);
-        vm.assertTrue(court.holds(leafOf(s)));
+        vm.assertEq(uint256(status(leafOf(s))), uint256(Court.Status.Open));
     }
 
     function test_Open_NeedsTheNumberOfThePoolsValidators() public {
@@ -255,7 +256,7 @@ contract CourtTest is Network {
             openCase(s, o, law(), firstSeats(7), wrong[i]);
         }
         openCase(s, o, law(), firstSeats(7), 2);
-        vm.assertTrue(court.holds(leafOf(s)));
+        vm.assertEq(uint256(status(leafOf(s))), uint256(Court.Status.Open));
     }
 
     // ---------------------------------------------------------------------------------------- draw
@@ -306,26 +307,30 @@ contract CourtTest is Network {
         assertState(leaf, Slasher.State.Executed);
     }
 
-    function test_Judge_WhatIsNotDrawnInTimeIsTheArbiters() public {
+    function test_Draw_InTheFirstQuarterOfTheWindow_ThenTheArbiterJudges() public {
         bytes32 leaf = disputedCase();
         court.draw(leaf);
-        vm.warp(START + HALF - 1);
-        vm.assertTrue(court.holds(leaf));
+        vm.roll(vm.getBlockNumber() + 2);
+        vm.warp(START + QUARTER - 1);
+        vm.assertTrue(court.holds(leaf, START + DISPUTE));
         expectNotAllowed(arbiter);
         vm.prank(arbiter);
         slasher.confirm(leaf);
-        vm.warp(START + HALF);
-        vm.assertFalse(court.holds(leaf));
+        uint256 before = vm.snapshotState();
+        court.draw(leaf);
+        vm.assertEq(uint256(status(leaf)), uint256(Court.Status.Drawn));
+        vm.revertToState(before);
+        vm.warp(START + QUARTER);
+        vm.assertFalse(court.holds(leaf, START + DISPUTE));
+        before = vm.snapshotState();
+        vm.expectEmit();
+        emit Court.CaseHandedOver(leaf);
+        court.draw(leaf);
+        vm.assertEq(uint256(status(leaf)), uint256(Court.Status.HandedOver));
+        vm.revertToState(before);
         vm.prank(arbiter);
         slasher.confirm(leaf);
         assertState(leaf, Slasher.State.Executed);
-    }
-
-    function test_Draw_BeforeTheTimeToRevealOnly() public {
-        bytes32 leaf = disputedCase();
-        vm.warp(START + HALF);
-        expect(abi.encodeWithSelector(Errors.WindowClosed.selector, leaf, START + HALF));
-        court.draw(leaf);
     }
 
     /// @dev Once the hash is known, neither newcomers nor appointments change what it chooses.

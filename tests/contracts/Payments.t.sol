@@ -155,7 +155,8 @@ contract PaymentsTest is Network {
         vm.prank(arbiter);
         rewards.disable(pool, epoch);
         vm.warp(block.timestamp + DELAY);
-        vm.assertLt(block.timestamp, refundableAt, "time to post it anew");
+        vm.assertLt(block.timestamp, refundableAt, "time to post it again");
+        refundableAt = rewards.refundableAt(pool);
         expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, refundableAt));
         refund();
         post(epoch, 30, 10, 40);
@@ -166,6 +167,24 @@ contract PaymentsTest is Network {
         vm.warp(refundableAt + DELAY);
         rewards.claimMany(both(epoch, 30, 10));
         vm.assertEq(token.balanceOf(address(rewards)), 0);
+    }
+
+    /// @dev Its quiet time counts as if the root had not been posted: that alone would free the money at once.
+    function test_Refund_WaitsForATableAfterTheArbiterVoidedARoot() public {
+        vm.warp(START + 100 days);
+        vm.warp(end() - 1);
+        uint64 epoch = uint64((block.timestamp - VALIDITY) / EPOCH - 1);
+        post(epoch, 1, 0, 1);
+        vm.warp(block.timestamp + DELAY - 1);
+        vm.prank(arbiter);
+        rewards.disable(pool, epoch);
+        uint256 from = block.timestamp + EPOCH + DELAY;
+        vm.assertEq(rewards.refundableAt(pool), from);
+        vm.warp(from - 1);
+        expect(abi.encodeWithSelector(Errors.RefundNotYet.selector, pool, from));
+        refund();
+        vm.warp(from);
+        refund();
     }
 
     /// @dev Without a root for long, the last work's way alone decides.

@@ -64,9 +64,9 @@ contract WorkTest is Network {
         bytes32[] memory leaves = someLeaves(n);
         uint64 seq = postRoot(leaves);
         bytes32[] memory proof = Tree.proof(leaves, index);
-        vm.assertTrue(work.leafIn(pool, seq, leaves[index], proof));
-        vm.assertFalse(work.leafIn(pool, seq, keccak256("other"), proof));
-        vm.assertFalse(work.leafIn(pool, seq + 1, leaves[index], proof));
+        vm.assertEq(work.rootedAt(pool, seq, leaves[index], proof), START);
+        vm.assertEq(work.rootedAt(pool, seq, keccak256("other"), proof), 0);
+        vm.assertEq(work.rootedAt(pool, seq + 1, leaves[index], proof), 0);
     }
 
     // ------------------------------------------------------------------------------------ reject
@@ -186,7 +186,7 @@ contract WorkTest is Network {
         vm.warp(from + VALIDITY);
         uint64 seq = postLeaf(x);
         bytes32 leaf = x.receipt.submissionDigest;
-        vm.assertTrue(work.leafIn(pool, seq, leaf, none()));
+        vm.assertEq(work.rootedAt(pool, seq, leaf, none()), vm.getBlockTimestamp());
         expect(abi.encodeWithSelector(Errors.AlreadyPosted.selector, leaf));
         postLeaf(x);
     }

@@ -14,9 +14,10 @@ from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
 from prime_chain.event_kinds import Event
-from prime_chain.events import LeafPosted, RootPosted
+from prime_chain.events import FileRestored, LeafPosted, RootPosted
 from prime_chain.explain import ROOTED_LATE, explain
-from prime_chain.history import read_events
+from prime_chain.history import read_appeals, read_events
+from prime_chain.leaves import find_leaf
 from prime_chain.rewards import Rebuilder
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.errors import UntrustedError
@@ -25,7 +26,7 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.revisions import RunHistory
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import loops, revisions
-from prime_orchestrator.manager.indexer import derive_root, run_indexer_tick
+from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import pending_units, settle_epochs
 from prime_orchestrator.store import chain, leases, runs, schema
@@ -81,6 +82,66 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     }
     rebuilt = rebuild_root(world, second.epoch)
     assert rebuilt.match, rebuilt.problems
+
+
+def test_an_appealed_file_is_paid_by_the_next_root_and_rebuilt_so(members: World) -> None:
+    world, mgr, rewards = members, members.mgr, members.contracts.rewards
+    world.start_of_an_epoch()
+    mgr.judge(mgr.submit(HONEST))
+    void, other = mgr.submit(HONEST), mgr.submit(HONEST)
+    mgr.judge(void, Reason.MALFORMED)
+    mgr.judge(other, Reason.MALFORMED)
+    world.until_rooted()
+    found = find_leaf(
+        world.client, world.deployment, read_events(world.client, world.deployment), 1,
+        void.digest, None, Published(world).get_object,
+    )  # fmt: skip
+    world.send(OWNER, rewards.appeal(found.signed.submission, found.root.seq, found.proof))
+    world.send(ARBITER, rewards.restore(void.digest, 10**30))
+    (appeal,) = read_appeals(world.client, world.deployment)
+    assert (appeal.leaf, appeal.node, appeal.amount) == (void.digest, HONEST.address, 10**30)
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    first, earned = settled(world), 20 * TOKEN // 1000
+    assert [(one.submission_digest, one.state) for one in first.restored] == [(void.digest, "paid")]
+    assert first.amounts() == {HONEST.address: earned + RUN.most_worth}, "capped by the run"
+    assert rebuild_root(world, first.epoch).problems == ()
+
+    # the arbiter restores another file after the settlement: the next one takes it up
+    events = read_events(world.client, world.deployment)
+    granted = next(event for event in events if isinstance(event, FileRestored))
+    late = replace(granted, leaf=other.digest, amount=7, block=first.as_of_block + 1, log_index=999)
+    mgr.judge(mgr.submit(HONEST))
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    omitting = settled(world)
+    problems = _rebuilder(world, late).rebuild(omitting.epoch).problems
+    assert any(other.digest in problem for problem in problems), problems
+    late = replace(late, block=omitting.as_of_block + 1)
+    with mgr.store.begin() as connection:
+        _take(connection, [late])
+    world.forward(RUN.epoch_seconds)
+    world.ticks(4)
+    last = settled(world)
+    assert [(one.submission_digest, one.amount) for one in last.restored] == [(other.digest, "7")]
+    assert last.amounts() == {HONEST.address: 2 * earned + RUN.most_worth + 7}
+    rebuilder = _rebuilder(world, late)
+    assert rebuilder.rebuild(last.epoch).problems == ()
+    said = explain(rebuilder, HONEST.address)
+    assert said.problems == ()
+    assert [file.state for file in said.files].count("restored") == 2
+
+    early = last.model_copy(update={"as_of_block": omitting.as_of_block - 1})
+    with pytest.raises(UntrustedError, match="as of block"):
+        rebuilder._again(early, omitting, 10**9)
+
+
+def _rebuilder(world: World, *more: Event) -> Rebuilder:
+    events = [*read_events(world.client, world.deployment), *more]
+    return Rebuilder(
+        events, world.deployment, 1, RunHistory(world.mgr.context.run), Published(world)
+    )
 
 
 def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
@@ -231,7 +292,7 @@ def _an_accused_planted_file_costs_the_validator_its_fees(world: World) -> None:
         fault.model_copy(update={"opinion": rooted}),
     ):  # fmt: skip
         with pytest.raises(UntrustedError):
-            rebuilder._faults(settlement.model_copy(update={"faults": (lie,)}))
+            rebuilder._faults(settlement.model_copy(update={"faults": (lie,)}), set())
     _a_file_that_is_settled_after_it_was_charged_is_refused(world, row)
 
 

@@ -4,6 +4,7 @@ irrelevant, every leaf ends in exactly one final state."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from prime_core.settlement import (
     PAGE_FILES,
     JudgedFact,
     LeafFact,
+    RestoredFact,
     Settlement,
     SettlementPage,
     SlashFact,
@@ -55,12 +57,15 @@ def run(
     slashes: list[SlashFact] | None = None,
     previous: Settlement | None = None,
     epoch: int = 0,
+    as_of_block: int = 5,
+    restored: Sequence[RestoredFact] = (),
 ) -> Settlement:
     return settle(
         chain_id=31337,
         pool=1,
         epoch=epoch,
-        as_of_block=5,
+        as_of_block=as_of_block,
+        restored=restored,
         previous=previous,
         previous_name=previous.digest() if previous else ZERO_DIGEST,
         leaves=leaves,
@@ -367,3 +372,41 @@ def test_who_judged_a_file_in_time_is_paid_once_whatever_came_of_it() -> None:
     assert state_of(again, 3) == "paid"
     assert {one: again.amounts()[one] for one in accounts} == dict.fromkeys(accounts, 15)
     assert [file.judges for file in again.files] == [()]
+
+
+def test_a_restored_file_is_paid_once_and_as_an_accepted_one() -> None:
+    """Taken up by the first settlement that knows of it and covers its root; held while a slash
+    that concerns it is open, forfeited by an executed one; nothing for a file that earns anyway."""
+    void = JudgedFact(name(1001), name(2001), Outcome.VOID, 0, 10)
+    leaves = [leaf(1, judged=void), leaf(2)]
+
+    def fact(index: int, block: int, **changes: object) -> RestoredFact:
+        one = RestoredFact(name(index), NODES[0], block, root_epoch=0, amount=9)
+        return replace(one, **changes)  # type: ignore[arg-type]
+
+    same = run(leaves, restored=[fact(1, 5), fact(2, 5)])
+    assert [(r.submission_digest, r.state) for r in same.restored] == [(name(1), "paid")]
+    assert same.amounts() == {NODES[0]: 70 + 9}
+    assert run(leaves, restored=[fact(1, 6)]).restored == (), "the event is later than its block"
+    assert run(leaves, restored=[fact(1, 5, root_epoch=1)]).restored == (), "not settled yet"
+
+    first = run(leaves)
+    assert "restored" not in first.model_dump(mode="json"), "digests of others stay as they are"
+    later = fact(1, 6, received_at=1000, settled_as="void")
+    again = run([], previous=first, epoch=1, as_of_block=9, restored=[later])
+    assert again.amounts() == {NODES[0]: 70 + 9}
+    assert run([], previous=again, epoch=2, as_of_block=10, restored=[later]).restored == ()
+    paid = replace(later, settled_as="paid")
+    assert run([], previous=first, epoch=1, as_of_block=9, restored=[paid]).restored == ()
+
+    for bad, received_at in ((name(1), 1000), (name(9), 1000 + DAY)):
+        slash = SlashFact(bad, NODES[0], received_at, RECEIPT, "open")
+        held = run([], [slash], previous=first, epoch=1, as_of_block=9, restored=[later])
+        assert [(r.state, r.because) for r in held.restored] == [("held", bad)]
+        assert [one.submission_digest for one in held.slashes] == [bad]
+        assert held.amounts() == first.amounts()
+        for state, amount in (("cancelled", 79), ("executed", 70)):
+            end = replace(slash, state=state)  # type: ignore[arg-type]
+            ended = run([], [end], previous=held, epoch=2, as_of_block=10, restored=[later])
+            assert ended.amounts() == {NODES[0]: amount}
+            assert run([], [end], previous=ended, epoch=3, as_of_block=11).restored == ()

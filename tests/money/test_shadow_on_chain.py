@@ -42,7 +42,7 @@ def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     pool = mgr.context.pool
     world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
     seq = 1
-    assert world.contracts.work.leaf_in(pool, seq, row.digest, [])
+    assert world.contracts.work.rooted_at(pool, seq, row.digest, [])
     said = opinions_on(world.deployment, claim.submission, [VALIDATOR])
     slash = world.contracts.slasher.propose(claim.submission, claim.signature, seq, [], said)
     with pytest.raises(ChainRevertedError):

@@ -409,6 +409,7 @@ def test_receipts_are_listed_by_number_and_time(owner: Owner) -> None:
 def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again(
     owner: Owner,
 ) -> None:
+    owner.seat(NODE)
     leaf, _ = _receipted(owner)
     listed = owner("work", "list")
     assert [(one["submission_digest"], one["state"]) for one in listed] == [(leaf, "unknown")]
@@ -433,7 +434,11 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     domain = deployed.deployment.domain_of(found.signed.submission)
     assert found.signed.submission.digest(domain) == leaf == found.root.root
     assert found.signed.submission.recover(domain, found.signed.signature) == NODE.address
-    assert deployed.contracts.work.leaf_in(owner.pool, found.root.seq, leaf, found.proof)
+    assert deployed.contracts.work.rooted_at(owner.pool, found.root.seq, leaf, found.proof)
+    assert "NotAllowed" in owner.refused("appeal", leaf, wallet=OTHER)
+    owner("appeal", leaf)
+    assert "was appealed before" in owner.refused("appeal", leaf)
+    assert "no root on chain holds" in owner.refused("appeal", sha256(b"another file"))
     # and anyone with the quorum's opinions may strike it from pay by its digest
     from prime_orchestrator.cli.main import main as orchestrator
 

@@ -89,8 +89,6 @@ SLOT_SECONDS = 600
 MOST_POLICY_BYTES = 256 << 30
 """Largest policy that is fetched: a node's default."""
 SEND_SECONDS, TICK_SECONDS = 60.0, 2.0
-HASHES = 256
-"""Blocks whose hash a contract can read."""
 VOTES = {"match": Vote.CONFIRM, "mismatch": Vote.OVERTURN}
 
 
@@ -178,20 +176,19 @@ class Juror:
     def _draw(self, leaf: Digest, verification_class: Digest, case: Case, found: Proposal) -> None:
         """Fixes the seed's block, or draws. Every juror of the class may be the first to send."""
         court = self.contracts.court
-        half = self.contracts.deployment.periods.dispute_window // 2
+        window = self.contracts.deployment.periods.dispute_window
         if found.state is not ProposalState.DISPUTED:
             if found.state in (ProposalState.EXECUTED, ProposalState.CANCELLED):
                 del self._open[leaf]
             return
-        if court.window_time() >= found.deadline - half:
+        if court.window_time() >= found.deadline - (window - window // 4):
             del self._open[leaf]  # not drawn in time: the arbiter judges
             return
         if not court.juror_of(verification_class, self.account).seated:
             return
         head = self.contracts.client.block_number()
         if case.seed_block == 0 or head > case.seed_block:
-            late = case.seed_block != 0 and head > case.seed_block + HASHES
-            self._send(f"draw/{leaf}/{case.seed_block}/{late}", court.draw(leaf))
+            self._send(f"draw/{leaf}/{case.seed_block}", court.draw(leaf))
 
     def _act(self, leaf: Digest, case: Case, proposal: Proposal) -> bool:
         """Commits, reveals or settles; returns whether a replay is due."""

@@ -2,6 +2,7 @@
 
 proposed ──window──▶ execute (anyone)      disputed ──not judged in time──▶ lapse (anyone)
 cancel (arbiter, before execution)         disputed ──▶ confirm or overturn (arbiter)
+appealed (an unpaid file) ──▶ restore (arbiter)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from prime_chain import history
-from prime_chain.amounts import prime
+from prime_chain.amounts import parse_amount, prime
 from prime_chain.chain_session import (
     ChainSession,
     Done,
@@ -26,7 +27,9 @@ from prime_core import ids
 from prime_core.command_line import Json, Quorum, group
 from prime_core.times import utc
 
-app = group("Slash proposals: list, carry out, judge, cancel; void reward roots.")
+app = group(
+    "Slash proposals: list, carry out, judge, cancel; appeals for unpaid files; void reward roots."
+)
 Proposal = Annotated[str, typer.Argument(help="Digest of the submission that it is about.")]
 
 
@@ -122,6 +125,49 @@ def overturn(session: ChainSession, proposal: Proposal) -> Done:
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.overturn(leaf)])
     return Done({"proposal": leaf, "judged": "overturned"}, f"the slash for {leaf} is overturned")
+
+
+@app.command()
+def appeals(
+    rpc: Rpc,
+    deployment: File,
+    pool: Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)] = None,
+    json_output: Json = False,
+    rpc_quorum: Quorum = None,
+) -> None:
+    """Every appeal for an unpaid file, oldest first."""
+    with open_contracts(rpc, deployment, rpc_quorum) as contracts:
+        found = [
+            one
+            for one in history.read_appeals(contracts.client, contracts.deployment)
+            if pool in (None, one.pool)
+        ]
+    if json_output:
+        typer.echo(json.dumps([one.as_json() for one in found]))
+        return
+    for one in found:
+        said = f"restored with {prime(one.amount)}" if one.amount else utc(one.judge_by)
+        typer.echo(f"{one.leaf}  pool {one.pool}  {one.node}  {said}")
+    if not found:
+        typer.echo("no file was ever appealed")
+
+
+@app.command()
+@sends_transactions
+def restore(
+    session: ChainSession,
+    submission: Annotated[str, typer.Argument(help="Digest of the appealed submission.")],
+    amount: Annotated[str, typer.Option(help="What the file earns, in PRIME, for example 0.25.")],
+) -> Done:
+    """Have an appealed file paid: the next reward root adds the amount, at most what the run pays
+    for the largest file. By the arbiter.
+
+    Judge first: prime-node audit replay SUBMISSION.
+    """
+    leaf, wei = ids.digest(submission), parse_amount(amount)
+    session.perform([session.contracts.rewards.restore(leaf, wei)])
+    text = f"the file {leaf} is to be paid with {prime(wei)}"
+    return Done({"submission": leaf, "amount": str(wei), "restored": True}, text)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.settlement import (
     LeafFact,
+    RestoredFact,
     SettledFile,
     Settlement,
     SlashFact,
@@ -40,8 +41,8 @@ from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.voids import void
+from prime_orchestrator.store import chain, opinions
 from prime_orchestrator.store import meta as store_meta
-from prime_orchestrator.store import opinions
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent, requeue_failed
 from prime_orchestrator.store.schema import (
@@ -137,7 +138,7 @@ def settle_epochs(
         previous = load_settlement(turn.previous, partial(read_object, objects))
     held = [f for f in previous.files if f.state == "held"] if previous else []
     settlement = None
-    if turn.new_leaves or held:
+    if turn.new_leaves or held or _was_restored(store, previous):
         settlement = _settle(store, objects, context, turn, previous, held)
     if settlement is None or not settlement.entries:
         # Nothing is owed or nothing was decided; a later epoch takes these leaves up.
@@ -206,8 +207,8 @@ def _settle(
     previous: Settlement | None,
     held: Sequence[SettledFile],
 ) -> Settlement | None:
-    """Returns the settlement of a turn, or None if there is no new leaf and no held file was
-    decided."""
+    """Returns the settlement of a turn, or None if there is no new leaf, no held file was decided
+    and no file was restored."""
     names = [file.submission_digest for file in held]
     condition = or_(
         roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
@@ -219,7 +220,9 @@ def _settle(
         rooted = _leaves(connection, condition, context)
         slash_facts = _slash_facts(connection)
         lies, faults = _planted(connection, context, turn)
+        granted = _restored(connection, context)
     leaves = _judged(objects, rooted)
+    due = [fact for fact in granted if fact.is_due(turn.epoch, clock.block, previous)]
     settlement = settle(
         chain_id=context.deployment.chain_id,
         pool=context.pool,
@@ -231,9 +234,15 @@ def _settle(
         slashes=slash_facts,
         lies=lies,
         faults=faults,
+        restored=_as_settled(objects, turn.previous, due),
     )
     still = [file.submission_digest for file in settlement.files if file.state == "held"]
-    return settlement if len(leaves) > len(names) or set(still) != set(names) else None
+    was_held = {one.submission_digest for one in previous.restored} if previous else set()
+    decided = len(leaves) > len(names) or set(still) != set(names)
+    decided |= any(
+        one.state != "held" or one.submission_digest not in was_held for one in settlement.restored
+    )
+    return settlement if decided else None
 
 
 def _planted(
@@ -253,6 +262,58 @@ def _planted(
             fee = str(history.at(one.step).price_per_judged_file)
             faults.append(Fault(opinion=said.signed(), fee=fee))
     return lies, faults[:MAX_FAULTS]
+
+
+def _was_restored(store: Store, previous: Settlement | None) -> bool:
+    """Whether the arbiter restored a file that `previous` held or cannot know of."""
+    if previous is not None and any(one.state == "held" for one in previous.restored):
+        return True
+    with store.read() as connection:
+        granted = chain.events(connection, "FileRestored")
+    return bool(granted) and (previous is None or granted[-1].block > previous.as_of_block)
+
+
+def _restored(connection: Connection, context: PoolContext) -> list[RestoredFact]:
+    """Returns all files that the arbiter had paid and that are in a root."""
+    found, history = [], revisions.history(connection, context)
+    for event in chain.events(connection, "FileRestored"):
+        args = event.arguments()
+        rooted = connection.execute(
+            select(roots.c.epoch)
+            .join(submissions, submissions.c.root_id == roots.c.id)
+            .where(submissions.c.digest == args["leaf"], roots.c.chain_seq.is_not(None))
+        ).scalar()
+        if rooted is not None:
+            most = history.at(int(args["step"])).most_worth
+            found.append(
+                RestoredFact(
+                    Digest(args["leaf"]),
+                    Address(args["node"]),
+                    event.block,
+                    int(rooted),
+                    min(int(args["amount"]), most),
+                )
+            )
+    return found
+
+
+def _as_settled(
+    objects: ObjectStore, newest: Digest | None, facts: Sequence[RestoredFact]
+) -> list[RestoredFact]:
+    """Returns the facts with how the files stand in the settlement `newest` and those before it."""
+    names, found = {fact.leaf for fact in facts}, dict[Digest, SettledFile]()
+    while newest is not None and newest != ZERO_DIGEST and names > found.keys():
+        settlement = load_settlement(newest, partial(read_object, objects))
+        for settled in settlement.files:
+            if settled.submission_digest in names:
+                found.setdefault(Digest(settled.submission_digest), settled)
+        newest = Digest(settlement.previous)
+    return [
+        replace(fact, settled_as=file.state, received_at=file.received_at)
+        if (file := found.get(fact.leaf))
+        else fact
+        for fact in facts
+    ]
 
 
 def _queue(

@@ -46,6 +46,7 @@ _SUBJECTS: dict[str, tuple[str, ...]] = {
     "SlashObjected": ("leaf",),
     "SlashExecuted": ("leaf",),
     "SlashCancelled": ("leaf",),
+    "FileRestored": ("leaf",),
 }
 """The one or two arguments that identify an event's subject, by which it is looked up."""
 

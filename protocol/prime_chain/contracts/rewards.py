@@ -10,6 +10,7 @@ from prime_chain.amounts import prime
 from prime_chain.client import BlockId, Call
 from prime_chain.contracts.base import Contract
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
+from prime_core.rollout import Submission
 from prime_core.settlement import RewardTable
 
 
@@ -39,6 +40,18 @@ class Claim:
     node: Address
     cumulative: int
     proof: tuple[Digest, ...]
+
+
+@dataclass(frozen=True)
+class Appeal:
+    """A provider's request to have a file paid; the arbiter can grant it before `judge_by` (Unix
+    seconds)."""
+
+    pool: int
+    judge_by: int
+    restored: bool
+    node: Address
+    step: int
 
 
 class Rewards(Contract):
@@ -114,3 +127,18 @@ class Rewards(Contract):
         """Several claims at once; what is paid already is passed over."""
         rows = [(c.pool, c.epoch, c.node, c.cumulative, c.proof) for c in claims]
         return self.write("claimMany", rows, what=f"claim the rewards of {len(claims)} nodes")
+
+    def appeal(self, submission: Submission, root_seq: int, proof: Sequence[Digest]) -> Call:
+        """By the provider: asks the arbiter to have a rooted file paid. Costs no deposit."""
+        what = f"appeal to the arbiter for a file of node {submission.node}"
+        return self.write("appeal", submission, root_seq, tuple(proof), what=what)
+
+    def restore(self, leaf: Digest, amount: int) -> Call:
+        """By the arbiter: has an appealed file paid; `amount` in wei."""
+        what = f"have the appealed file {leaf} paid with {prime(amount)}"
+        return self.write("restore", leaf, amount, what=what)
+
+    def appeal_of(self, leaf: Digest, block: BlockId = "latest") -> Appeal | None:
+        """The appeal about a file; None if there is none."""
+        found = Appeal(*self._one("appealOf", leaf, block=block))
+        return found if found.judge_by else None

@@ -50,10 +50,11 @@ class Work(Contract):
     def is_rejected(self, pool: int, leaf: Digest, block: BlockId = "latest") -> bool:
         return bool(self._one("isRejected", pool, leaf, block=block))
 
-    def leaf_in(
+    def rooted_at(
         self, pool: int, seq: int, leaf: Digest, proof: Sequence[Digest], block: BlockId = "latest"
-    ) -> bool:
-        return bool(self._one("leafIn", pool, seq, leaf, tuple(proof), block=block))
+    ) -> int | None:
+        """When the root was posted that holds the leaf (Unix seconds); None: it does not."""
+        return self._one("rootedAt", pool, seq, leaf, tuple(proof), block=block) or None
 
     def epoch_at(self, time: int, block: BlockId = "latest") -> int:
         return cast(int, self._one("epochAt", time, block=block))
