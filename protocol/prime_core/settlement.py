@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UserError
@@ -179,9 +179,6 @@ class Settlement(Strict):
     """Wrong opinions on planted files since the previous settlement, by submission and author."""
     fee_records: tuple[FeeRecord, ...] = Field(default=(), exclude_if=lambda records: not records)
     """Validators that judged planted files, by address."""
-    restored: tuple[Restored, ...] = Field(default=(), exclude_if=lambda files: not files)
-    """Files that the arbiter restored since the previous settlement, and those that it held, by
-    submission. Older programs cannot read it."""
 
     @model_validator(mode="after")
     def _whole_or_head(self) -> Settlement:
@@ -192,6 +189,12 @@ class Settlement(Strict):
         if len(set(self.pages)) != len(self.pages):
             raise ValueError("a page is named twice")
         return self
+
+    @property
+    def restored(self) -> tuple[Restored, ...]:
+        """Files that the arbiter restored since the previous settlement, and those that this one
+        held, by submission."""
+        return ()
 
     def published(self) -> tuple[bytes, list[bytes]]:
         """The object that a reward root names, and its pages (none for a short settlement). Raises
@@ -260,6 +263,26 @@ class Settlement(Strict):
         raise MalformedError(f"{node} has no entry in the settlement of epoch {self.epoch}")
 
 
+class SettlementAfterAppeals(Settlement):
+    """A settlement with restored files. It has a field more than protocol 1 knows, so programs of
+    before appeals refuse to read it."""
+
+    restored_files: tuple[Restored, ...] = Field(min_length=1)
+
+    @property
+    def restored(self) -> tuple[Restored, ...]:
+        return self.restored_files
+
+
+_SETTLEMENT: TypeAdapter[Settlement] = TypeAdapter(SettlementAfterAppeals | Settlement)
+
+
+def parse_settlement(raw: bytes) -> Settlement:
+    """Parses a settlement's object; a head with pages has no files. Raises ValueError if it is
+    none."""
+    return _SETTLEMENT.validate_json(raw)
+
+
 def load_settlement(
     name: Digest,
     get: Callable[[Digest], bytes],
@@ -271,7 +294,7 @@ def load_settlement(
     MalformedError if an object is not what it should be."""
     files: list[SettledFile] = []
     try:
-        head = Settlement.model_validate_json(get(name))
+        head = parse_settlement(get(name))
         if len(head.pages) > -(-most_files // PAGE_FILES):
             raise MalformedError(f"settlement {name} has pages for more than {most_files} files")
         for page in head.pages:
@@ -297,7 +320,7 @@ def read_settlement(path: Path) -> Settlement:
     hint = "make it with: orchestrator rewards settle, or fetch a copy of the posted object"
     raw = read_given(path, "settlement", hint)
     try:
-        return Settlement.model_validate_json(raw)
+        return parse_settlement(raw)
     except ValueError as error:
         raise UserError(f"{path} holds no settlement", hint=hint) from error
 
@@ -525,7 +548,7 @@ def settle(
         if one.state == "paid":
             amounts[Address(one.node)] = amounts.get(Address(one.node), 0) + int(one.amount)
     nodes = {Address(file.node) for file in files.values()} | {Address(one.node) for one in decided}
-    return Settlement(
+    settlement = Settlement(
         chain_id=chain_id,
         pool=pool,
         epoch=epoch,
@@ -539,8 +562,10 @@ def settle(
             sorted(faults, key=lambda one: (one.opinion.opinion.submission, one.validator))
         ),
         fee_records=records,
-        restored=decided,
     )
+    if not decided:
+        return settlement
+    return SettlementAfterAppeals(**dict(settlement), restored_files=decided)
 
 
 def _decide_restored(

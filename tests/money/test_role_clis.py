@@ -120,22 +120,29 @@ class Office:
         assert found is not None
         return found.state
 
-    def propose(self, index: int = 0) -> Digest:
-        """A slash proposal by both validators about NODE; its submission."""
-        deployed, c = self.deployed, self.deployed.contracts
+    def root(self, index: int = 0) -> Submission:
+        """A file of NODE, the only leaf of its root."""
+        deployed = self.deployed
         submission = Submission(
             pool=self.pool, lease_digest=sha256(b"lease%d" % index), node=NODE.address, step=1,
             policy_digest=sha256(b"p"), sha256=sha256(b"file%d" % index), size=1, rows=1,
             valid_until=deployed.now() + 1000,
         )  # fmt: skip
-        domain = deployed.deployment.domain_of(submission)
-        leaf = submission.digest(domain)
-        post = c.work.post_root(self.pool, merkle_root([leaf]), 1, sha256(b"object"))
+        leaf = submission.digest(deployed.deployment.domain_of(submission))
+        work = deployed.contracts.work
+        post = work.post_root(self.pool, merkle_root([leaf]), 1, sha256(b"object"))
         deployed.send(MANAGER, post)
+        return submission
+
+    def propose(self, index: int = 0) -> Digest:
+        """A slash proposal by both validators about NODE; its submission."""
+        deployed, c = self.deployed, self.deployed.contracts
+        submission = self.root(index)
+        domain = deployed.deployment.domain_of(submission)
         said = opinions_on(deployed.deployment, submission, [VALIDATOR, SECOND])
         call = c.slasher.propose(submission, NODE.sign(submission, domain), index + 1, [], said)
         deployed.send(STRANGER, call)
-        return leaf
+        return submission.digest(domain)
 
 
 @pytest.fixture(scope="module")
@@ -405,6 +412,23 @@ def test_an_undisputed_slash_is_executed_by_anyone_and_another_cancelled_by_the_
     office.deployed.anvil.forward(office.deployed.deployment.periods.slash_window + 1)
     office("slash", "execute", third, who=STRANGER)
     assert office.proposal(third) is ProposalState.EXECUTED
+
+
+def test_the_arbiter_has_an_appealed_file_paid(office: Office) -> None:
+    office.seat()
+    deployed, rewards = office.deployed, office.deployed.contracts.rewards
+    submission = office.root()
+    leaf = submission.digest(deployed.deployment.domain_of(submission))
+    assert "NoOpenAppeal" in office.refused("slash", "restore", leaf, "--amount", "1", who=ADMIN)
+    deployed.send(OWNER, rewards.appeal(submission, 1, []))
+    (listed,) = office("slash", "appeals", *office.number, who=None)
+    assert (listed["leaf"], listed["restored"]) == (leaf, False)
+    assert "NotAllowed" in office.refused("slash", "restore", leaf, "--amount", "1", who=MANAGER)
+    assert "no amount" in office.refused("slash", "restore", leaf, "--amount", "0", who=ADMIN)
+    office("slash", "restore", leaf, "--amount", "0.25", who=ADMIN)
+    (listed,) = office("slash", "appeals", who=None)
+    assert (listed["amount"], listed["restored"]) == (str(ETHER // 4), True)
+    assert leaf in office.run("slash", "appeals", who=None)[1]
 
 
 def test_the_arbiter_announces_its_successor(office: Office) -> None:

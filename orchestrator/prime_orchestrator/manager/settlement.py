@@ -33,6 +33,7 @@ from prime_core.settlement import (
     answered_for,
     judged_fact,
     load_settlement,
+    parse_settlement,
     settle,
     standing,
 )
@@ -365,7 +366,7 @@ def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlemen
     ).scalar()
     if found is None:
         return None
-    return Settlement.model_validate_json(read_object(objects, Digest(found)))
+    return parse_settlement(read_object(objects, Digest(found)))
 
 
 @dataclass(frozen=True)
