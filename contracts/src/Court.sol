@@ -297,6 +297,7 @@ contract Court is WindowTime, ReentrancyGuardTransient {
         Case storage c = _in(leaf, Status.Open);
         Slasher.Proposal memory p = _proposal(leaf);
         if (p.state != Slasher.State.Disputed) revert Errors.WrongState(leaf, uint8(p.state));
+        // slither-disable-next-line uninitialized-local
         address[] memory jurors;
         if (_canDraw(p.deadline)) {
             uint256 at = c.seedBlock;
