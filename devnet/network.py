@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devnet.chain import Anvil, free_port
+from devnet.foreign import ForeignEvents
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
 from devnet.processes import Child, Supervisor
 from prime_broadcast.manifest import build_manifest
@@ -159,7 +160,9 @@ class Network:
         self.supervisor = Supervisor(
             self.root / "logs", self.root / "pids.json", _environment(self.root)
         )
-        self.anvil = Anvil(log=self.root / "logs" / "anvil.log", state=self.root / "chain.json")
+        # strangers' events would make the file of the chain's state as large as themselves
+        state = None if plan.foreign_events else self.root / "chain.json"
+        self.anvil = Anvil(log=self.root / "logs" / "anvil.log", state=state)
         self.accounts: dict[str, Account] = {}
         self.run_file = self.root / "run.json"
         self.deployment_file = self.root / "deployment.json"
@@ -167,6 +170,7 @@ class Network:
         self.relay_port = free_port()
         self._contracts: Contracts | None = None
         self.endpoints: FaultyEndpoints | None = None
+        self.foreign: ForeignEvents | None = None
 
     @classmethod
     def recorded(cls, root: Path) -> Network:
@@ -225,17 +229,14 @@ class Network:
         self.run_file.write_bytes(run.raw())
         manager = self.accounts["manager"].flags()
         chain = ("--rpc", self.anvil.url, "--deployment", str(self.deployment_file))
-        created = self.supervisor.run(
-            "pool",
-            [
-                *self.command("pool", "create", *chain, *manager, "--json"),
-                *("--run", str(self.run_file)),
-                *("--trainer", self.accounts["trainer"].address),
-                *self._named("--validator", self.plan.judges),
-                *("--capacity", "1000", "--faucet"),
-            ],
-        )
-        self.pool = int(json.loads(created)["pool"])
+        create = [
+            *self.command("pool", "create", *chain, *manager, "--json"),
+            *("--run", str(self.run_file)),
+            *("--trainer", self.accounts["trainer"].address),
+            *self._named("--validator", self.plan.judges),
+            *("--capacity", "1000", "--faucet"),
+        ]
+        self.pool = int(json.loads(self.supervisor.run("pool", create))["pool"])
         record = {"plan": self.plan.to_json(), "pool": self.pool}
         (self.root / RECORD).write_text(json.dumps(record))
         self.supervisor.run(
@@ -245,6 +246,9 @@ class Network:
                 *("--pool", str(self.pool), "--amount", str(POOL_FUNDS // TOKEN)),
             ],
         )
+        if self.plan.foreign_events:
+            other = int(json.loads(self.supervisor.run("pool", create))["pool"])
+            self.foreign = ForeignEvents(self.anvil, self.contracts(), self.pool, other)
         self.anvil.mine_every(BLOCK_SECONDS)
         if self.plan.rpc_faults:
             self.endpoints = FaultyEndpoints(self.anvil.url, self.plan.rpc_faults)
@@ -342,6 +346,8 @@ class Network:
     def stop(self) -> None:
         """Ends everything; harmless when called twice."""
         self.supervisor.stop_all()
+        if self.foreign is not None:
+            self.foreign.close()
         if self.endpoints is not None:
             self.endpoints.close()
         self.anvil.stop()

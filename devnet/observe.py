@@ -44,13 +44,22 @@ from prime_core.transport.client import OrchestratorClient
 from prime_core.transport.problems import NotFoundError
 
 T = TypeVar("T", bound=Event)
+STAKES = ("Deposited", "UnbondStarted", "Rebonded", "SlashHeld", "SlashReleased", "Slashed")
 
 
 @dataclass(frozen=True)
 class ChainFacts:
-    """Every event of the deployment, in order."""
+    """The pool's events, and those of all accounts' stakes, in order."""
 
     events: tuple[Event, ...]
+
+    @classmethod
+    def read(cls, network: Network) -> ChainFacts:
+        """From the network's chain. Raises UnavailableError if it does not answer."""
+        work = network.contracts().work
+        return cls(
+            tuple(read_events(work.client, work.deployment, pool=network.pool, names=STAKES))
+        )
 
     def of(self, kind: type[T]) -> list[T]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -75,9 +84,7 @@ class Observation:
 def observe(network: Network) -> Observation:
     """Asks everyone. Takes about a minute, most of it in evaluations and replays."""
     contracts = network.contracts()
-    seen = Observation(
-        ChainFacts(tuple(read_events(contracts.work.client, contracts.work.deployment)))
-    )
+    seen = Observation(ChainFacts.read(network))
     seen.published = sorted(
         e.version for e in seen.chain.of(events.PolicyPublished) if e.pool == network.pool
     )

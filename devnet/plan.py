@@ -70,6 +70,8 @@ class Plan:
     evaluate_every: int = 6
     rpc_faults: float = 0.0
     """Seconds for which RPC endpoints fail, one of three at a time; 0: one endpoint, no faults."""
+    foreign_events: int = 0
+    """Events of a stranger's that the contracts emit while endpoints fail."""
 
     @property
     def judges(self) -> tuple[str, ...]:

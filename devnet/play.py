@@ -20,7 +20,6 @@ from devnet.observe import ChainFacts, audit, node_facts, published_leaves
 from devnet.origin import ROOT, commit, machine
 from devnet.plan import Plan, node_plans
 from devnet.walk import Walk
-from prime_chain.history import read_events
 from prime_core.deployment import Periods
 from prime_core.errors import PrimeError, UnavailableError
 from prime_core.ids import Address
@@ -141,7 +140,7 @@ def _until_shown(walk: Walk) -> None:
 def _looked_at(network: Network) -> Record:
     """Liars and honest nodes, from the chain, what is published, and audits."""
     contracts, nodes = network.contracts(), network.plan.nodes
-    chain = ChainFacts(tuple(read_events(contracts.work.client, contracts.work.deployment)))
+    chain = ChainFacts.read(network)
     with network.client() as client:
         facts = {
             node.name: node_facts(network, contracts, client, chain, node.name) for node in nodes

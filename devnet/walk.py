@@ -32,12 +32,19 @@ from prime_core import ids
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import FatalError, PrimeError, UnavailableError
 from prime_core.messages import Status
+from prime_node.state import DataFolder
 
 START_SECONDS = 600.0
 STEP_SECONDS = 90.0
 EVALUATION_SEED = 7
 LEASES_SEEN = 4
 """Leases for each target length, after which the run's premises are looked at."""
+TURNS = 8
+"""Of foreign events, so that other load of the machine falls on both sides of the comparison."""
+QUIET_SECONDS, FOREIGN_SECONDS, LATE_SECONDS = 14.0, 22.0, 3.0
+"""Of one turn: without foreign events, with them, and untimed until they are read."""
+HEARTBEAT_RATIO = 1.5
+"""Bar of the 95th percentile of heartbeats with foreign events, as a multiple of that without."""
 Note = Callable[[str], None]
 
 
@@ -49,6 +56,8 @@ class Walk:
         self.note = note
         self.tick = tick
         self.evaluations: list[tuple[int, float]] = []
+        self.heartbeats_ok = True
+        """Whether HEARTBEAT_RATIO was kept; also if no foreign events were asked for."""
 
     def start(self) -> None:
         """Everything up, the premises looked at, policy 0 evaluated, the first batch sealed."""
@@ -134,6 +143,43 @@ class Walk:
         limit = self.network.plan.rpc_faults + 60
         self.until("the end of the faults", lambda _: endpoints.over(), limit)
         self.note(f"faults: {dict(sorted(endpoints.injected().items()))}")
+
+    def bear_foreign_events(self) -> None:
+        """Times the honest nodes' heartbeats, by turns without and with events of a stranger."""
+        foreign, count = self.network.foreign, self.network.plan.foreign_events
+        if foreign is None:
+            return
+        self.note(f"{count} foreign events in {TURNS} turns; heartbeats between them and meanwhile")
+        quiet: list[int] = []
+        loud: list[int] = []
+        for _ in range(TURNS):
+            quiet += self._heartbeats("a quiet turn", _passed(QUIET_SECONDS))
+            foreign.begin(-(-count // TURNS), FOREIGN_SECONDS)
+            loud += self._heartbeats("a turn of foreign events", foreign.over)
+            time.sleep(LATE_SECONDS)
+        before, during = (sorted(took)[len(took) * 95 // 100] for took in (quiet, loud))
+        ratio = during / max(1, before)
+        self.heartbeats_ok = ratio <= HEARTBEAT_RATIO
+        self.note(
+            f"heartbeats, 95th percentile: {before} ms of {len(quiet)}; {during} ms of {len(loud)} "
+            f"during {foreign.emitted()} foreign events: {ratio:.2f} times (bar {HEARTBEAT_RATIO})"
+        )
+
+    def _heartbeats(self, what: str, over: Callable[[], bool]) -> list[int]:
+        """Milliseconds of each heartbeat of the honest nodes until `over`."""
+        root = self.network.root / "nodes"
+        folders = [DataFolder(root / node.name) for node in self.network.plan.nodes if node.paid]
+        began = time.time()
+        seen: dict[tuple[str, int], int] = {}
+
+        def look() -> bool:
+            for status in filter(None, (folder.read_status() for folder in folders)):
+                if status.heard_at > began:
+                    seen.setdefault((status.node, status.heard_at), status.heartbeat_ms)
+            return over()
+
+        self.network.supervisor.wait_for(what, look, 300, interval=0.2)
+        return list(seen.values())
 
     def wait_for_slashes(self) -> None:
         """Until every liar that should be is ejected by its slash (validity bounds how long that
@@ -222,7 +268,10 @@ class Walk:
 
     def _roots(self) -> list[RootPosted]:
         contracts = self.network.contracts()
-        found = read_events(contracts.work.client, contracts.work.deployment, contracts=("work",))
+        found = read_events(
+            contracts.work.client, contracts.work.deployment, contracts=("work",),
+            pool=self.network.pool,
+        )  # fmt: skip
         return [event for event in found if isinstance(event, RootPosted)]
 
     def _last_epoch_with_work(self) -> int:
@@ -238,6 +287,11 @@ class Walk:
                 return False
 
         self.network.supervisor.wait_for(what, poll, timeout, interval=0.5)
+
+
+def _passed(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
 
 
 def _published(version: int) -> Callable[[Status], bool]:

@@ -246,11 +246,9 @@ def _setting(
         trust,
         book=SourceBook(passes=passes, public_only=not api.client.allows_private),
     )
-    events = history.read_events(link.client, link.deployment, contracts=("pools",))
+    events = history.read_events(link.client, link.deployment, contracts=("pools",), pool=link.pool)
     validators = frozenset(
-        event.validator
-        for event in events
-        if isinstance(event, ValidatorSet) and event.pool == link.pool and event.on
+        event.validator for event in events if isinstance(event, ValidatorSet) and event.on
     )
     runs = history_of(events, link.pool, partial(run_bytes, api.client))
     return Setting(

@@ -88,6 +88,7 @@ class HeartbeatLoop:
         self._directive = ""
         self._silent_since: float | None = None
         self._heard_at = 0
+        self._heartbeat_ms = 0
         self._next_beat = 0.0
         self._join_pause = 1.0
         self._next_tend = 0.0
@@ -137,7 +138,9 @@ class HeartbeatLoop:
         self._next_beat = time.monotonic() + self._run.heartbeat_seconds
         try:
             body = self._body()
+            asked_at = time.monotonic()
             answer = self._adapted(self._api.heartbeat(body))
+            self._heartbeat_ms = round(1000 * (time.monotonic() - asked_at))
         except FINAL_ERRORS:
             raise
         except PrimeError as error:
@@ -253,6 +256,7 @@ class HeartbeatLoop:
                 pid=os.getpid(),
                 started_at=self._started_at,
                 heard_at=int(self._now()),
+                heartbeat_ms=self._heartbeat_ms,
                 directive=answer.directive,
                 reason=answer.reason or self._broker.trouble or why_idle,
                 node_status=answer.status,

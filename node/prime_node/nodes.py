@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from prime_chain.client import Call
-from prime_chain.events import NodeAdded, NodeJoined, NodeMoved, NodeRemoved
+from prime_chain.events import NodeAdded, NodeJoined, NodeRemoved
 from prime_chain.history import read_events
 from prime_core.errors import UserError
 from prime_core.given import read_given
@@ -64,7 +64,7 @@ def check_owner(signed: SignedConsent, account: Address) -> None:
 
 def pools_of(link: Link, node: Address) -> list[int]:
     """Returns the pools in which the node has a seat, from the chain's events and state."""
-    events = read_events(link.client, link.deployment, contracts=("pools",))
+    events = read_events(link.client, link.deployment, names=("NodeJoined",))
     joined = {
         event.pool for event in events if isinstance(event, NodeJoined) and event.node == node
     }
@@ -74,14 +74,13 @@ def pools_of(link: Link, node: Address) -> list[int]:
 def nodes_of(link: Link, provider: Address) -> list[Address]:
     """Returns the provider's nodes, in order of addition."""
     found: dict[Address, None] = {}
-    for event in read_events(link.client, link.deployment, contracts=("registry",)):
+    # a move also emits NodeRemoved and NodeAdded
+    for event in read_events(link.client, link.deployment, names=("NodeAdded", "NodeRemoved")):
         match event:
             case NodeAdded(provider=owner, node=node) if owner == provider:
                 found[node] = None
             case NodeRemoved(provider=owner, node=node) if owner == provider:
                 found.pop(node, None)
-            case NodeMoved():
-                pass  # the chain also emits NodeRemoved and NodeAdded
     return list(found)
 
 

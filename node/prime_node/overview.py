@@ -14,7 +14,9 @@ from prime_node.config import Settings
 from prime_node.state import DataFolder
 from prime_node.wallet import wallet_address
 
-_ONLY_WHILE_IT_RUNS = {"pid", "directive", "reason", "node_status", "tokens_per_second", "task"}
+_ONLY_WHILE_IT_RUNS = {
+    *("pid", "heartbeat_ms", "directive", "reason", "node_status", "tokens_per_second", "task")
+}
 """Fields of the last heartbeat that mean nothing once the agent has ended."""
 
 

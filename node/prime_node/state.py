@@ -39,6 +39,8 @@ class AgentStatus(Strict):
     pid: int
     started_at: int
     heard_at: int
+    heartbeat_ms: int = 0
+    """From the last heartbeat's request to its answer."""
     directive: str
     reason: str
     node_status: str

@@ -6,6 +6,7 @@ Field names are the Solidity names in snake_case (`from`, a Python keyword, is `
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar
 
 from prime_core.ids import Address, Digest
@@ -29,6 +30,7 @@ class Event:
         return type(self).__name__
 
     @classmethod
+    @cache
     def own_fields(cls) -> tuple[str, ...]:
         """Names of the event's own fields, in Solidity's order."""
         return tuple(item.name for item in fields(cls) if item.name not in _BASE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from prime_chain import codec
@@ -24,6 +25,7 @@ EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subcla
 _RENAMED = {"from": "origin", "class": "verification_class"}  # Python keywords
 
 
+@cache
 def snake(name: str) -> str:
     """A Solidity parameter name as our field name."""
     plain = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name.strip("_")).lower()

@@ -7,7 +7,7 @@ One reading from a deployment's first block; who follows the chain uses the watc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from prime_chain.events import (
     decode,
     of_receipt,
 )
-from prime_chain.watcher import Query, next_span, pool_queries
+from prime_chain.watcher import Query, named_queries, next_span, pool_queries
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Address, Digest
@@ -96,16 +96,22 @@ def read_events(
     last: int | None = None,
     span: int = 5000,
     pool: int | None = None,
+    names: Collection[str] = (),
 ) -> list[Event]:  # fmt: skip
     """Events of `contracts` in blocks first … last (deployment … newest by default), in order.
 
-    With `pool`, only events that have this pool indexed are asked for. `span` blocks are asked for
+    With `pool`, only events that have this pool indexed are asked for. With `names`, those events
+    of every pool and account are, next to `pool`'s or alone. `span` blocks are asked for
     at a time, fewer where the endpoint refuses. Raises UnavailableError if no endpoint answers.
     """
     number = deployment.block if first is None else first
     end = client.block_number() if last is None else last
     addresses = [deployment.address(name) for name in contracts]
-    queries = [Query(addresses)] if pool is None else pool_queries(deployment, pool, contracts)
+    queries = named_queries(deployment, names)
+    if pool is not None:
+        queries += pool_queries(deployment, pool, contracts)
+    elif not names:
+        queries = [Query(addresses)]
     largest, times = span, dict[int, int]()
     found: list[Event] = []
     while number <= end:
@@ -257,8 +263,8 @@ def why_nothing(slash: Slash, every: Iterable[Slash], cap: int, periods: Periods
 def validators(client: ChainClient, deployment: Deployment, pool: int) -> list[Address]:
     """Accounts whose verdicts count in the pool now, in the order of their appointment."""
     found: dict[Address, bool] = {}
-    for event in read_events(client, deployment, contracts=("pools",)):
-        if isinstance(event, ValidatorSet) and event.pool == pool:
+    for event in read_events(client, deployment, contracts=("pools",), pool=pool):
+        if isinstance(event, ValidatorSet):
             found[event.validator] = event.on
     return [account for account, on in found.items() if on]
 

@@ -52,6 +52,8 @@ class Retracted:
 Step = Confirmed | Retracted
 MAX_STEPS = 64
 """Most steps of one poll."""
+FREE_FOR_ALL = frozenset({"SeatsAllowed", "Funded", "BondAdded"})
+"""Events that any account can make a pool emit for next to nothing. No program needs them."""
 
 
 def next_span(size: int, worked: bool, largest: int) -> int:
@@ -261,14 +263,16 @@ class Query:
 def pool_queries(
     deployment: Deployment, pool: int, contracts: Collection[ContractName] = ()
 ) -> list[Query]:
-    """What asks for all events of `contracts` (all by default) that have `pool` indexed: one query
-    for each place it has."""
+    """What asks for all events of `contracts` (all by default) that have `pool` indexed, but for
+    FREE_FOR_ALL: one query for each place it has."""
     number = pool.to_bytes(32, "big")
     places: dict[int, tuple[set[Address], list[bytes]]] = {}
     for kind in EVENTS.values():
         item = _item(kind)
         indexed = [str(entry["name"]) for entry in item.inputs if entry.get("indexed")]
-        if "pool" in indexed and (not contracts or kind.CONTRACT in contracts):
+        if kind.__name__ in FREE_FOR_ALL or (contracts and kind.CONTRACT not in contracts):
+            continue
+        if "pool" in indexed:
             addresses, selectors = places.setdefault(indexed.index("pool"), (set(), []))
             addresses.add(deployment.address(kind.CONTRACT))
             selectors.append(item.selector)

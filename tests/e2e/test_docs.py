@@ -8,6 +8,7 @@ port numbers are replaced by free ones.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from devnet.chain import free_port
+from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("docs", "devnet", "node_modules", "contracts", "scripts")
@@ -33,6 +35,7 @@ RUNBOOKS = tuple(
 NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
 NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
 SECONDS = 850
+LEARNING_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,35 @@ def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
     *first, last = console("README.md")
     inside = [text for page in IN_THE_POOL for text in console(page)]
     run_session([*first, *inside, last], tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_pool_of_the_readme_learns(tmp_path: Path) -> None:
+    """README.md's commands up to its trainer's, which makes more steps; `make soak ARGS=by-hand`.
+    Held-out problems, answered by the policy before and after, show what was learned."""
+    parts = console("README.md")
+    at = next(i for i, text in enumerate(parts) if text.startswith("trainer run"))
+    train, *_ = parts[at].partition("trainer status")
+    assert train.count(" --steps 2\n") == 1
+    run_session(
+        [
+            *parts[:at],
+            train.replace(" --steps 2\n", f" --steps {LEARNING_STEPS}\n"),
+            "trainer export --data trainer --out finished",
+            "trainer evaluate --model finished --base ../../devnet/model --run run.json "
+            "--problems 256 --json > evaluation.json",
+        ],
+        tmp_path,
+    )
+    pool = tmp_path / "var" / "pool"
+    found = json.loads((pool / "evaluation.json").read_text())
+    lines = (pool / "trainer" / "metrics.jsonl").read_text().splitlines()
+    batches = [round(json.loads(line)["reward"], 2) for line in lines]
+    print(f"reward of each batch {batches}\nheld-out problems {json.dumps(found)}")
+    before, after = found["base"]["reward"]["mean"], found["trained"]["reward"]["mean"]
+    assert after >= NEEDED_REWARD, found
+    assert after - before >= NEEDED_RISE, found
 
 
 @pytest.mark.slow

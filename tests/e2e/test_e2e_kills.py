@@ -17,7 +17,6 @@ from devnet.observe import ChainFacts, trained
 from devnet.plan import Plan, node_plans
 from devnet.walk import Walk
 from prime_chain import events
-from prime_chain.history import read_events
 from prime_core.batch import SignedBatch
 from prime_core.messages import Status
 
@@ -51,8 +50,7 @@ def test_sigkill_of_orchestrator_validator_and_trainer_loses_and_repeats_nothing
             assert _sealed(network, before.step) == sealed, "a sealed batch changed"
         assert accepted == sorted(accepted), "accepted files were lost"
         walk.settle()
-        contracts = network.contracts()
-        chain = ChainFacts(tuple(read_events(contracts.work.client, contracts.work.deployment)))
+        chain = ChainFacts.read(network)
         published = [event.version for event in chain.of(events.PolicyPublished)]
         with network.client() as client:
             batches, files = trained(network, client, chain)

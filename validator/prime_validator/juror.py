@@ -352,7 +352,7 @@ class PoolReplays:
             allow_private=settings.allow_private,
         ) as clients:
             source = AnySource([HttpSource(one) for one in clients])
-            events = read_events(client, deployment, contracts=("pools",))
+            events = read_events(client, deployment, contracts=("pools",), pool=slash.pool)
             setting = self._setting(slash.pool, verification_class, events, source, clients)
             return audit_slash(slash, setting, source)
 

@@ -184,7 +184,7 @@ def reject(
         if (role := session.contracts.pools.validator_of(pool, one.validator)) is not None
     }
     said.sort(key=lambda one: number.get(one.validator, 0))
-    events = history.read_events(session.client, session.deployment, contracts=("work",))
+    events = history.read_events(session.client, session.deployment, contracts=("work",), pool=pool)
     with OrchestratorClient(orchestrator) as server:
         found = find_leaf(
             session.client, session.deployment, events, pool, leaf, None, server.get_object
