@@ -421,7 +421,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     }
 
     /// @notice Asks the arbiter to have a rooted file paid that the pool's validators rejected or found void, or
-    /// that the manager passed over. By the provider, once a file, up to validity and slash window after the
+    /// did not judge. By the provider, once a file, up to validity and slash window after the
     /// root. It holds nothing and stops nothing: a slash for the same file takes its own course.
     /// @param submission What the node signed; its digest is the leaf.
     /// @param seq The root's number.
@@ -448,8 +448,8 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     }
 
     /// @notice Has an appealed file paid: settlements add the amount to the node's rewards, unless the file is
-    /// paid or was forfeited by a slash. By the arbiter, within the dispute window; not while a slash for
-    /// the file is open, nor after it was carried out.
+    /// paid or was forfeited by a slash. By the arbiter, within the dispute window; not after a slash
+    /// for the file was carried out.
     /// @param leaf The submission.
     /// @param amount What the file earns. Settlements add at most what its run pays for the largest file.
     function restore(bytes32 leaf, uint256 amount) external {

@@ -304,8 +304,8 @@ def appeal(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Ask the arbiter to have a file of this owner's node paid that was rejected, void or passed
-    over. Once a file, within validity and slash window after its root; no deposit.
+    """Ask the arbiter to have a file of this owner's node paid that was rejected, void or not
+    judged. Once a file, within validity and slash window after its root; no deposit.
 
     See why it was not paid: prime-node audit show SUBMISSION. Granted amounts come with the next
     reward root. Against a slash: prime-node dispute.

@@ -203,6 +203,7 @@ class Rebuilder:
             raise NotFoundError(
                 f"epoch {epoch} is settled: the newest reward root is of epoch {previous.epoch}"
             )
+        self._check_block(epoch, as_of_block, previous, as_of_block)
         settled: dict[Digest, SettledFile] = {}
         for _, one in history:
             settled |= _files_of(one)
@@ -212,8 +213,10 @@ class Rebuilder:
             found.setdefault(leaf.digest, (root, leaf))
         for digest in found:
             claims[digest] = _claim_of(submission(digest))
-        restored = self._restored(as_of_block, settled)
-        nodes = {leaf.node for _, leaf in found.values()} | {one.node for one in restored}
+        restored = self._restored(settled)
+        nodes = {leaf.node for _, leaf in found.values()}
+        nodes |= {one.node for one in restored if one.is_due(found, as_of_block, previous)}
+        nodes |= {Address(one.node) for one in previous.restored} if previous else set()
         slashes = []
         for digest, (node, state) in reward_events.slashes_until(self._events, as_of_block).items():
             if state != "cancelled" and node in nodes:
@@ -278,7 +281,7 @@ class Rebuilder:
         self, published: Settlement, previous: Settlement | None, posted_in: int
     ) -> Settlement:
         """The settlement as it must be, from chain and signatures."""
-        self._check_block(published, previous, posted_in)
+        self._check_block(published.epoch, published.as_of_block, previous, posted_in)
         claims = {
             file.submission_digest: _Claim(
                 file.received_at, file.receipt, file.verdict, file.root_seq
@@ -299,23 +302,20 @@ class Rebuilder:
             slashes,
             self._lies(published, previous),
             self._faults(published, settled),
-            restored=self._restored(block, self._settled_files),
+            restored=self._restored(self._settled_files),
         )
 
-    def _check_block(
-        self, published: Settlement, previous: Settlement | None, posted_in: int
-    ) -> None:
-        """Checks the block as of which the manager read the chain, which it chooses: not before the
-        roots that it settles, nor before the previous settlement's, nor after its own root."""
-        block = published.as_of_block
+    def _check_block(self, epoch: int, block: int, previous: Settlement | None, last: int) -> None:
+        """Checks the block as of which a settlement reads the chain: not before the roots that it
+        settles, nor before the previous settlement's, nor after `last`. Raises UntrustedError."""
         first = previous.as_of_block if previous is not None else 0
         for root in self._events:
-            if isinstance(root, RootPosted) and root.epoch <= published.epoch:
+            if isinstance(root, RootPosted) and root.epoch <= epoch:
                 first = max(first, root.block)
-        if not first <= block <= posted_in:
+        if not first <= block <= last:
             raise UntrustedError(
-                f"the settlement of epoch {published.epoch} is as of block {block}; it must be of "
-                f"{first} to {posted_in}"
+                f"the settlement of epoch {epoch} is as of block {block}; it must be of {first} to "
+                f"{last}"
             )
 
     def _lies(self, published: Settlement, previous: Settlement | None) -> dict[Address, int]:
@@ -329,26 +329,19 @@ class Rebuilder:
             raise UntrustedError(f"epoch {published.epoch} forgets planted files of a validator")
         return found
 
-    def _restored(self, block: int, settled: Mapping[Digest, SettledFile]) -> list[RestoredFact]:
-        """The files that the arbiter had paid, of roots up to `block`. `settled`: files of the
-        settlements before this one."""
-        granted = [e for e in self._events if isinstance(e, FileRestored)]
-        epochs: dict[Digest, int] = {}
-        for root in reward_events.roots_until(self._events, block) if granted else ():
-            for leaf in self._leaves_of(root, None):
-                epochs.setdefault(leaf.digest, root.epoch)
+    def _restored(self, settled: Mapping[Digest, SettledFile]) -> list[RestoredFact]:
+        """The files that the arbiter had paid. `settled`: files of the settlements before."""
         return [
             RestoredFact(
                 e.leaf,
                 e.node,
                 e.block,
-                epochs[e.leaf],
                 min(e.amount, self._runs.at(e.step).most_worth),
                 received_at=file.received_at if (file := settled.get(e.leaf)) else 0,
                 settled_as=file.state if file else None,
             )
-            for e in granted
-            if e.leaf in epochs
+            for e in self._events
+            if isinstance(e, FileRestored)
         ]
 
     def _faults(self, published: Settlement, settled: Set[Digest]) -> Sequence[Fault]:

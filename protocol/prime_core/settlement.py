@@ -17,7 +17,7 @@ cumulative per node or validator and never decrease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -413,27 +413,27 @@ def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
 
 @dataclass(frozen=True)
 class RestoredFact:
-    """The arbiter restored a file in block `block`. `root_epoch`: of the root that holds the file;
-    `received_at`: 0 if no settlement has the file. `settled_as`: how it stands after the previous
-    settlement, None if none settled it. `amount` in wei."""
+    """The arbiter restored a file in block `block`; `amount` in wei. `settled_as` and
+    `received_at`: how it stands after the settlements so far; None and 0 if none of them has it."""
 
     leaf: Digest
     node: Address
     block: int
-    root_epoch: int
     amount: int
     received_at: int = 0
     settled_as: FileState | None = None
 
-    def is_due(self, epoch: int, as_of_block: int, previous: Settlement | None) -> bool:
-        """Whether the settlement of `epoch` takes the file up: the first that knows the event and
-        covers the epoch of its root. Not if the file earns, or a slash decides."""
-        if self.root_epoch > epoch or self.block > as_of_block:
+    def is_due(
+        self, leaves: Container[Digest], as_of_block: int, previous: Settlement | None
+    ) -> bool:
+        """Whether a settlement of `leaves` takes the file up, if it does not earn: the first that
+        has both the file, or follows one that has it, and the event."""
+        if self.block > as_of_block:
             return False
-        if self.settled_as in FINAL_FOR_ARBITER:
-            return False
-        if previous is None or self.root_epoch > previous.epoch:
+        if self.leaf in leaves:
             return True
+        if previous is None or self.settled_as in (None, *FINAL_FOR_ARBITER):
+            return False
         return self.block > previous.as_of_block
 
 
@@ -543,7 +543,7 @@ def settle(
         amounts[judge] = amounts.get(judge, 0) + fee
     for judge, taken in withheld_by(records).items():
         amounts[judge] = amounts.get(judge, 0) - taken + withheld_by(before).get(judge, 0)
-    decided = _decide_restored(restored, epoch, as_of_block, previous, files, slashes)
+    decided = _decide_restored(restored, as_of_block, previous, files, slashes)
     for one in decided:
         if one.state == "paid":
             amounts[Address(one.node)] = amounts.get(Address(one.node), 0) + int(one.amount)
@@ -570,7 +570,6 @@ def settle(
 
 def _decide_restored(
     facts: Sequence[RestoredFact],
-    epoch: int,
     as_of_block: int,
     previous: Settlement | None,
     files: Mapping[Digest, SettledFile],
@@ -581,7 +580,7 @@ def _decide_restored(
     due: dict[Digest, tuple[Address, int, str]] = {}
     for one in facts:
         file = files.get(one.leaf)
-        if one.is_due(epoch, as_of_block, previous) and (
+        if one.is_due(files, as_of_block, previous) and (
             file is None or file.state not in FINAL_FOR_ARBITER
         ):
             received = file.received_at if file is not None else one.received_at

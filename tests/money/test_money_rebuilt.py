@@ -22,7 +22,8 @@ from prime_chain.rewards import Rebuilder
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.errors import UntrustedError
 from prime_core.fees import FAULT_FEES
-from prime_core.ids import ZERO_DIGEST
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.messages import SubmissionInfo
 from prime_core.revisions import RunHistory
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import loops, revisions
@@ -135,6 +136,12 @@ def test_an_appealed_file_is_paid_by_the_next_root_and_rebuilt_so(members: World
     early = last.model_copy(update={"as_of_block": omitting.as_of_block - 1})
     with pytest.raises(UntrustedError, match="as of block"):
         rebuilder._again(early, omitting, 10**9)
+    with pytest.raises(UntrustedError, match="as of block"):
+        rebuilder.settle(last.epoch + 1, _no_record, last.as_of_block - 1)
+
+
+def _no_record(digest: Digest) -> SubmissionInfo:
+    raise AssertionError(f"{digest} is asked for before the block is checked")
 
 
 def _rebuilder(world: World, *more: Event) -> Rebuilder:

@@ -376,20 +376,20 @@ def test_who_judged_a_file_in_time_is_paid_once_whatever_came_of_it() -> None:
 
 
 def test_a_restored_file_is_paid_once_and_as_an_accepted_one() -> None:
-    """Taken up by the first settlement that knows of it and covers its root; held while a slash
+    """Taken up by the first settlement that knows of it and has it; held while a slash
     that concerns it is open, forfeited by an executed one; nothing for a file that earns anyway."""
     void = JudgedFact(name(1001), name(2001), Outcome.VOID, 0, 10)
     leaves = [leaf(1, judged=void), leaf(2)]
 
     def fact(index: int, block: int, **changes: object) -> RestoredFact:
-        one = RestoredFact(name(index), NODES[0], block, root_epoch=0, amount=9)
+        one = RestoredFact(name(index), NODES[0], block, amount=9)
         return replace(one, **changes)  # type: ignore[arg-type]
 
     same = run(leaves, restored=[fact(1, 5), fact(2, 5)])
     assert [(r.submission_digest, r.state) for r in same.restored] == [(name(1), "paid")]
     assert same.amounts() == {NODES[0]: 70 + 9}
     assert run(leaves, restored=[fact(1, 6)]).restored == (), "the event is later than its block"
-    assert run(leaves, restored=[fact(1, 5, root_epoch=1)]).restored == (), "not settled yet"
+    assert run([leaf(2)], restored=[fact(1, 5)]).restored == (), "not settled yet"
 
     first = run(leaves)
     assert type(first) is Settlement, "digests of others stay as they are"

@@ -223,7 +223,10 @@ def _settle(
         lies, faults = _planted(connection, context, turn)
         granted = _restored(connection, context)
     leaves = _judged(objects, rooted)
-    due = [fact for fact in granted if fact.is_due(turn.epoch, clock.block, previous)]
+    settled_now = {leaf.submission_digest for leaf in leaves}
+    after = previous.as_of_block if previous is not None else clock.block
+    earlier = [f for f in granted if f.leaf not in settled_now and f.block > after]
+    granted = [fact for fact in granted if fact.leaf in settled_now]
     settlement = settle(
         chain_id=context.deployment.chain_id,
         pool=context.pool,
@@ -235,7 +238,7 @@ def _settle(
         slashes=slash_facts,
         lies=lies,
         faults=faults,
-        restored=_as_settled(objects, turn.previous, due),
+        restored=[*granted, *_as_settled(objects, turn.previous, earlier)],
     )
     still = [file.submission_digest for file in settlement.files if file.state == "held"]
     was_held = {one.submission_digest for one in previous.restored} if previous else set()
@@ -275,26 +278,12 @@ def _was_restored(store: Store, previous: Settlement | None) -> bool:
 
 
 def _restored(connection: Connection, context: PoolContext) -> list[RestoredFact]:
-    """Returns all files that the arbiter had paid and that are in a root."""
+    """Returns all files that the arbiter had paid."""
     found, history = [], revisions.history(connection, context)
     for event in chain.events(connection, "FileRestored"):
         args = event.arguments()
-        rooted = connection.execute(
-            select(roots.c.epoch)
-            .join(submissions, submissions.c.root_id == roots.c.id)
-            .where(submissions.c.digest == args["leaf"], roots.c.chain_seq.is_not(None))
-        ).scalar()
-        if rooted is not None:
-            most = history.at(int(args["step"])).most_worth
-            found.append(
-                RestoredFact(
-                    Digest(args["leaf"]),
-                    Address(args["node"]),
-                    event.block,
-                    int(rooted),
-                    min(int(args["amount"]), most),
-                )
-            )
+        amount = min(int(args["amount"]), history.at(int(args["step"])).most_worth)
+        found.append(RestoredFact(Digest(args["leaf"]), Address(args["node"]), event.block, amount))
     return found
 
 
