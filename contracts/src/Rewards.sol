@@ -60,7 +60,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     /// @notice Rewards were paid: a node's to its provider's payout account, a validator's to itself.
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
 
-    /// @notice The provider asks the arbiter to have a file paid that was rejected, void or passed over. The
+    /// @notice The provider asks the arbiter to have a file paid that was rejected, void or not judged. The
     /// answer comes before `judgeBy` or not at all.
     event FileAppealed(
         bytes32 indexed leaf, uint256 indexed pool, address indexed node, uint64 judgeBy

@@ -117,8 +117,9 @@ def appeal_calls(
     """
     c = link.contracts
     if (earlier := c.rewards.appeal_of(leaf)) is not None:
-        state = "and is restored" if earlier.restored else f"; judged by {utc(earlier.judge_by)}"
-        raise UserError(f"the file {leaf} was appealed before {state}")
+        until = utc(earlier.judge_by)
+        state = "it is restored" if earlier.restored else f"the arbiter can grant it until {until}"
+        raise UserError(f"the file {leaf} was appealed before: {state}")
     events = read_events(link.client, link.deployment, contracts=("work",), pool=link.pool)
     mirrors = announced(link.client, link.deployment, link.pool).values()
     with open_sources(

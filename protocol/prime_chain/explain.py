@@ -134,9 +134,9 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             units=0,
             price_per_unit=0,
             amount=int(one.amount) if one.state == "paid" else 0,
-            why="the arbiter had it paid after an appeal"
+            why="paid by the arbiter after an appeal"
             if one.state == "paid"
-            else f"the arbiter had it paid, but the slash for {one.because} decides",
+            else f"granted by the arbiter, but the slash for {one.because} holds or forfeits it",
         )
         for root, settlement in history
         for one in settlement.restored

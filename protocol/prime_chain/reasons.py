@@ -31,7 +31,7 @@ SENTENCES: dict[str, str] = {
     "AlreadyJuror": "the account is a juror of this class, or has not withdrawn its bond",
     "AlreadyInCourt": "the court was asked for before",
     "AlreadyMember": "node {node} sits in pool {pool} already",
-    "AlreadyAppealed": "the file {leaf} was appealed before: once is all",
+    "AlreadyAppealed": "the file {leaf} was appealed before: a file can be appealed once",
     "NoOpenAppeal": "no appeal for {leaf} is open: there was none, or the file is restored",
     "AlreadyPosted": "its node has put this submission on chain already",
     "AlreadyProposed": "a slash for {leaf} was proposed before: one submission is slashed once",

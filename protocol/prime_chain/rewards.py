@@ -314,8 +314,8 @@ class Rebuilder:
                 first = max(first, root.block)
         if not first <= block <= last:
             raise UntrustedError(
-                f"the settlement of epoch {epoch} is as of block {block}; it must be of {first} to "
-                f"{last}"
+                f"the settlement of epoch {epoch} is as of block {block}, which is not between "
+                f"{first} and {last}"
             )
 
     def _lies(self, published: Settlement, previous: Settlement | None) -> dict[Address, int]:

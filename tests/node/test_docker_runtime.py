@@ -376,9 +376,7 @@ def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["progress", "silence"])
-def test_a_pull_ends_at_the_owners_time_limit_whatever_it_brings(
-    engine: docker.DockerClient, silent: bool
-) -> None:
+def test_a_pull_ends_at_the_owners_time_limit(engine: docker.DockerClient, silent: bool) -> None:
     registry = Registry(silent=silent)
     try:
         limits = OwnerLimits(pull_seconds=1)

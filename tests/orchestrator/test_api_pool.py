@@ -492,7 +492,7 @@ def test_many_readers_of_the_status_cost_one_picture(
     Status.model_validate_json(answers.pop())
 
 
-def test_many_readers_of_the_nodes_cost_one_reading_whatever_page_they_ask_for(
+def test_many_readers_of_the_nodes_cost_one_reading(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[float] = []

@@ -1,4 +1,4 @@
-"""A value that many ask for and that is costly to make."""
+"""A cache for one value that is expensive to compute and often read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ EVERY_SECONDS = 1.0
 
 
 class Kept(Generic[T]):
-    """The newest value of `make`, however many ask: made again at the earliest a second after the
-    last one was done, and later where making it takes longer than a second. `make` runs in a
-    thread; use all else in the event loop's."""
+    """Caches the result of `make` for one second, or for as long as `make` took if that is longer.
+    Concurrent readers share one call. `make` runs in a thread; `get` belongs to the event loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -24,7 +23,7 @@ class Kept(Generic[T]):
         self._latest: tuple[T] | None = None
 
     async def get(self) -> T:
-        """Returns the newest value. Raises what `make` raises."""
+        """Returns the cached value, or a new one if it has expired. Raises what `make` raises."""
         async with self._lock:
             clock = asyncio.get_running_loop().time
             begun = clock()

@@ -31,13 +31,14 @@ app = group(
     "Slash proposals: list, carry out, judge, cancel; appeals for unpaid files; void reward roots."
 )
 Proposal = Annotated[str, typer.Argument(help="Digest of the submission that it is about.")]
+OnlyPool = Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)]
 
 
 @app.command("list")
 def list_slashes(
     rpc: Rpc,
     deployment: File,
-    pool: Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)] = None,
+    pool: OnlyPool = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
@@ -131,7 +132,7 @@ def overturn(session: ChainSession, proposal: Proposal) -> Done:
 def appeals(
     rpc: Rpc,
     deployment: File,
-    pool: Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)] = None,
+    pool: OnlyPool = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:

@@ -87,7 +87,7 @@ def every(connection: Connection, statuses: Iterable[NodeStatus] | None = None) 
 
 
 def by_address(connection: Connection) -> list[NodeRow]:
-    """Returns all nodes in the order of Python's strings, whatever the database's is."""
+    """Returns all nodes by address, independent of the database's collation."""
     rows = connection.execute(sa.select(schema.nodes)).mappings().all()
     return sorted(records(NodeRow, rows), key=lambda row: row.address)
 
