@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from sqlalchemy import Connection
 
 from prime_broadcast.manifest import hash_file
 from prime_core.errors import FatalError, MalformedError, NotFoundError, UserError
@@ -33,7 +32,16 @@ from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions, uploads
-from prime_orchestrator.store import Store, batches, groups, leases, meta, opinions, policies
+from prime_orchestrator.store import (
+    Connection,
+    Store,
+    batches,
+    groups,
+    leases,
+    meta,
+    opinions,
+    policies,
+)
 from prime_orchestrator.store import submissions as files
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted

@@ -74,10 +74,10 @@ from prime_core.settlement import (  # noqa: E402
 from prime_core.signing import Answer, Strict  # noqa: E402
 from prime_core.task import Lease, SignedLease  # noqa: E402
 from prime_node import bridge_messages  # noqa: E402
-from prime_orchestrator.gateway.records import Records  # noqa: E402
 from prime_orchestrator.gateway.service import CallService, Pool, Settings  # noqa: E402
 from prime_orchestrator.gateway.service import create_app as service_app  # noqa: E402
 from prime_orchestrator.store import open_store, sqlite_url  # noqa: E402
+from prime_orchestrator.store.gateway_records import Records  # noqa: E402
 from prime_verify.proofs import sampling  # noqa: E402
 from prime_verify.rollout_file import (  # noqa: E402
     FileMetadata,

@@ -38,10 +38,10 @@ from prime_node.lease_broker import LeaseBroker
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
-from prime_orchestrator.gateway.records import Records
 from prime_orchestrator.gateway.service import CallService, Pool, Settings, create_app
 from prime_orchestrator.gateway.upstreams import OpenApiTool, Web, make
 from prime_orchestrator.store import open_store, sqlite_url
+from prime_orchestrator.store.gateway_records import Records
 from prime_verify import build
 from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_file
 

@@ -42,7 +42,6 @@ from prime_core.task import Lease, SignedLease
 from prime_core.version import HEADER, SPOKEN
 from prime_orchestrator.cli.gateway import app as commands
 from prime_orchestrator.gateway import upstreams
-from prime_orchestrator.gateway.records import Records
 from prime_orchestrator.gateway.service import (
     CallService,
     Pool,
@@ -60,6 +59,7 @@ from prime_orchestrator.gateway.upstreams import (
     make,
 )
 from prime_orchestrator.store import open_store, sqlite_url
+from prime_orchestrator.store.gateway_records import Records
 
 MANAGER, NODE, GATEWAY, STRANGER = (LocalSigner(bytes([n]) * 32) for n in range(0xB1, 0xB5))
 WORK = Domain(chain_id=31337, contract=Address("0x" + "a4" * 20))

@@ -14,7 +14,6 @@ it is measured too, but gets no invite.
 from __future__ import annotations
 
 import numpy as np
-from sqlalchemy import Connection
 
 from prime_broadcast.peers import place_of, site_of
 from prime_chain.amounts import prime
@@ -36,7 +35,7 @@ from prime_orchestrator.manager.members import (
     slashed_sibling,
 )
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK
-from prime_orchestrator.store import challenges, lock, meta, nodes, shadows
+from prime_orchestrator.store import Connection, challenges, lock, meta, nodes, shadows
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow

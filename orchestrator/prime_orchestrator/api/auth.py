@@ -10,8 +10,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection
-
 from prime_broadcast.peers import place_of
 from prime_core.errors import PolicyError, PrimeError, UntrustedError
 from prime_core.ids import Address, Digest
@@ -20,7 +18,7 @@ from prime_core.transport.signatures import MAX_SKEW_SECONDS, Verified, verify_h
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.validators import require_appointed
-from prime_orchestrator.store import chain, nodes, sessions
+from prime_orchestrator.store import Connection, chain, nodes, sessions
 from prime_orchestrator.store.sessions import MAX_SESSION_SECONDS, SessionRow
 
 MAX_SESSIONS = 64

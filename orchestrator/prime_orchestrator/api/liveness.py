@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection
-
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeState, step_node
 from prime_core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswer
@@ -16,6 +14,7 @@ from prime_orchestrator.api import reach, shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, speed, standing
 from prime_orchestrator.store import (
+    Connection,
     chain,
     challenges,
     intents,

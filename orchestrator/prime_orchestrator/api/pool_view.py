@@ -12,8 +12,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
-from sqlalchemy import Connection
-
 from prime_core.errors import FatalError
 from prime_core.ids import Address, Digest
 from prime_core.revisions import RunHistory
@@ -23,7 +21,15 @@ from prime_orchestrator.api.scheduler import Supply, TargetCounts
 from prime_orchestrator.manager import revisions, speed, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
-from prime_orchestrator.store import batches, groups, leases, nodes, policies, submissions
+from prime_orchestrator.store import (
+    Connection,
+    batches,
+    groups,
+    leases,
+    nodes,
+    policies,
+    submissions,
+)
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow

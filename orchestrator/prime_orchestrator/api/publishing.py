@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection
-
 from prime_broadcast.sources import normal_url
 from prime_chain.networks import LOCAL
 from prime_core.checkpoint import SignedManifest
@@ -25,7 +23,7 @@ from prime_core.ids import Address
 from prime_core.messages import PolicyList, RelayAnnouncement
 from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.store import lock, nodes, policies
+from prime_orchestrator.store import Connection, lock, nodes, policies
 from prime_orchestrator.store.intents import queue_intent
 
 LISTED = 16

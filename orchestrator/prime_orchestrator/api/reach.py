@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
-from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.messages import PolicyReach
-from prime_orchestrator.store import nodes, policies
+from prime_orchestrator.store import Connection, nodes, policies
 
 SHOWN = 8
 KEPT = 256

@@ -8,7 +8,6 @@ from itertools import islice, pairwise
 from typing import Literal
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_chain.networks import NETWORKS
 from prime_core.errors import NotFoundError
@@ -35,6 +34,7 @@ from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.funding import funding
 from prime_orchestrator.manager.settlement import newest_settlement, pending_units
 from prime_orchestrator.store import (
+    Connection,
     batches,
     chain,
     intents,

@@ -16,8 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from sqlalchemy import Connection
-
 from prime_core.draws import DrawList, DrawReveal, file_secret, lot
 from prime_core.errors import (
     ConflictError,
@@ -50,6 +48,7 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import draws, history, revisions, uploads
 from prime_orchestrator.manager.judging import check_law
 from prime_orchestrator.store import (
+    Connection,
     chain,
     jobs,
     leases,

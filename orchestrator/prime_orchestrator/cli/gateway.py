@@ -44,9 +44,9 @@ def export(
     data: GatewayData = None,
 ) -> None:
     """Write every recorded answer to a cassette for `trainer local`, while `serve` goes on."""
-    from prime_orchestrator.gateway.records import Records
     from prime_orchestrator.gateway.service import Settings
     from prime_orchestrator.store.engine import open_store, sqlite_url
+    from prime_orchestrator.store.gateway_records import Records
 
     settings = load_settings(Settings, {"data": data}, settings_file(config))
     if not settings.database.is_file():

@@ -45,9 +45,9 @@ from prime_core.waiting import FIRST_ANSWER_SECONDS, StoppedError, until_answere
 from prime_envs.tools import TOOL_ERROR
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.api.routes.http import answer, parse, problem, read_body, refusal
-from prime_orchestrator.gateway.records import Records
 from prime_orchestrator.gateway.upstreams import ToolSettings, Upstream, Web, answer_of, make
 from prime_orchestrator.store.engine import open_store, sqlite_url
+from prime_orchestrator.store.gateway_records import Records
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from sqlalchemy import and_, select
-from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from prime_core import encoding
@@ -36,6 +35,7 @@ from prime_core.run import RunDefinition
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.store import Connection
 from prime_orchestrator.store import batches as store_batches
 from prime_orchestrator.store import groups as store_groups
 from prime_orchestrator.store import policies as store_policies

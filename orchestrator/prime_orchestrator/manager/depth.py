@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_chain.client import Block, ChainClient
 from prime_chain.contracts import Contracts
@@ -25,7 +24,7 @@ from prime_chain.networks import BlockTag, Network
 from prime_core import ids
 from prime_core.ids import Address
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import Connection, schema
 
 STATE_BLOCKS = 64
 """Endpoints are asked for states of blocks at most this far below the newest."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core import ids
 from prime_core.draws import (
@@ -38,7 +37,7 @@ from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.store import chain, schema
+from prime_orchestrator.store import Connection, chain, schema
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.rows import insert_new
 

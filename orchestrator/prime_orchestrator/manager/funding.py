@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 
 import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection
 
 from prime_chain.amounts import prime
 from prime_chain.contracts import Rewards
@@ -24,7 +23,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.depth import has_state
 from prime_orchestrator.manager.settlement import chain_clock
-from prime_orchestrator.store import meta, schema, submissions
+from prime_orchestrator.store import Connection, meta, schema, submissions
 from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sqlalchemy import Connection
-
 from prime_core.ids import Address, Digest, to_bytes
 from prime_core.run import RunDefinition
-from prime_orchestrator.store import drift
+from prime_orchestrator.store import Connection, drift
 from prime_orchestrator.store.drift import DriftRow
 
 NEWCOMER_FILES = 8

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_chain.contracts import Rewards
 from prime_chain.events import Event, RootPosted
@@ -29,7 +28,7 @@ from prime_orchestrator.manager.settlement import (
     refresh_credits,
 )
 from prime_orchestrator.manager.transactions import forget_unsent
-from prime_orchestrator.store import chain, meta, schema, submissions
+from prime_orchestrator.store import Connection, chain, meta, schema, submissions
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.engine import Store, lock

@@ -30,8 +30,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection
-
 from prime_core.errors import (
     ConflictError,
     FatalError,
@@ -63,6 +61,7 @@ from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.manager.settlement import refresh_credits
 from prime_orchestrator.store import (
+    Connection,
     chain,
     drift,
     groups,

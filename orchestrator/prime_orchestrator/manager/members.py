@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeEventKind, NodeState, step_node
@@ -20,7 +19,7 @@ from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.manager.standing import expire
-from prime_orchestrator.store import chain, leases, nodes, schema, submissions
+from prime_orchestrator.store import Connection, chain, leases, nodes, schema, submissions
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.nodes import NodeRow
 

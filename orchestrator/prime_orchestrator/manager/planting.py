@@ -21,14 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.members import apply_node_event, has_open_slash
 from prime_orchestrator.manager.settlement import CHAIN_LOCK
-from prime_orchestrator.store import leases, nodes, opinions, schema
+from prime_orchestrator.store import Connection, leases, nodes, opinions, schema
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.submissions import has_root
 from prime_verify.canaries import planting

@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock
 from prime_orchestrator.manager.slashing import expired
 from prime_orchestrator.store import (
+    Connection,
     groups,
     jobs,
     leases,

@@ -14,8 +14,6 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection
-
 from prime_chain.contracts import Contracts
 from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Digest
@@ -24,7 +22,7 @@ from prime_core.revisions import RunHistory, check_revision
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.depth import Buried, Depths
-from prime_orchestrator.store import Store, batches, chain, intents, leases, lock, runs
+from prime_orchestrator.store import Connection, Store, batches, chain, intents, leases, lock, runs
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 

@@ -17,7 +17,6 @@ from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
-from sqlalchemy.engine import Connection
 
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
@@ -42,7 +41,7 @@ from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.voids import void
-from prime_orchestrator.store import chain, opinions
+from prime_orchestrator.store import Connection, chain, opinions
 from prime_orchestrator.store import meta as store_meta
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent, requeue_failed

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
@@ -19,7 +18,7 @@ from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.roots import never_rooted
 from prime_orchestrator.manager.settlement import ChainClock, chain_clock, refresh_credits
-from prime_orchestrator.store import nodes, schema
+from prime_orchestrator.store import Connection, nodes, schema
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.rows import insert_new

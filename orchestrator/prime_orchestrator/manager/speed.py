@@ -17,11 +17,9 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection
-
 from prime_core.ids import Address
 from prime_core.run import MICRO, RunDefinition
-from prime_orchestrator.store import challenges, nodes, submissions
+from prime_orchestrator.store import Connection, challenges, nodes, submissions
 from prime_orchestrator.store.nodes import NodeRow
 
 log = logging.getLogger(__name__)

@@ -32,12 +32,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection
-
 from prime_core.ids import Address
 from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.verdict import POOLS_FAULT, Outcome, Reason
-from prime_orchestrator.store import leases, nodes, submissions
+from prime_orchestrator.store import Connection, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_core.messages import TargetShare
 from prime_core.run import MICRO, RunDefinition
 from prime_orchestrator.api import scheduler
 from prime_orchestrator.api.scheduler import TargetCounts
-from prime_orchestrator.store import batches, leases, schema
+from prime_orchestrator.store import Connection, batches, leases, schema
 
 log = logging.getLogger(__name__)
 

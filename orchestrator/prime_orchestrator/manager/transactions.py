@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import Connection
 
 from prime_chain.client import Call
 from prime_chain.contracts import Contracts
@@ -36,7 +35,7 @@ from prime_core.verdict import Outcome, SignedOpinion
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import roots
 from prime_orchestrator.manager.depth import Depths, Need, need_of
-from prime_orchestrator.store import chain, nodes, opinions, schema, submissions
+from prime_orchestrator.store import Connection, chain, nodes, opinions, schema, submissions
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.intents import UNFINISHED, IntentRow, requeue_failed

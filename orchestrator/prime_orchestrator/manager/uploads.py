@@ -21,14 +21,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from sqlalchemy import Connection
-
 from prime_core.encoding import sha256 as sha256_of
 from prime_core.errors import NotFoundError, PrimeError, UntrustedError
 from prime_core.ids import Digest
 from prime_core.storage.base import ObjectStat, ObjectStore, digest_key
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.store import meta, submissions
+from prime_orchestrator.store import Connection, meta, submissions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import delete, select, update
-from sqlalchemy.engine import Connection
 
 from prime_core.ids import Digest
 from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.task import LeaseStatus
 from prime_core.verdict import Reason
-from prime_orchestrator.store import groups
+from prime_orchestrator.store import Connection, groups
 from prime_orchestrator.store.schema import credits, jobs, leases, submissions
 
 

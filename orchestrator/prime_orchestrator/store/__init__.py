@@ -4,6 +4,8 @@ Every query function takes the Connection of `Store.begin()` (or `Store.read()`)
 callers can combine them in one transaction.
 """
 
+from sqlalchemy import Connection
+
 from prime_orchestrator.store.engine import Store, lock, open_store, sqlite_url
 
-__all__ = ["Store", "lock", "open_store", "sqlite_url"]
+__all__ = ["Connection", "Store", "lock", "open_store", "sqlite_url"]

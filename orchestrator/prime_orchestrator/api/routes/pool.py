@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
-from sqlalchemy import Connection
 
 from prime_core import ids
 from prime_core.batch import SignedBatch
@@ -44,7 +43,7 @@ from prime_orchestrator.api.routes.http import (
     takes,
 )
 from prime_orchestrator.manager import draws, revisions
-from prime_orchestrator.store import batches, policies
+from prime_orchestrator.store import Connection, batches, policies
 from prime_orchestrator.store.batches import BatchRow
 
 BATCH_URL_SECONDS = 3600
