@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prime_chain.shipped import help_text
 from prime_core.command_line import PasswordFd, PasswordFile, PollSeconds, Quorum, Rpcs
 from prime_core.printing import printable
 from prime_core.times import utc
@@ -36,7 +37,7 @@ _COMMON: dict[str, Any] = {
     "rpc": Rpcs,
     "rpc_quorum": Quorum,
     "chain_poll_seconds": PollSeconds,
-    "deployment": Annotated[Path | None, typer.Option(help="Deployment JSON of the contracts.")],
+    "deployment": Annotated[Path | None, typer.Option(help=help_text())],
     "pool": Annotated[int | None, typer.Option(help="Number of the pool.")],
     "wallet": Annotated[Path | None, typer.Option(help="Keystore (v3) of the signing account.")],
     "password_file": PasswordFile,

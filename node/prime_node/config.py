@@ -60,7 +60,8 @@ class Settings(ChainSettings):
     orchestrator: str | None = None
     """Base URL of the pool's orchestrator."""
     deployment: UserPath | None = None
-    """Deployment JSON; by default the one shipped for the chain of the RPC."""
+    """Deployment JSON; by default the shipped file of the pool's chain, else, on a test network
+    only, what the orchestrator names."""
     pool: int | None = None
     """Pool number; by default the one the orchestrator serves."""
     wallet: UserPath | None = None

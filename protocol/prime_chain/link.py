@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from prime_chain.networks import POLL_SECONDS, by_chain_id
+from prime_chain.shipped import shipped_chains, shipped_file
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.messages import PoolInfo
@@ -22,8 +23,6 @@ from prime_core.settings import BaseSettings, Urls, needed
 
 if TYPE_CHECKING:
     from prime_chain.client import ChainClient
-
-SHIPPED = Path(__file__).resolve().parents[2] / "contracts" / "deployments"
 
 
 class ChainSettings(BaseSettings):
@@ -79,9 +78,8 @@ def deployment_for(
 def _from_file(info: PoolInfo | None, file: Path | None) -> Deployment | None:
     if file is not None:
         return Deployment.load(file)
-    if info is not None and (SHIPPED / f"{info.chain_id}.json").is_file():
-        return Deployment.load(SHIPPED / f"{info.chain_id}.json")
-    return None
+    shipped = shipped_file(info.chain_id) if info is not None else None
+    return Deployment.load(shipped) if shipped is not None else None
 
 
 def _from_orchestrator(info: PoolInfo | None, rpc: Sequence[str], quorum: int | None) -> Deployment:
@@ -92,8 +90,8 @@ def _from_orchestrator(info: PoolInfo | None, rpc: Sequence[str], quorum: int | 
         )
     if not by_chain_id(info.chain_id).testnet:
         raise UserError(
-            f"no deployment file for chain {info.chain_id} is installed, and where money is real "
-            "the orchestrator's word is not enough",
+            f"no deployment file of chain {info.chain_id} is shipped (shipped: "
+            f"{shipped_chains()}), and where money is real the orchestrator's word is not enough",
             hint="add --deployment FILE from a source you trust",
         )
     from prime_chain.client import ChainClient

@@ -187,7 +187,7 @@ def test_terms_may_be_deployed_without_anybody_to_move_them(deployer: Deployer) 
     assert deployer.checks()["ok"]
 
 
-def test_deployments_of_public_chains_belong_to_the_repository() -> None:
-    assert default_file(84532) == Path("contracts/deployments/84532.json")
-    assert default_file(8453) == Path("contracts/deployments/8453.json")
+def test_a_deployment_to_a_public_chain_is_not_written_to_an_ignored_folder() -> None:
+    assert default_file(84532) == Path("deployments/84532.json")
+    assert default_file(8453) == Path("deployments/8453.json")
     assert default_file(31337) == Path("var/deployments/31337.json")

@@ -71,6 +71,7 @@ def test_the_wheel_holds_our_packages_and_their_data_and_nothing_else(wheel: Pat
         assert f"{package}/py.typed" in names
     for folder, held in (
         ("protocol/prime_chain/abi", "prime_chain/abi"),
+        ("protocol/prime_chain/deployments", "prime_chain/deployments"),
         ("orchestrator/prime_orchestrator/web", "prime_orchestrator/web"),
         (
             "orchestrator/prime_orchestrator/store/migrations/versions",

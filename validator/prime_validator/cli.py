@@ -29,6 +29,7 @@ from prime_chain.chain_session import (
     pool_of,
     sends_transactions,
 )
+from prime_chain.shipped import help_text
 from prime_core import ids
 from prime_core.command_line import (
     ConfigFile,
@@ -71,9 +72,7 @@ Threads = Annotated[int | None, typer.Option(help="Threads of torch.")]
 Server = Annotated[str, typer.Option(help="URL of the orchestrator.")]
 Account = Annotated[str, typer.Argument(help="Address of the validator.")]
 Data = Annotated[Path | None, typer.Option(help="Our own folder: secrets, opinions, policies.")]
-Contract = Annotated[
-    Path | None, typer.Option("--deployment", help="Deployment JSON (default: as shipped).")
-]
+Contract = Annotated[Path | None, typer.Option("--deployment", help=help_text())]
 Device = Annotated[str | None, typer.Option(help="Where to replay: cpu, cuda, …")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Class = Annotated[

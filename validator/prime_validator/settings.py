@@ -27,8 +27,8 @@ class ReplaySettings(ChainSettings):
     data: UserPath = Path("var/validator").absolute()
     """Our own folder: draw secrets, opinions, ballots, policies."""
     deployment: UserPath | None = None
-    """Deployment JSON; by default the one shipped for the chain, or on a test network the one named
-    by the orchestrator."""
+    """Deployment JSON; by default the shipped file of the pool's chain, else, on a test network
+    only, what the orchestrator names."""
     source: Urls = ()
     """Relays or origins to fetch policies from, before those that the orchestrator names."""
     device: str = "cpu"

@@ -32,8 +32,8 @@ CHECK_FAILED = 1
 
 
 def default_file(chain_id: int) -> Path:
-    """Where a deployment is kept: local ones are not for the repository."""
-    folder = Path("var/deployments") if chain_id == 31337 else Path("contracts/deployments")
+    """Where a deployment is written by default."""
+    folder = Path("var/deployments") if chain_id == 31337 else Path("deployments")
     return folder / f"{chain_id}.json"
 
 
