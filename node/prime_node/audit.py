@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from prime_chain import history
 from prime_chain.events import ValidatorSet
 from prime_chain.history import Slash
 from prime_chain.leaves import find_leaf
-from prime_chain.mirror import Follower, HttpSource, Mirror
+from prime_chain.mirror import AnnouncedMirrors, AnySource, Follower, HttpSource, Mirror
 from prime_chain.rewards import history_of
 from prime_core import encoding, ids
 from prime_core.calibration import CalibrationStatement
@@ -41,7 +42,6 @@ from prime_core.messages import RelayInfo, SubmissionInfo
 from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
-from prime_core.task import SignedLease
 from prime_core.transport.client import run_bytes
 from prime_core.verdict import Verdict
 from prime_engine.base import Engine
@@ -59,22 +59,6 @@ from prime_verify.audit import (
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.proofs.thresholds import Calibration, parse_signed
-
-
-class OrchestratorLibrary:
-    """Published items as served by an orchestrator; objects are checked against their digests."""
-
-    def __init__(self, api: NodeApi) -> None:
-        self._client = api.client
-
-    def object(self, digest: Digest, limit: int) -> bytes:
-        return self._client.get_object(digest, limit)
-
-    def submission(self, digest: Digest) -> SubmissionInfo:
-        return self._client.get(f"/v1/submissions/{digest}", SubmissionInfo)
-
-    def lease(self, digest: Digest) -> SignedLease:
-        return self._client.get(f"/v1/leases/{digest}", SignedLease)
 
 
 class FetchedEngines(FolderEngines):
@@ -117,18 +101,28 @@ def serving(version: int, relays: Sequence[RelayInfo]) -> list[str]:
     return announced or [relay.url for relay in relays]
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """`published`: the orchestrator's items, or those of `mirrors` where it serves none."""
+
+    api: NodeApi
+    link: Link
+    mirrors: AnnouncedMirrors
+    published: AnySource
+
+
 @contextmanager
-def _opened(settings: Settings) -> Iterator[tuple[NodeApi, Link]]:
+def _opened(settings: Settings) -> Iterator[_Opened]:
     settings.need_rpc()
-    api = NodeApi(settings.need_orchestrator(), None, allow_private=settings.allow_private)
-    try:
+    private = settings.allow_private
+    with ExitStack() as stack:
+        api = NodeApi(settings.need_orchestrator(), None, allow_private=private)
+        stack.callback(api.close)
         link = connect(settings, api.client.pool())
-        try:
-            yield api, link
-        finally:
-            link.close()
-    finally:
-        api.close()
+        stack.callback(link.close)
+        mirrors = AnnouncedMirrors(link.client, link.deployment, link.pool, allow_private=private)
+        stack.callback(mirrors.close)
+        yield _Opened(api, link, mirrors, AnySource([HttpSource(api.client), mirrors]))
 
 
 def replay(
@@ -137,8 +131,8 @@ def replay(
     """Audits what `subject` names, replaying on `device` in `dtype`. Raises UserError if it names
     nothing of this pool."""
     digest = ids.digest(subject)
-    with _opened(settings) as (api, link):
-        library = OrchestratorLibrary(api)
+    with _opened(settings) as opened:
+        api, link, library = opened.api, opened.link, opened.published
         load = partial(load_engine, threads=settings.threads or 1, device=device, dtype=dtype)
         setting = _setting(settings, api, link, library, load)
         slash = find_slash(link, digest)
@@ -152,9 +146,7 @@ def replay(
         return audit_submission(digest, setting, library, partial(_rooted, link, library, digest))
 
 
-def _rooted(
-    link: Link, library: OrchestratorLibrary, digest: Digest, info: SubmissionInfo
-) -> SignedSubmission:
+def _rooted(link: Link, library: Library, digest: Digest, info: SubmissionInfo) -> SignedSubmission:
     """Returns the signed submission from the leaves object of a root on chain, or from the
     transaction in which its node posted it."""
     events = history.read_events(link.client, link.deployment, contracts=("work",), pool=link.pool)
@@ -165,20 +157,21 @@ def _rooted(
 
 
 def published(settings: Settings, subject: str) -> dict[str, Any]:
-    """Returns what is published about a slash (its evidence) or a submission (its verdict), as
-    plain values.
+    """Returns what is published about a slash (its evidence, and the mirrors of the validators who
+    signed that they hold it) or a submission (its verdict), as plain values.
 
     Raises NotFoundError if nothing is.
     """
     from pydantic_core import from_json
 
     digest = ids.digest(subject)
-    with _opened(settings) as (api, link):
-        library = OrchestratorLibrary(api)
-        slash = find_slash(link, digest)
+    with _opened(settings) as opened:
+        library = opened.published
+        slash = find_slash(opened.link, digest)
         if slash is not None:
             evidence = from_json(library.object(slash.evidence, MAX_OBJECT_BYTES))
-            return {"slash": slash.as_json(), "evidence": evidence}
+            held_by = {who: opened.mirrors.urls.get(who, "") for who in slash.authors}
+            return {"slash": slash.as_json(), "held_by": held_by, "evidence": evidence}
         info = library.submission(digest)
         verdict = None
         if info.verdict is not None:
@@ -192,9 +185,9 @@ def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
     Raises UserError if it names nothing of this pool, NotFoundError if a part is not published.
     """
     digest = ids.digest(subject)
-    with _opened(settings) as (api, link):
-        library = OrchestratorLibrary(api)
-        slash = find_slash(link, digest)
+    with _opened(settings) as opened:
+        api, library = opened.api, opened.published
+        slash = find_slash(opened.link, digest)
         submission = submission_of(digest, slash, library)
         return write(gather(submission, slash, api.run, library), folder)
 
@@ -202,7 +195,8 @@ def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
 @contextmanager
 def mirroring(settings: Settings, folder: Path, url: str, max_gb: float) -> Iterator[Follower]:
     """Opens a mirror of the pool in `folder`, which answers at `url` if that is not empty."""
-    with _opened(settings) as (api, link):
+    with _opened(settings) as opened:
+        api, link = opened.api, opened.link
         mirror = Mirror(
             make_folder(folder),
             link.deployment,
@@ -228,7 +222,7 @@ def _setting(
     settings: Settings,
     api: NodeApi,
     link: Link,
-    library: OrchestratorLibrary,
+    library: Library,
     load: Callable[[Path], Engine],
 ) -> Setting:
     from prime_broadcast.access import Passes, ephemeral_signer
@@ -267,7 +261,7 @@ def _setting(
 
 
 def run_calibration(
-    run: RunDefinition, library: OrchestratorLibrary, manager: Address, domain: Domain
+    run: RunDefinition, library: Library, manager: Address, domain: Domain
 ) -> Calibration | None:
     """Returns the run's own calibration object; None if it uses the shipped one. Raises
     MalformedError or UntrustedError if the object is not a calibration signed by the pool's

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prime_chain.mirror import HttpSource
 from prime_core import encoding, ids
 from prime_core.errors import UntrustedError, UserError
 from prime_core.given import read_given
@@ -24,7 +25,7 @@ from prime_core.task import SignedLease
 from prime_core.verdict import Outcome
 from prime_envs.registry import environment_for
 from prime_node.api import NodeApi
-from prime_node.audit import OrchestratorLibrary, run_calibration
+from prime_node.audit import run_calibration
 from prime_node.config import Settings
 from prime_node.spool import Spool
 from prime_node.state import DataFolder
@@ -91,7 +92,7 @@ def verify(
         ) from error
     api = NodeApi(settings.need_orchestrator(), None, allow_private=settings.allow_private)
     try:
-        library = OrchestratorLibrary(api)
+        library = HttpSource(api.client)
         signed = given or _lease(named, settings, library)
         if signed.lease.digest(api.client.domain("work")) != named:
             raise UntrustedError(f"the lease at hand is not {named}, which the file names")
@@ -130,7 +131,7 @@ def read_lease(path: Path) -> SignedLease:
         raise UserError(f"{path} holds no signed lease", hint=hint) from error
 
 
-def _lease(named: Digest, settings: Settings, library: OrchestratorLibrary) -> SignedLease:
+def _lease(named: Digest, settings: Settings, library: HttpSource) -> SignedLease:
     folder = DataFolder(settings.data).spool
     if (folder / "journal.sqlite").exists():
         entry = Spool(folder, now=lambda: 0.0, sweep=False).find(named)

@@ -74,6 +74,8 @@ class Slash:
     """Where its case in the court stands; empty if the arbiter judges or there is no dispute."""
     jurors: tuple[tuple[Address, str], ...] = ()
     """The drawn jurors, each with the vote that it revealed (empty before)."""
+    authors: tuple[Address, ...] = ()
+    """The validators whose opinions, which name the evidence, the proposal carries."""
 
     def court_line(self) -> str:
         """What the court did, in one line; empty if it was not asked."""
@@ -156,6 +158,7 @@ def slashes(events: Iterable[Event]) -> list[Slash]:
                     proposed_at=event.block_time,
                     proposed_tx=event.tx_hash,
                     held=event.amount,
+                    authors=event.authors,
                 )
             case SlashDisputed() | SlashObjected() if event.leaf in found:
                 found[event.leaf] = replace(found[event.leaf], status="disputed")

@@ -25,8 +25,9 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -47,6 +48,7 @@ from prime_chain.events import (
 from prime_chain.history import read_events
 from prime_core.deployment import Deployment
 from prime_core.draws import DrawList
+from prime_core.encoding import sha256
 from prime_core.errors import (
     MalformedError,
     NotFoundError,
@@ -154,6 +156,55 @@ class AnySource:
         raise UnavailableError("; ".join(map(str, said)) or "no source of the pool answers")
 
 
+class AnnouncedMirrors:
+    """The mirrors that a pool's validators named on chain, as one source. The chain is read and the
+    mirrors are asked when an item is first needed. `close` ends what was opened."""
+
+    def __init__(
+        self,
+        client: ChainClient,
+        deployment: Deployment,
+        pool: int,
+        *,
+        allow_private: bool = False,
+    ) -> None:
+        self._chain = (client, deployment, pool)
+        self._allow_private = allow_private
+        self._opened = ExitStack()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    @cached_property
+    def urls(self) -> dict[Address, str]:
+        """URL of each validator's mirror, by the validator's address."""
+        return announced(*self._chain)
+
+    @cached_property
+    def _sources(self) -> AnySource:
+        _, deployment, pool = self._chain
+        urls = self.urls.values()
+        opened = open_sources([], urls, deployment, pool, allow_private=self._allow_private)
+        return AnySource([HttpSource(one) for one in self._opened.enter_context(opened)])
+
+    def object(self, digest: Digest, limit: int) -> bytes:
+        return self._some().object(digest, limit)
+
+    def run(self, digest: Digest) -> bytes:
+        return self._some().run(digest)
+
+    def lease(self, digest: Digest) -> SignedLease:
+        return self._some().lease(digest)
+
+    def submission(self, digest: Digest) -> SubmissionInfo:
+        return self._some().submission(digest)
+
+    def _some(self) -> AnySource:
+        if not self.urls:
+            raise NotFoundError("no validator of the pool names a mirror")
+        return self._sources
+
+
 @contextmanager
 def open_sources(
     urls: Sequence[str],
@@ -249,8 +300,8 @@ class Copied:
 class Mirror:
     """Copies what one pool's events name into `folder`.
 
-    It never deletes. At `max_bytes` it stops to copy and reports the rest as missing. Not
-    thread-safe; reading the folder at the same time is safe.
+    It never deletes. At `max_bytes` it stops to copy and reports the rest as missing. Only `hold`
+    may be called from other threads; reading the folder at the same time is safe.
     """
 
     def __init__(
@@ -268,6 +319,7 @@ class Mirror:
         self.pool = pool
         self._source = source
         self._max_bytes = max_bytes
+        self._writing = threading.Lock()
         self._done: set[Event | Digest] = set()
         self._failures = 0
         self._pass = Copied()
@@ -291,6 +343,23 @@ class Mirror:
         name: clients refuse a server that gives another name than the one they use."""
         mine = info.model_copy(update={"orchestrator": url})
         self.store.put("pool", mine.model_dump_json().encode())
+
+    def hold(self, data: bytes) -> None:
+        """Stores an object that its owner has and the source may never serve. Raises
+        UnavailableError if the disk takes nothing; a full mirror only says so in the log."""
+        with self._writing:
+            key = digest_key(sha256(data))
+            if self.store.exists(key):
+                return
+            if self.held + len(data) > self._max_bytes:
+                log.warning("%s is not kept: %s", key, self._full)
+                return
+            self.store.put(key, data)
+            self.held += len(data)
+
+    @property
+    def _full(self) -> str:
+        return f"the mirror is full ({self._max_bytes} bytes)"
 
     # -- what each event names; True once all of it is held -------------------------------------
 
@@ -431,14 +500,15 @@ class Mirror:
 
     def _put(self, key: str, data: bytes) -> bool:
         """Stores `data` unless it is there. False if the mirror is full."""
-        old = self.store.get(key, MAX_FILE_BYTES) if self.store.exists(key) else None
-        if old == data:
-            return True
-        if self.held + len(data) > self._max_bytes:
-            self._pass.missing[key] = f"the mirror is full ({self._max_bytes} bytes)"
-            return False
-        self.store.put(key, data)
-        self.held += len(data) - len(old or b"")
+        with self._writing:
+            old = self.store.get(key, MAX_FILE_BYTES) if self.store.exists(key) else None
+            if old == data:
+                return True
+            if self.held + len(data) > self._max_bytes:
+                self._pass.missing[key] = self._full
+                return False
+            self.store.put(key, data)
+            self.held += len(data) - len(old or b"")
         self._pass.new += old is None
         self._pass.bytes += len(data)
         return True

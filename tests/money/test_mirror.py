@@ -20,10 +20,19 @@ from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.contracts import Claim
 from prime_chain.events import EVENTS
-from prime_chain.history import read_events
-from prime_chain.mirror import Copied, Follower, HttpSource, Mirror, MirrorServer
+from prime_chain.history import read_events, read_slashes
+from prime_chain.mirror import (
+    AnnouncedMirrors,
+    AnySource,
+    Copied,
+    Follower,
+    HttpSource,
+    Mirror,
+    MirrorServer,
+)
 from prime_chain.rewards import Rebuilder, history_of
 from prime_chain.watcher import FREE_FOR_ALL, pool_queries
+from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.settlement import load_settlement
@@ -153,6 +162,38 @@ def test_a_slashs_evidence_file_and_lease_outlive_the_orchestrator(
                 client.request("GET", path, b"", signed=False)
 
 
+def test_evidence_that_the_orchestrator_withholds_comes_from_its_authors_mirrors(
+    worked: World,
+) -> None:
+    world, source = worked, Orchestrator(worked)
+    follower(world, source).tick()
+    shutil.rmtree(world.folder / "objects")
+    (world.folder / "objects").mkdir()
+    (slash,) = read_slashes(world.client, world.deployment)
+    with ExitStack() as stack:
+        unnamed = AnnouncedMirrors(world.client, world.deployment, 1)
+        with pytest.raises(NotFoundError, match="names a mirror"):
+            unnamed.object(slash.evidence, 1 << 20)
+
+        server = MirrorServer(world.folder / "mirror", "127.0.0.1:0")
+        stack.callback(server.close)
+        url = f"http://127.0.0.1:{server.port}"
+        copy = Mirror(world.folder / "mirror", world.deployment, 1, source, max_bytes=10**8)
+        copy.describe(source._client.pool(), url)
+        world.send(VALIDATOR, world.contracts.work.announce_mirror(1, url))
+        mirrors = AnnouncedMirrors(world.client, world.deployment, 1, allow_private=True)
+        stack.callback(mirrors.close)
+        assert [mirrors.urls[who] for who in slash.authors] == [url]
+        with pytest.raises(NotFoundError):
+            source.object(slash.evidence, 1 << 20)
+        anywhere = AnySource([source, mirrors])
+        assert sha256(anywhere.object(slash.evidence, 1 << 20)) == slash.evidence
+        info = anywhere.submission(slash.leaf)
+        assert anywhere.lease(info.lease_digest).lease.pool == 1
+        with pytest.raises(NotFoundError):
+            anywhere.object(Digest("0x" + "ab" * 32), 1)
+
+
 def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World) -> None:
     world = worked
     settlement = settled(world).digest()
@@ -190,6 +231,11 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
     found = follower(worked, Orchestrator(worked), max_bytes=2000).tick()
     assert found.missing
     assert all("full" in why for why in found.missing.values())
+    small = Mirror(worked.folder / "small", worked.deployment, 1, Orchestrator(worked), max_bytes=5)
+    for data in (b"four", b"four", b"more"):
+        small.hold(data)
+    assert small.held == 4
+    assert small.store.get(digest_key(sha256(b"four")), 4) == b"four"
     with pytest.raises(UnavailableError), OrchestratorClient(unused_url()) as client:
         follower(worked, HttpSource(client)).tick()
     with (

@@ -59,8 +59,16 @@ def test_an_honest_file_is_accepted_paid_and_grouped(panel: JudgedPool) -> None:
     assert panel.validator.judge_next() is None
 
 
-def test_a_lie_is_rejected_on_evidence_that_an_auditor_replays(panel: JudgedPool) -> None:
+def test_a_lie_is_rejected_on_evidence_that_an_auditor_replays(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = list[bytes]()
+    monkeypatch.setattr(panel.validator.validator, "_hold", held.append)
+    panel.judged(panel.honest)
+    assert held == [], "an opinion that accuses no node needs no bytes"
     row = panel.judged(panel.tampered, LIAR)
+    names = [encoding.sha256(data) for data in held]
+    assert [names[0], names[-1], len(names)] == [row.sha256, row.evidence, 3]
     assert (row.status, row.reason) == ("rejected", Reason.TAMPERED_REWARD)
     assert panel.mgr.node_status(LIAR.address) == "quarantined"
     evidence = panel.evidence(row)

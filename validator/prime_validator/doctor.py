@@ -13,6 +13,7 @@ from prime_chain.amounts import prime
 from prime_chain.contracts import Contracts
 from prime_chain.flows import stake_view
 from prime_chain.keystore import keystore_address
+from prime_chain.mirror import announced
 from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.ids import Address
 from prime_core.transport.client import OrchestratorClient
@@ -57,6 +58,7 @@ def examine(settings: Settings) -> list[Finding]:
             check("environment", lambda: f"{load_environment(pool.run, api).name} loads")
             check("appointment", lambda: _appointed(pool, settings))
             check("bond", lambda: _bond(pool, settings))
+            check("mirror", lambda: _mirror(pool, settings))
     finally:
         client.close()
     return found
@@ -128,3 +130,20 @@ def _bond(pool: Pool, settings: Settings) -> str:
             "validator bond AMOUNT"
         )
     return f"{prime(view.active)} bonded, {prime(needed)} needed"
+
+
+def _mirror(pool: Pool, settings: Settings) -> str:
+    """Evidence is also served without a mirror, by the manager: its absence is no failure."""
+    account = _account(settings)
+    client = settings.open_chain(pool.deployment.chain_id)
+    try:
+        url = announced(client, pool.deployment, pool.number).get(account, "")
+    finally:
+        client.close()
+    if url:
+        return f"strangers find this validator's evidence at {url}"
+    return (
+        "none is announced: only the manager serves the evidence of this validator's opinions; "
+        "validator run --mirror FOLDER --mirror-listen HOST:PORT, then validator announce-mirror "
+        f"URL --pool {pool.number}"
+    )

@@ -90,7 +90,9 @@ class Validator:
         version: str,
         now: Callable[[], float],
         calibration: Calibration | None = None,
+        hold: Callable[[bytes], None] | None = None,
     ) -> None:
+        """`hold` keeps the bytes that an opinion accuses with, before it is signed."""
         self._api = api
         self._keeping = keeping
         self._folder = folder
@@ -103,6 +105,7 @@ class Validator:
         self._version = version
         self._now = now
         self._calibration = calibration
+        self._hold = hold or (lambda data: None)
 
     def judge_some(self, most: int = 1) -> list[Digest]:
         """Submits the opinions that are due, then claims and judges up to `most` files of one
@@ -185,7 +188,10 @@ class Validator:
         if finding.outcome is Outcome.ABSTAINED:
             kind = _LaterError if finding.reason is Reason.POLICY_MISSING else _AbstainError
             raise kind(finding.reason, finding.detail)
-        return self._opinion(job, draw, finding)
+        try:
+            return self._opinion(job, draw, finding)
+        except UnavailableError as error:
+            raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
 
     def _check(self, job: Job) -> None:
         """Checks the job's signatures, because evidence will include them."""
@@ -228,7 +234,7 @@ class Validator:
             raise _AbstainError(Reason.POLICY_MISSING, str(error)) from error
         try:
             run = self._runs.of_lease(promise)
-            return verify_file(
+            finding = verify_file(
                 data,
                 job.lease,
                 Digest(claim.lease_digest),
@@ -242,6 +248,9 @@ class Validator:
                 draw_count=job.rows,
                 seen=partial(self._seen, digest),
             )
+            if finding.outcome is Outcome.REJECTED:
+                self._hold(data)
+            return finding
         except UnavailableError as error:
             raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
         except MemoryError as error:
@@ -273,6 +282,8 @@ class Validator:
         if finding.outcome is Outcome.REJECTED:
             stated = self._evidence(job, draw, finding)
             evidence = encoding.canonical_json(stated.model_dump(mode="json"))
+            self._hold(table)
+            self._hold(evidence)
         law = Law(
             lease=claim.lease_digest,
             run=promise.run_digest,

@@ -98,6 +98,15 @@ def run(settings: Settings) -> None:
         contracts = Contracts(chain, pool.deployment)
         runs = Runs(pool, session(), lambda: revisions_on_chain(contracts, pool.number))
         draws = Draws(folder, session(), pool, signer, random=secrets.token_bytes, now=time.time)
+        mirror = None
+        if settings.mirror is not None:
+            mirror = Mirror(
+                make_folder(settings.mirror),
+                pool.deployment,
+                pool.number,
+                HttpSource(session().client),
+                max_bytes=int(settings.mirror_gb * 10**9),
+            )
         validator = Validator(
             api,
             session(),
@@ -111,23 +120,17 @@ def run(settings: Settings) -> None:
             version=version(),
             now=time.time,
             calibration=calibration,
+            hold=mirror.hold if mirror else None,
         )
         threads = Background(stop)
         stack.callback(threads.join)
         threads.start("draws", draws.prepare, DRAW_SECONDS)
-        if settings.mirror is not None:
-            mirror = Mirror(
-                make_folder(settings.mirror),
-                pool.deployment,
-                pool.number,
-                HttpSource(session().client),
-                max_bytes=int(settings.mirror_gb * 10**9),
-            )
-            follower = Follower(mirror, chain, pool.deployment)
+        if mirror is not None and settings.mirror is not None:
             if settings.mirror_listen:
                 at = settings.mirror_url or f"http://{settings.mirror_listen}"
                 mirror.describe(api.client.pool(), at)
                 stack.callback(MirrorServer(settings.mirror, settings.mirror_listen).close)
+            follower = Follower(mirror, chain, pool.deployment)
             threads.start("mirror", follower.tick, EVERY_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
         judge_until(stop, validator, settings.pack, settings.idle_seconds)
