@@ -13,11 +13,10 @@ from money_kit import RUN, ManagerSide, key, open_manager
 
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Reason
-from prime_orchestrator.manager.members import has_open_slash
 from prime_orchestrator.manager.roots import post_roots, void_unrooted
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, pending_units
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.manager.slashing import drop_expired
-from prime_orchestrator.store import groups, leases, meta, schema, submissions
+from prime_orchestrator.store import groups, leases, meta, rewards, schema, slashes, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
 
 NODE, PLANTED = key(60), key(61)
@@ -115,7 +114,7 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: Manager
     judged, waiting, bad = mgr.submit(NODE), mgr.submit(NODE), mgr.submit(PLANTED)
     mgr.judge(judged)
     with mgr.store.read() as connection:
-        assert pending_units(connection, NODE.address, -1) == 20
+        assert rewards.pending_units(connection, NODE.address, -1) == 20
     moment = max(last_moment(mgr, row) for row in (judged, waiting, bad))
     mgr.now.time = float(moment + 10 * RUN.epoch_seconds)
     assert ended(mgr) == 0, "our own clock decides nothing for good"
@@ -128,7 +127,9 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: Manager
         after = mgr.row(row.digest)
         assert (after.status, after.reason) == ("void", Reason.UNROOTED)
     with mgr.store.read() as connection:
-        assert pending_units(connection, NODE.address, -1) == 0, "it no longer shows as earned"
+        assert rewards.pending_units(connection, NODE.address, -1) == 0, (
+            "it no longer shows as earned"
+        )
         reported = submissions.ended_badly(connection, NODE.address, since=0, limit=9)
         lease = leases.get(connection, judged.lease_digest)
     assert {row.digest for row in reported} == {judged.digest, waiting.digest}
@@ -173,12 +174,12 @@ def test_the_slash_of_a_lie_that_nobody_rooted_is_given_up_and_its_node_ejected(
     assert given_up(mgr) == []
     chain_at(mgr, moment + 1)
     with mgr.store.read() as connection:
-        assert has_open_slash(connection, NODE.address)
+        assert slashes.has_open(connection, NODE.address)
     assert given_up(mgr, {NODE.address}) == [], "a planted one's ends otherwise"
     assert given_up(mgr) == [bad.digest]
     assert given_up(mgr) == []
     with mgr.store.read() as connection:
-        assert not has_open_slash(connection, NODE.address)
+        assert not slashes.has_open(connection, NODE.address)
         ejected = connection.execute(
             sa.select(schema.intents.c.id).where(schema.intents.c.kind == "eject")
         ).scalars()

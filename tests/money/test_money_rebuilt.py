@@ -29,8 +29,8 @@ from prime_core.verdict import Reason
 from prime_orchestrator.manager import loops, revisions
 from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
-from prime_orchestrator.manager.settlement import pending_units, settle_epochs
-from prime_orchestrator.store import chain, leases, runs, schema
+from prime_orchestrator.manager.settlement import settle_epochs
+from prime_orchestrator.store import chain, leases, rewards, runs, schema
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -400,8 +400,10 @@ def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebui
     (reported,) = explain(books, HONEST.address).files
     assert (reported.state, reported.amount, reported.why) == ("void", 0, ROOTED_LATE)
     with members.mgr.store.read() as connection:
-        assert pending_units(connection, HONEST.address, -1) == 0, "it no longer shows as earned"
-        assert pending_units(connection, LIAR.address, -1) == 20
+        assert rewards.pending_units(connection, HONEST.address, -1) == 0, (
+            "it no longer shows as earned"
+        )
+        assert rewards.pending_units(connection, LIAR.address, -1) == 20
 
 
 def test_rebuild_finds_a_manager_that_pays_work_rooted_too_late(

@@ -13,11 +13,11 @@ from money_kit import MANAGER, RUN, VALIDATOR, ManagerSide, key, open_manager
 from prime_core.encoding import sha256
 from prime_core.errors import UserError
 from prime_core.verdict import Reason
-from prime_orchestrator.manager.batches import free_groups, seal_ready_batches
+from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.funding import owed_by
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
-from prime_orchestrator.store import leases, opinions, schema, submissions
+from prime_orchestrator.store import groups, leases, opinions, schema, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.canaries import planting
 from prime_verify.canaries.lies import LIES
@@ -115,7 +115,7 @@ def test_no_planted_file_is_ever_rooted_or_sealed_before_or_after_its_verdict(
     for row in rows:
         mgr.judge(row)
     with mgr.store.read() as connection:
-        assert free_groups(connection, step=0, max_staleness=2), "its groups lie ready"
+        assert groups.free(connection, step=0, max_staleness=2), "its groups lie ready"
     seal = (mgr.store, mgr.objects, MANAGER, mgr.context, mgr.now)
     assert seal_ready_batches(*seal, without) == []
     mgr.now.time += RUN.root_seconds

@@ -13,10 +13,9 @@ from money_kit import RUN, ManagerSide, key, open_manager
 from prime_core.encoding import sha256
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import reviews
-from prime_orchestrator.manager.batches import free_groups
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
-from prime_orchestrator.store import jobs, meta, row_marks, schema, submissions
+from prime_orchestrator.store import groups, jobs, meta, row_marks, schema, submissions
 
 SHADOW, PAID = key(60), key(61)
 
@@ -45,7 +44,7 @@ def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: ManagerS
     for table in (schema.credits, schema.groups, schema.drift, schema.intents):
         assert count(pool, table) == 0, table.name
     with pool.store.read() as connection:
-        assert free_groups(connection, step=0, max_staleness=2) == []
+        assert groups.free(connection, step=0, max_staleness=2) == []
         assert submissions.accepted_of(connection, SHADOW.address) == 0
         assert submissions.counts(connection, shadow=True) == {"accepted": 2}
 

@@ -29,13 +29,20 @@ from prime_orchestrator.manager import revisions, speed
 from prime_orchestrator.manager.members import (
     active_stake,
     derive_node,
-    has_open_slash,
     membership,
     provider_of,
     slashed_sibling,
 )
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK
-from prime_orchestrator.store import Connection, challenges, lock, meta, nodes, shadows
+from prime_orchestrator.store import (
+    Connection,
+    challenges,
+    lock,
+    meta,
+    nodes,
+    shadows,
+    slashes,
+)
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow
@@ -117,7 +124,7 @@ def _check_admissible(
     once its provider has acted on chain."""
     if node is not None and node.status in ("ejected", "quarantined"):
         raise PolicyError(f"the node is {node.status} and cannot be admitted")
-    if has_open_slash(connection, account):  # a node that left would return unquarantined
+    if slashes.has_open(connection, account):  # a node that left would return unquarantined
         raise PolicyError("a slash of the node is under way; until it ends it cannot be admitted")
     if not shadow:
         seated = node is not None and node.status in ("active", "silent")

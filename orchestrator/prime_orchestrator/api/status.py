@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Literal
 
-import sqlalchemy as sa
-
 from prime_chain.networks import NETWORKS
 from prime_core.errors import NotFoundError
 from prime_core.ids import Address, Digest
@@ -32,7 +30,7 @@ from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.funding import funding
-from prime_orchestrator.manager.settlement import newest_settlement, pending_units
+from prime_orchestrator.manager.settlement import newest_settlement
 from prime_orchestrator.store import (
     Connection,
     batches,
@@ -43,7 +41,9 @@ from prime_orchestrator.store import (
     nodes,
     opinions,
     policies,
-    schema,
+    rewards,
+    roots,
+    slashes,
     submissions,
 )
 from prime_orchestrator.store.batches import BatchRow
@@ -269,12 +269,6 @@ def _transactions(connection: Connection) -> list[dict[str, int | str]]:
 
 
 def _slashes(connection: Connection) -> list[dict[str, int | str]]:
-    table = schema.slashes.c
-    rows = connection.execute(
-        sa.select(schema.slashes)
-        .order_by(table.created_at.desc(), table.submission_digest)
-        .limit(MAX_SLASHES)
-    ).all()
     return [
         {
             "submission": row.submission_digest,
@@ -286,7 +280,7 @@ def _slashes(connection: Connection) -> list[dict[str, int | str]]:
             "transaction": row.execute_tx or row.propose_tx or "",
             "at": int(row.created_at),
         }
-        for row in reversed(rows)
+        for row in reversed(slashes.newest(connection, MAX_SLASHES))
     ]
 
 
@@ -316,13 +310,9 @@ def _submission_infos(
     connection: Connection, rows: Sequence[SubmissionRow]
 ) -> list[SubmissionInfo]:
     """Returns the public state of `rows`, in their order."""
-    roots = schema.roots.c
-    query = sa.select(roots.id, roots.root).where(
-        roots.id.in_({row.root_id for row in rows if row.root_id is not None}),
-        roots.chain_seq.is_not(None),
-    )
-    root_of = {found.id: Digest(found.root) for found in connection.execute(query)}
-    return [_submission_info(row, root_of.get(row.root_id)) for row in rows]
+    named = {row.root_id for row in rows if row.root_id is not None}
+    found = roots.confirmed_among(connection, named)
+    return [_submission_info(row, found.get(row.root_id) if row.root_id else None) for row in rows]
 
 
 def _submission_info(row: SubmissionRow, root: Digest | None) -> SubmissionInfo:
@@ -350,18 +340,9 @@ def reward_info(backend: Backend, node: Address) -> RewardInfo:
     with backend.store.read() as connection:
         settlement = newest_settlement(connection, backend.objects)
         settled = settlement.epoch if settlement is not None else -1
-        pending = pending_units(connection, node, settled)
-        credits = schema.credits.c
-        lost = connection.execute(
-            sa.select(credits.amount).where(credits.node == node, credits.status == "forfeited")
-        ).scalars()
-        forfeited = sum(int(amount) for amount in lost)
-        claimable = None
-        if settlement is not None:
-            roots = schema.reward_roots.c
-            claimable = connection.execute(
-                sa.select(roots.claimable_at).where(roots.epoch == settlement.epoch)
-            ).scalar()
+        pending = rewards.pending_units(connection, node, settled)
+        lost = rewards.credits_of(connection, node, ("forfeited",))
+        root = rewards.newest_root(connection, confirmed=True)
     cumulative, proof = 0, list[Digest]()
     if settlement is not None and node in settlement.amounts():
         cumulative, proof = settlement.proof(node)
@@ -370,7 +351,7 @@ def reward_info(backend: Backend, node: Address) -> RewardInfo:
         epoch=settlement.epoch if settlement is not None else None,
         cumulative=str(cumulative),
         proof=tuple(proof),
-        claimable_at=claimable,
+        claimable_at=root.claimable_at if root is not None else None,
         pending_units=pending,
-        forfeited=str(forfeited),
+        forfeited=str(sum(int(credit.amount) for credit in lost)),
     )

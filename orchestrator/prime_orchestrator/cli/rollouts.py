@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import sqlalchemy as sa
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -37,7 +36,7 @@ from prime_orchestrator.cli.storage import (
     opened,
 )
 from prime_orchestrator.rollouts import FileFacts, Sample
-from prime_orchestrator.store import Store, backup, submissions
+from prime_orchestrator.store import Store, backup, sqlite_file, submissions
 from prime_orchestrator.store.submissions import Wanted
 from prime_verify.rollout_file import FileError
 
@@ -278,10 +277,10 @@ def _pool(flags: dict[str, Any], config: Path | None) -> Iterator[tuple[Settings
     from prime_orchestrator.config import Settings, load
 
     named = {name: flags[name] for name in Settings.model_fields if name in flags}
-    url = sa.make_url(load(named, config).database_url)
-    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+    file = sqlite_file(load(named, config).database_url)
+    if file is not None and not file.is_file():
         raise UserError(
-            f"there is no pool in {url.database}",
+            f"there is no pool in {file}",
             hint="name the folder of orchestrator serve by --data, or its --database",
         )
     with opened(flags, config) as (settings, store):

@@ -17,9 +17,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
-from sqlalchemy import and_, select
-from sqlalchemy.exc import IntegrityError
-
 from prime_core import encoding
 from prime_core.batch import (
     BatchFile,
@@ -41,7 +38,6 @@ from prime_orchestrator.store import groups as store_groups
 from prime_orchestrator.store import policies as store_policies
 from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.engine import Store
-from prime_orchestrator.store.schema import groups, submissions
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +128,9 @@ def _seal_next(
         latest = store_policies.latest_version(connection)
         if not may_seal(step, latest, run.max_staleness):
             return None
-        free = free_groups(connection, step=step, max_staleness=run.max_staleness, without=without)
+        free = store_groups.free(
+            connection, step=step, max_staleness=run.max_staleness, without=without
+        )
     chosen = _choose_kept(objects, free, step, run)
     if chosen is None:
         return None
@@ -145,11 +143,8 @@ def _seal_next(
     try:
         with store.begin() as connection:
             _write(connection, batch, digest, chosen, now)
-    except IntegrityError:
-        log.warning("step %d was sealed by another process", step)
-        return None
     except ConflictError as error:
-        log.warning("step %d is sealed at the next turn: %s", step, error)
+        log.warning("step %d is not sealed this turn: %s", step, error)
         return None
     log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
     return step
@@ -176,43 +171,6 @@ def _choose_kept(
         free = [group for group in free if group.sha256 not in absent]
 
 
-def free_groups(
-    connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
-) -> list[FreeGroup]:
-    """Returns the informative groups of accepted files that no batch has taken and that are fresh
-    at `step`, except those of the nodes in `without`."""
-    rows = connection.execute(
-        select(groups, submissions.c.sha256, submissions.c.size, submissions.c.verdict_table)
-        .join(submissions, submissions.c.digest == groups.c.submission_digest)
-        .where(
-            and_(
-                groups.c.batch_step.is_(None),
-                groups.c.informative.is_(True),
-                groups.c.policy_version >= step - max_staleness,
-                groups.c.policy_version <= step,
-                submissions.c.status == "accepted",
-                submissions.c.shadow.is_(False),
-                submissions.c.node.not_in(without),
-            )
-        )
-    ).mappings()
-    return [
-        FreeGroup(
-            submission_digest=row["submission_digest"],
-            group_no=row["group_no"],
-            policy_version=row["policy_version"],
-            rows=row["rows"],
-            informative=row["informative"],
-            reward_micro_sum=row["reward_micro_sum"],
-            accepted_at=row["accepted_at"],
-            sha256=row["sha256"],
-            size=row["size"],
-            table=row["verdict_table"],
-        )
-        for row in rows
-    ]
-
-
 def _write(
     connection: Connection,
     batch: SignedBatch,
@@ -221,18 +179,17 @@ def _write(
     now: float,
 ) -> None:
     manifest = batch.manifest
-    store_batches.add(
-        connection,
-        BatchRow(
-            step=manifest.step,
-            digest=digest,
-            body=batch.model_dump_json(),
-            rows=manifest.rows,
-            mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
-            staleness_max=manifest.step - min(manifest.policy_versions),
-            sealed_at=now,
-        ),
+    row = BatchRow(
+        step=manifest.step,
+        digest=digest,
+        body=batch.model_dump_json(),
+        rows=manifest.rows,
+        mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
+        staleness_max=manifest.step - min(manifest.policy_versions),
+        sealed_at=now,
     )
+    if not store_batches.add(connection, row):
+        raise ConflictError("another process has sealed it")
     names = [(g.submission_digest, g.group_no) for g in chosen]
     if store_groups.take(connection, names, manifest.step) != len(names):
         raise ConflictError("a file that it takes groups from was withdrawn meanwhile")

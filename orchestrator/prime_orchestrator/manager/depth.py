@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import sqlalchemy as sa
-
 from prime_chain.client import Block, ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.networks import BlockTag, Network
 from prime_core import ids
 from prime_core.ids import Address
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.store import Connection, schema
+from prime_orchestrator.store import Connection, roots
 
 STATE_BLOCKS = 64
 """Endpoints are asked for states of blocks at most this far below the newest."""
@@ -90,12 +88,8 @@ def need_of(
         case "join":
             return Staked(ids.address(payload["invite"]["node"]), context.run.stake_per_seat)
         case "propose":
-            block = connection.execute(
-                sa.select(schema.roots.c.block)
-                .join(schema.submissions, schema.submissions.c.root_id == schema.roots.c.id)
-                .where(schema.submissions.c.digest == payload["submission_digest"])
-            ).scalar()
-            return None if block is None else Buried("stake", int(block))
+            root = roots.of(connection, ids.digest(payload["submission_digest"]))
+            return None if root is None or root.block is None else Buried("stake", root.block)
         case "reward_root":
             return Buried("payout", int(payload["as_of_block"]))
     return None

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import sqlalchemy as sa
-
 from prime_core import ids
 from prime_core.draws import (
     MAX_VALIDATORS,
@@ -37,17 +35,14 @@ from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.store import Connection, chain, schema
+from prime_orchestrator.store import Connection, chain
+from prime_orchestrator.store import draws as store_draws
 from prime_orchestrator.store.engine import Store
-from prime_orchestrator.store.rows import insert_new
 
 EPOCHS_AHEAD = 8
 """How many epochs ahead a validator may commit, and so how long it may be offline before leases
 wait for it."""
 LISTED = 256
-
-_table = schema.draw_commitments
-_second = schema.second_secrets
 
 
 def epoch_at(run: RunDefinition, now: float) -> int:
@@ -81,14 +76,8 @@ def commit(
                 f"commitments are taken for epochs {epoch} to {epoch + EPOCHS_AHEAD}: check the "
                 "machine's clock"
             )
-        values = {
-            "validator": author,
-            "epoch": statement.epoch,
-            "body": signed.model_dump_json(),
-            "revealed": False,
-        }
-        if not insert_new(connection, _table, values):
-            known = _commitment(connection, author, statement.epoch)
+        if not store_draws.add(connection, signed):
+            known = store_draws.get(connection, author, statement.epoch)
             if known is None or known.commitment != statement:
                 raise ConflictError(
                     f"the caller has committed to another secret for epoch {statement.epoch}: only "
@@ -109,7 +98,7 @@ def reveal(
     Raises UntrustedError if it does not match the author's commitment, NotFoundError if there is no
     commitment, PolicyError if a lease may still need the secret.
     """
-    known = _commitment(connection, author, shown.epoch)
+    known = store_draws.get(connection, author, shown.epoch)
     if known is None:
         raise NotFoundError(f"the caller committed to no secret for epoch {shown.epoch}")
     if shown.validator != author or shown.digest() != known.commitment.commitment:
@@ -117,21 +106,11 @@ def reveal(
     if now < _due(context.run, shown.epoch):
         raise PolicyError(f"leases may still need the secret of epoch {shown.epoch}")
     put_object(objects, shown.canonical())
-    connection.execute(
-        sa.update(_table)
-        .where(_table.c.validator == author, _table.c.epoch == shown.epoch)
-        .values(revealed=True)
-    )
+    store_draws.set_revealed(connection, author, shown.epoch)
 
 
 def _due(run: RunDefinition, epoch: int) -> int:
     return reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
-
-
-def _commitment(connection: Connection, author: Address, epoch: int) -> SignedDrawCommitment | None:
-    query = sa.select(_table.c.body).where(_table.c.validator == author, _table.c.epoch == epoch)
-    body = connection.execute(query).scalar()
-    return None if body is None else SignedDrawCommitment.model_validate_json(body)
 
 
 def reveal_second(
@@ -139,17 +118,13 @@ def reveal_second(
 ) -> list[int]:
     """Publishes the manager's secrets that no lease needs any longer; returns their epochs."""
     with store.read() as connection:
-        rows = connection.execute(
-            sa.select(_second.c.epoch, _second.c.secret).where(_second.c.revealed.is_(False))
-        ).all()
-    due = [row for row in rows if _due(context.run, row.epoch) <= now()]
-    for row in due:
-        put_object(objects, _managers(context, row.epoch, Digest(row.secret)).canonical())
+        waiting = store_draws.unrevealed_seconds(connection)
+    due = [(epoch, secret) for epoch, secret in waiting if _due(context.run, epoch) <= now()]
+    for epoch, secret in due:
+        put_object(objects, _managers(context, epoch, secret).canonical())
         with store.begin() as connection:
-            connection.execute(
-                sa.update(_second).where(_second.c.epoch == row.epoch).values(revealed=True)
-            )
-    return [int(row.epoch) for row in due]
+            store_draws.set_second_revealed(connection, epoch)
+    return [epoch for epoch, _ in due]
 
 
 def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
@@ -175,15 +150,9 @@ class DrawBoard:
         revealed.
         """
         epoch = epoch_at(context.run, now)
-        rows = connection.execute(
-            sa.select(_table.c.body)
-            .where(_table.c.epoch == epoch)
-            .order_by(_table.c.validator)
-            .limit(MAX_VALIDATORS)
-        ).scalars()
+        found = store_draws.of_epoch(connection, epoch, MAX_VALIDATORS)
         # Sort here: addresses are mixed-case, and database collations differ.
         appointed = chain.appointed(connection, context.pool)
-        found = (SignedDrawCommitment.model_validate_json(body) for body in rows)
         commitments = tuple(
             sorted(
                 (signed for signed in found if signed.validator in appointed),
@@ -213,38 +182,23 @@ class DrawBoard:
     def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
         """Returns the manager's commitment for an epoch. Its secret is generated on first use."""
         secret = ids.digest(self.random(32))
-        values = {
-            "epoch": epoch,
-            "commitment": _managers(context, epoch, secret).digest(),
-            "secret": secret,
-            "revealed": False,
-        }
-        insert_new(connection, _second, values)
-        query = sa.select(_second.c.commitment).where(_second.c.epoch == epoch)
-        return Digest(connection.execute(query).scalar_one())
+        commitment = _managers(context, epoch, secret).digest()
+        return store_draws.second(connection, epoch, secret, commitment)
 
 
 def second_secret(connection: Connection, commitment: Digest) -> Digest:
     """Returns the manager's secret for a list's `second`. Raises FatalError if the store lacks
     it."""
-    query = sa.select(_second.c.secret).where(_second.c.commitment == commitment)
-    secret = connection.execute(query).scalar()
+    secret = store_draws.second_secret(connection, commitment)
     if secret is None:
         raise FatalError("the store has lost the manager's second secret of a lease")
-    return Digest(secret)
+    return secret
 
 
 def listing(connection: Connection) -> list[DrawInfo]:
     """Returns the newest commitments, latest epoch first, and whether their secrets are
     revealed."""
-    rows = connection.execute(
-        sa.select(_table.c.body, _table.c.revealed)
-        .order_by(_table.c.epoch.desc(), _table.c.validator)
-        .limit(LISTED)
-    )
     return [
-        DrawInfo(
-            signed=SignedDrawCommitment.model_validate_json(row.body), revealed=bool(row.revealed)
-        )
-        for row in rows
+        DrawInfo(signed=signed, revealed=revealed)
+        for signed, revealed in store_draws.newest(connection, LISTED)
     ]

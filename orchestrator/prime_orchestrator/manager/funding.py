@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict
 
 from prime_chain.amounts import prime
@@ -23,7 +22,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.depth import has_state
 from prime_orchestrator.manager.settlement import chain_clock
-from prime_orchestrator.store import Connection, meta, schema, submissions
+from prime_orchestrator.store import Connection, meta, rewards, submissions
 from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)
@@ -87,9 +86,8 @@ def compare_funding(
 
 def owed_by(connection: Connection, context: PoolContext, planted: Collection[Address]) -> int:
     """Returns what the pool owes and may owe for files handed in, in wei."""
-    roots = schema.reward_roots.c
-    newest = sa.select(sa.func.max(roots.epoch)).where(roots.claimable_at.is_not(None))
-    since = settled_until(connection.execute(newest).scalar(), context.run.epoch_seconds)
+    newest = rewards.newest_root(connection, confirmed=True)
+    since = settled_until(None if newest is None else newest.epoch, context.run.epoch_seconds)
     history, owed = revisions.history(connection, context), 0
     for some in submissions.unsettled(connection, since, planted):
         run = history.at(some.step)

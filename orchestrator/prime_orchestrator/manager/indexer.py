@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-
-import sqlalchemy as sa
+from dataclasses import replace
 
 from prime_chain.contracts import Rewards
 from prime_chain.events import Event, RootPosted
@@ -28,11 +27,12 @@ from prime_orchestrator.manager.settlement import (
     refresh_credits,
 )
 from prime_orchestrator.manager.transactions import forget_unsent
-from prime_orchestrator.store import Connection, chain, meta, schema, submissions
+from prime_orchestrator.store import Connection, chain, meta, rewards, roots, slashes, submissions
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.engine import Store, lock
-from prime_orchestrator.store.rows import insert_all_new, insert_new, upsert
+from prime_orchestrator.store.rewards import RewardRootRow
+from prime_orchestrator.store.slashes import SlashRow
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _take(connection: Connection, events: Sequence[Event]) -> list[EventRow]:
         )
         for event in events
     ]
-    insert_all_new(connection, schema.chain_events, [vars(row) for row in rows])
+    chain.add_events(connection, rows)
     return rows
 
 
@@ -240,14 +240,8 @@ def check_reward_roots(
 def _known_progress(store: Store) -> tuple[tuple[int, int], int]:
     """Returns what `Rewards.progress` should be by the stored events (zeros before the first root),
     and the block of the newest reward root that stands (0 if none does)."""
-    table = schema.reward_roots.c
     with store.read() as connection:
-        newest = connection.execute(
-            sa.select(table.epoch, table.cumulative_total)
-            .where(table.claimable_at.is_not(None))
-            .order_by(table.epoch.desc())
-            .limit(1)
-        ).first()
+        newest = rewards.newest_root(connection, confirmed=True)
         if newest is None:
             return (0, 0), 0
         posted = chain.events(connection, "RewardRootPosted", subject=newest.epoch)
@@ -306,52 +300,28 @@ def derive_root(connection: Connection, root: Digest) -> None:
     no submission is paid twice.
     """
     first = next(iter(chain.events(connection, "RootPosted", subject=root)), None)
-    args = first.arguments() if first else {}
     if first is None:
-        _let_go_leaf(connection, root)
-    elif args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
+        roots.drop_leaf(connection, root)
+        roots.set_posted(connection, root)
+        return
+    args = first.arguments()
+    if args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
         _adopt_leaf(connection, root, first.block_time)
-    connection.execute(
-        sa.update(schema.roots)
-        .where(schema.roots.c.root == root)
-        .values(
-            chain_seq=args.get("seq"),
-            epoch=args.get("epoch"),
-            posted_at=first.block_time if first else None,
-            block=first.block if first else None,
-        )
+    roots.set_posted(
+        connection,
+        root,
+        seq=args["seq"],
+        epoch=args["epoch"],
+        posted_at=first.block_time,
+        block=first.block,
     )
 
 
 def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
     """Adds the row of a single-leaf root that the node posted itself."""
     submission = submissions.get(connection, leaf)
-    if submission is None or submission.root_id is not None or submission.shadow:
-        return
-    key = connection.execute(
-        sa.insert(schema.roots).values(
-            root=leaf, leaves_object=ZERO_DIGEST, count=1, created_at=float(posted_at)
-        )
-    ).inserted_primary_key
-    assert key is not None
-    connection.execute(
-        sa.update(schema.submissions)
-        .where(schema.submissions.c.digest == leaf)
-        .values(root_id=key[0], leaf_index=0)
-    )
-
-
-def _let_go_leaf(connection: Connection, leaf: Digest) -> None:
-    """Undoes `_adopt_leaf` after its posting was retracted, so that the manager may root the
-    leaf."""
-    table = schema.roots.c
-    adopted = sa.and_(table.root == leaf, table.leaves_object == ZERO_DIGEST)
-    connection.execute(
-        sa.update(schema.submissions)
-        .where(schema.submissions.c.root_id.in_(sa.select(table.id).where(adopted)))
-        .values(root_id=None, leaf_index=None)
-    )
-    connection.execute(sa.delete(schema.roots).where(adopted))
+    if submission is not None and not submission.shadow:
+        roots.add(connection, leaf, ZERO_DIGEST, [leaf], now=float(posted_at))
 
 
 def derive_reward_root(connection: Connection, epoch: int) -> None:
@@ -360,10 +330,11 @@ def derive_reward_root(connection: Connection, epoch: int) -> None:
     A root that the arbiter disabled loses its row, so that the next settlement builds on the
     previous one. A root whose posting was retracted waits for its transaction again.
     """
-    table = schema.reward_roots
+    known = rewards.root_of(connection, epoch)
     posted = chain.events(connection, "RewardRootPosted", subject=epoch)
     if not posted:
-        connection.execute(sa.update(table).where(table.c.epoch == epoch).values(claimable_at=None))
+        if known is not None:
+            rewards.put_root(connection, replace(known, claimable_at=None))
         return
     newest = posted[-1]
     args = newest.arguments()
@@ -373,23 +344,18 @@ def derive_reward_root(connection: Connection, epoch: int) -> None:
         for event in chain.events(connection, "RewardRootDisabled")
     )
     if disabled:
-        connection.execute(
-            sa.delete(table).where(table.c.epoch == epoch, table.c.root == args["root"])
-        )
+        if known is not None and known.root == args["root"]:
+            rewards.drop_root(connection, epoch)
         return
-    known = connection.execute(sa.select(table.c.created_at).where(table.c.epoch == epoch)).scalar()
-    upsert(
-        connection,
-        table,
-        {
-            "epoch": epoch,
-            "root": args["root"],
-            "cumulative_total": str(args["cumulative_total"]),
-            "object": args["object"],
-            "created_at": newest.block_time if known is None else known,
-            "claimable_at": args["claimable_at"],
-        },
+    row = RewardRootRow(
+        epoch=epoch,
+        root=Digest(args["root"]),
+        cumulative_total=str(args["cumulative_total"]),
+        object=Digest(args["object"]),
+        created_at=newest.block_time if known is None else known.created_at,
+        claimable_at=args["claimable_at"],
     )
+    rewards.put_root(connection, row)
 
 
 def _epoch(event: EventRow) -> int:
@@ -403,42 +369,37 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
     A proposal by another validator gets a row if the submission is ours.
     """
     proposed = next(iter(chain.events(connection, "SlashProposed", subject=leaf)), None)
-    table = schema.slashes
-    row = connection.execute(sa.select(table).where(table.c.submission_digest == leaf)).first()
+    row = slashes.get(connection, leaf)
     if proposed is None:
         if row is not None and row.propose_tx is not None:  # the proposal was retracted
-            connection.execute(
-                sa.update(table)
-                .where(table.c.submission_digest == leaf)
-                .values(
-                    status="queued",
-                    executable_at=None,
-                    propose_tx=None,
-                    execute_tx=None,
-                )
+            slashes.change(
+                connection,
+                leaf,
+                status="queued",
+                executable_at=None,
+                propose_tx=None,
+                execute_tx=None,
             )
-            refresh_credits(connection, Address(row.node))
+            refresh_credits(connection, row.node)
         return
     args = proposed.arguments()
+    reason = int(reason_of(args["reason"]) or Reason.NONE)
     submission = submissions.get(connection, leaf)
     if row is None:
         if submission is None:
             log.warning("a slash was proposed for %s, which this store does not know", leaf)
             return
-        insert_new(
-            connection,
-            table,
-            {
-                "submission_digest": leaf,
-                "node": args["node"],
-                "validator": submission.validator or "",
-                "evidence": args["evidence"],
-                "reason": int(reason_of(args["reason"]) or Reason.NONE),
-                "amount": str(args["amount"]),
-                "status": "proposed",
-                "created_at": now,
-            },
+        row = SlashRow(
+            submission_digest=leaf,
+            node=Address(args["node"]),
+            validator=submission.validator or "",
+            evidence=Digest(args["evidence"]),
+            reason=reason,
+            amount=str(args["amount"]),
+            status="proposed",
+            created_at=now,
         )
+        slashes.add(connection, row)
     ended = {
         name: _event_of_proposal(connection, name, leaf)
         for name in ("SlashExecuted", "SlashCancelled")
@@ -449,18 +410,16 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
     elif ended["SlashCancelled"] is not None:
         status = "cancelled"
     executed = ended["SlashExecuted"]
-    connection.execute(
-        sa.update(table)
-        .where(table.c.submission_digest == leaf)
-        .values(
-            status=status,
-            evidence=args["evidence"],
-            reason=int(reason_of(args["reason"]) or Reason.NONE),
-            amount=str(executed.arguments()["amount"] if executed else args["amount"]),
-            executable_at=args["executable_at"],
-            propose_tx=proposed.tx_hash,
-            execute_tx=executed.tx_hash if executed else None,
-        )
+    slashes.change(
+        connection,
+        leaf,
+        status=status,
+        evidence=args["evidence"],
+        reason=reason,
+        amount=str(executed.arguments()["amount"] if executed else args["amount"]),
+        executable_at=args["executable_at"],
+        propose_tx=proposed.tx_hash,
+        execute_tx=executed.tx_hash if executed else None,
     )
     refresh_credits(connection, Address(args["node"]))
 

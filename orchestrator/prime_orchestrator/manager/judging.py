@@ -69,15 +69,15 @@ from prime_orchestrator.store import (
     leases,
     nodes,
     opinions,
+    rewards,
     row_marks,
-    schema,
     submissions,
 )
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.opinions import OpinionRow
-from prime_orchestrator.store.rows import insert_new
+from prime_orchestrator.store.rewards import CreditRow
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.proofs.thresholds import shipped
 
@@ -430,18 +430,14 @@ def _credit(
     now: float,
 ) -> None:
     run, table = revisions.history(connection, context).at(row.step), judgement.table
-    insert_new(
-        connection,
-        schema.credits,
-        {
-            "submission_digest": row.digest,
-            "node": row.node,
-            "units": table.units,
-            "amount": str(run.worth(table.units, table.prompt_units)),
-            "earned_at": row.receipt_answer().receipt.received_at,
-            "status": "earned",
-        },
+    credit = CreditRow(
+        submission_digest=row.digest,
+        node=row.node,
+        units=table.units,
+        amount=str(run.worth(table.units, table.prompt_units)),
+        earned_at=row.receipt_answer().receipt.received_at,
     )
+    rewards.add_credit(connection, credit)
     refresh_credits(connection, Address(row.node))
     drift.add(connection, Address(row.node), table.setup, judgement.shares())
     groups.add(connection, group_rows(table, row, now))
@@ -449,9 +445,9 @@ def _credit(
 
 def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:
     """Returns the groups of an accepted file, from its verdict table."""
-    rewards: dict[int, list[int]] = defaultdict(list)
+    by_group: dict[int, list[int]] = defaultdict(list)
     for entry in table.rows:
-        rewards[entry.group].append(entry.reward_micro)
+        by_group[entry.group].append(entry.reward_micro)
     return [
         GroupRow(
             submission_digest=row.digest,
@@ -462,7 +458,7 @@ def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[Grou
             reward_micro_sum=sum(values),
             accepted_at=now,
         )
-        for group, values in sorted(rewards.items())
+        for group, values in sorted(by_group.items())
     ]
 
 

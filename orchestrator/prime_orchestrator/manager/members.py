@@ -11,15 +11,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import sqlalchemy as sa
-
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeEventKind, NodeState, step_node
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.manager.standing import expire
-from prime_orchestrator.store import Connection, chain, leases, nodes, schema, submissions
+from prime_orchestrator.store import Connection, chain, leases, nodes, slashes, submissions
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.nodes import NodeRow
 
@@ -40,7 +38,7 @@ def derive_node(connection: Connection, context: PoolContext, node: Address, now
     if joined is not None:
         args = joined.arguments()
         nodes.set_member(connection, node, provider=Address(args["provider"]))
-    open_slash = has_open_slash(connection, node)
+    open_slash = slashes.has_open(connection, node)
     if standing == "member" and row.status in ("ejected", "left"):  # rejoined, or exit retracted
         status = "quarantined" if open_slash else "active"
         nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
@@ -78,19 +76,6 @@ def membership(connection: Connection, node: Address) -> tuple[str, EventRow | N
     if last.name == "NodeJoined":
         return "member", last
     return ("left" if last.name == "NodeLeft" else "ejected"), None
-
-
-def has_open_slash(connection: Connection, node: Address) -> bool:
-    """Whether a slash of `node` is queued or proposed."""
-    table = schema.slashes
-    return (
-        connection.execute(
-            sa.select(table.c.submission_digest)
-            .where(table.c.node == node, table.c.status.in_(("queued", "proposed")))
-            .limit(1)
-        ).first()
-        is not None
-    )
 
 
 def provider_of(connection: Connection, node: Address) -> Address | None:
@@ -151,24 +136,7 @@ def slashed_sibling(connection: Connection, node: Address) -> Address | None:
     None if there is none. It prevents a provider that was caught from joining again under
     another key."""
     provider = provider_of(connection, node)
-    if provider is None:
-        return None
-    slashes, seated, bound = schema.slashes.c, schema.nodes.c, schema.chain_state.c
-    query = (
-        sa.select(slashes.node)
-        .outerjoin(schema.nodes, seated.address == slashes.node)
-        .outerjoin(
-            schema.chain_state,
-            sa.and_(bound.kind == "provider", bound.account == slashes.node),
-        )
-        .where(
-            slashes.status.in_(("queued", "proposed")),
-            sa.or_(seated.provider == provider, bound.value == provider),
-        )
-        .limit(1)
-    )
-    found = connection.execute(query).scalar()
-    return None if found is None else Address(found)
+    return None if provider is None else slashes.open_of_provider(connection, provider)
 
 
 def apply_node_event(

@@ -20,22 +20,28 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import sqlalchemy as sa
-
 from prime_core.ids import Address, Digest
-from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.members import apply_node_event, has_open_slash
+from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.manager.settlement import CHAIN_LOCK
-from prime_orchestrator.store import Connection, leases, nodes, opinions, schema
+from prime_orchestrator.store import (
+    Connection,
+    drift,
+    groups,
+    intents,
+    leases,
+    nodes,
+    opinions,
+    rewards,
+    slashes,
+    submissions,
+)
 from prime_orchestrator.store.engine import Store, lock
-from prime_orchestrator.store.submissions import has_root
 from prime_verify.canaries import planting
 
 log = logging.getLogger(__name__)
 
 HOUR = 3600
-_submissions = schema.submissions.c
 
 
 @dataclass(frozen=True)
@@ -63,58 +69,34 @@ def reveal(
     if not planted.accounts:
         return []
     with store.read() as connection:
-        waiting = _ended(connection, context.run, planted, now())
+        too_old = now() - context.run.validity_seconds
+        waiting = submissions.unrooted_of(connection, planted.accounts, too_old)
     revealed: list[Digest] = []
-    for digest, node, lease, judged in waiting:
+    for file in waiting:
+        digest, node = file.digest, file.node
         with store.begin() as connection:
             lock(connection, CHAIN_LOCK)  # the indexer assigns roots to leaves posted by nodes
             nodes.lock_row(connection, node)
-            if has_root(connection, digest):
+            if submissions.has_root(connection, digest):
                 continue
-            if judged:
-                kind = planting.kind(planted.secret, lease)
+            if file.status != "submitted":
+                kind = planting.kind(planted.secret, file.lease_digest)
                 opinions.plant(connection, digest, kind, now=now())
             _take_back(connection, digest, node)
             row = nodes.get(connection, node)
             held = row is not None and row.status == "quarantined"
-            if held and not has_open_slash(connection, node):
+            if held and not slashes.has_open(connection, node):
                 apply_node_event(connection, context, node, "slash_cancelled", now())
         revealed.append(digest)
         log.info("planted file %s is judged", digest)
     return revealed
 
 
-def _ended(
-    connection: Connection, run: RunDefinition, planted: Planted, now: float
-) -> list[tuple[Digest, Address, Digest, bool]]:
-    too_old = _submissions.received_at < now - run.validity_seconds
-    judged = _submissions.status.in_(("accepted", "rejected", "void"))
-    rows = connection.execute(
-        sa.select(
-            _submissions.digest, _submissions.node, _submissions.lease_digest, _submissions.status
-        ).where(
-            _submissions.node.in_(planted.accounts),
-            _submissions.shadow.is_(False),
-            _submissions.root_id.is_(None),
-            sa.or_(judged, too_old),
-        )
-    )
-    return [
-        (Digest(row.digest), Address(row.node), Digest(row.lease_digest), row.status != "submitted")
-        for row in rows
-    ]
-
-
 def _take_back(connection: Connection, digest: Digest, node: Address) -> None:
     """Reverts a verdict's effects; the file is a shadow file from now on."""
-    for table in (schema.credits, schema.groups, schema.slashes):
-        connection.execute(sa.delete(table).where(table.c.submission_digest == digest))
-    connection.execute(sa.delete(schema.drift).where(schema.drift.c.node == node))
-    names = (f"propose:{digest}", f"eject:{node}:{digest}")
-    intents = schema.intents.c
-    connection.execute(
-        sa.delete(schema.intents).where(intents.id.in_(names), intents.status == "waiting")
-    )
-    connection.execute(
-        sa.update(schema.submissions).where(_submissions.digest == digest).values(shadow=True)
-    )
+    rewards.drop_credits(connection, [digest])
+    groups.drop(connection, digest)
+    slashes.drop(connection, digest)
+    drift.forget(connection, node)
+    intents.forget_waiting(connection, (f"propose:{digest}", f"eject:{node}:{digest}"))
+    submissions.set_shadow(connection, digest)

@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
-
-import sqlalchemy as sa
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.context import PoolContext
@@ -34,18 +31,15 @@ from prime_orchestrator.store import (
     leases,
     nodes,
     opinions,
+    rewards,
+    roots,
     row_marks,
-    schema,
     submissions,
 )
 from prime_orchestrator.store.engine import lock
 from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
-_OF_A_VERDICT = (
-    *("verdict", "verdict_table", "evidence", "validator"),
-    *("judged_at", "compute_share"),
-)
 
 
 def send_back(
@@ -69,7 +63,7 @@ def send_back(
 
 def uphold(connection: Connection, row: SubmissionRow, repeated_rows: int | None) -> None:
     """Records that an accepted file was sent back and that its verdict stands."""
-    _write(connection, row, repeated_rows=max(1, repeated_rows or 0))
+    submissions.set_repeated(connection, row.digest, max(1, repeated_rows or 0))
     log.info("submission %s was judged once more and stands", row.digest)
 
 
@@ -81,29 +75,19 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
         log.error("submission %s of %s is not what it was paid for: too late", row.digest, row.node)
         return False
     nodes.lock_row(connection, Address(row.node))
-    empty = dict.fromkeys(_OF_A_VERDICT)
-    _write(connection, row, status="submitted", units=0, prompt_units=0, repeated_rows=1, **empty)
+    submissions.withdraw(connection, row.digest)
     leases.set_status(connection, row.lease_digest, "submitted")
-    credits = schema.credits
-    connection.execute(sa.delete(credits).where(credits.c.submission_digest == row.digest))
+    rewards.drop_credits(connection, [row.digest])
     groups.drop_free(connection, row.digest)
     row_marks.forget_file(connection, row.digest)
     log.warning("submission %s of %s is accepted no longer", row.digest, row.node)
     return True
 
 
-def _write(connection: Connection, row: SubmissionRow, **values: Any) -> None:
-    mine = schema.submissions.c.digest == row.digest
-    connection.execute(sa.update(schema.submissions).where(mine).values(**values))
-
-
 def _final(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:
     """Whether the file's root is past its validity."""
     clock = chain_clock(connection)
-    roots = schema.roots.c
-    posted_at = connection.execute(
-        sa.select(roots.posted_at).where(roots.id == row.root_id)
-    ).scalar()
-    if clock is None or posted_at is None:
+    root = roots.of(connection, row.digest)
+    if clock is None or root is None or root.posted_at is None:
         return False
-    return expired(int(posted_at), context.run.validity_seconds, clock.time)
+    return expired(root.posted_at, context.run.validity_seconds, clock.time)

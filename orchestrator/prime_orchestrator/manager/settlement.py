@@ -8,7 +8,6 @@ since.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
@@ -41,18 +39,19 @@ from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.voids import void
-from prime_orchestrator.store import Connection, chain, opinions
-from prime_orchestrator.store import meta as store_meta
-from prime_orchestrator.store.engine import Store, lock
-from prime_orchestrator.store.intents import queue_intent, requeue_failed
-from prime_orchestrator.store.schema import (
-    chain_events,
-    credits,
-    reward_roots,
+from prime_orchestrator.store import (
+    Connection,
+    chain,
+    opinions,
+    rewards,
     roots,
     slashes,
     submissions,
 )
+from prime_orchestrator.store import meta as store_meta
+from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.intents import queue_intent, requeue_failed
+from prime_orchestrator.store.rewards import RewardRootRow
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +61,7 @@ CHAIN_BLOCK = "chain_block"
 """Key in `meta`: number of the newest block the indexer has processed."""
 CHAIN_TIME = "chain_time"
 """Key in `meta`: that block's time in Unix seconds."""
-_OPEN = ("queued", "proposed")
 _BATCH = 10_000
-_MAX_NAMES = 500
-"""Most names in one SQL condition."""
 _READERS = 8
 """Objects read at once."""
 _LOOKED = "settlement_looked_to"
@@ -153,13 +149,12 @@ def settle_epochs(
 
 def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Turn | None:
     run, clock = context.run, chain_clock(connection)
-    last = connection.execute(
-        select(reward_roots).order_by(reward_roots.c.epoch.desc()).limit(1)
-    ).first()
+    last = rewards.newest_root(connection)
     if last is not None and last.claimable_at is None:
-        if int(last.cumulative_total) < _promised(connection):
+        promised = rewards.newest_root(connection, confirmed=True)
+        if promised and int(last.cumulative_total) < int(promised.cumulative_total):
             # Others posted a table meanwhile that promises more: this root can never follow it.
-            connection.execute(delete(reward_roots).where(reward_roots.c.epoch == last.epoch))
+            rewards.drop_root(connection, last.epoch)
             return None
         intent = f"reward_root:{last.epoch}:{last.object}"
         requeue_failed(connection, intent, now, not_before=now - run.epoch_seconds)
@@ -175,28 +170,13 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         looked = _Looked(after=after, epoch=after)
     if due <= looked.epoch:
         return None
-    with_work = connection.execute(
-        select(func.min(roots.c.epoch)).where(
-            roots.c.chain_seq.is_not(None), roots.c.epoch > looked.epoch, roots.c.epoch <= due
-        )
-    ).scalar()
+    with_work = roots.first_epoch(connection, looked.epoch, due)
     return _Turn(
         epoch=due if with_work is None else int(with_work),
         after=after,
         previous=None if last is None else Digest(last.object),
         new_leaves=with_work is not None or looked.waits,
     )
-
-
-def _promised(connection: Connection) -> int:
-    """Returns the cumulative total of the newest reward root that the chain has confirmed."""
-    found = connection.execute(
-        select(reward_roots.c.cumulative_total)
-        .where(reward_roots.c.claimable_at.is_not(None))
-        .order_by(reward_roots.c.epoch.desc())
-        .limit(1)
-    ).scalar()
-    return int(found or 0)
 
 
 def _settle(
@@ -210,14 +190,11 @@ def _settle(
     """Returns the settlement of a turn, or None if there is no new leaf, no held file was decided
     and no file was restored."""
     names = [file.submission_digest for file in held]
-    condition = or_(
-        roots.c.epoch.between(turn.after + 1, turn.epoch), submissions.c.digest.in_(names)
-    )
     with store.begin() as connection:
         lock(connection, CHAIN_LOCK)  # reads facts and block number at one instant
         clock = chain_clock(connection)
         assert clock is not None
-        rooted = _leaves(connection, condition, context)
+        rooted = _leaves(connection, turn, names, context)
         slash_facts = _slash_facts(connection)
         lies, faults = _planted(connection, context, turn)
         granted = _restored(connection, context)
@@ -314,15 +291,7 @@ def _queue(
     digest, root = put_object(objects, head), settlement.root()
     total = settlement.cumulative_total
     with store.begin() as connection:
-        connection.execute(
-            insert(reward_roots).values(
-                epoch=settlement.epoch,
-                root=root,
-                cumulative_total=total,
-                object=digest,
-                created_at=now,
-            )
-        )
+        rewards.add_root(connection, RewardRootRow(settlement.epoch, root, total, digest, now))
         queue_intent(
             connection,
             kind="reward_root",
@@ -337,24 +306,15 @@ def _queue(
             now=now,
         )
         unpaid = [file.submission_digest for file in settlement.files if file.state == "void"]
-        for start in range(0, len(unpaid), _MAX_NAMES):
-            some = unpaid[start : start + _MAX_NAMES]
-            connection.execute(delete(credits).where(credits.c.submission_digest.in_(some)))
+        rewards.drop_credits(connection, unpaid)
     log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
 
 
 def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
     """Returns the settlement of the newest reward root that the chain has confirmed, without the
     files of its pages."""
-    found = connection.execute(
-        select(reward_roots.c.object)
-        .where(reward_roots.c.claimable_at.is_not(None))
-        .order_by(reward_roots.c.epoch.desc())
-        .limit(1)
-    ).scalar()
-    if found is None:
-        return None
-    return parse_settlement(read_object(objects, Digest(found)))
+    found = rewards.newest_root(connection, confirmed=True)
+    return None if found is None else parse_settlement(read_object(objects, found.object))
 
 
 @dataclass(frozen=True)
@@ -368,33 +328,19 @@ class _Rooted:
 
 
 def _leaves(
-    connection: Connection, condition: ColumnElement[bool], context: PoolContext
+    connection: Connection, turn: _Turn, names: Sequence[Digest], context: PoolContext
 ) -> list[_Rooted]:
-    """Returns the leaves that match `condition` in confirmed roots. Reads no object: the indexer
-    waits meanwhile."""
-    refused = {
-        json.loads(args)["leaf"]
-        for args in connection.execute(
-            select(chain_events.c.args).where(chain_events.c.name == "LeafRejected")
-        ).scalars()
-    }
-    found = submissions.c
-    rows = connection.execution_options(yield_per=_BATCH).execute(
-        select(
-            *(found.digest, found.node, found.step, found.receipt, found.body, found.verdict),
-            *(found.units, found.prompt_units, roots.c.chain_seq, roots.c.posted_at),
-        )
-        .join(roots, roots.c.id == submissions.c.root_id)
-        .where(and_(roots.c.chain_seq.is_not(None), condition))
-    )
+    """Returns the leaves of a turn and those of `names`, all in confirmed roots. Reads no object:
+    the indexer waits meanwhile."""
+    refused = {event.arguments()["leaf"] for event in chain.events(connection, "LeafRejected")}
     leaves, history = [], revisions.history(connection, context)
-    for row in rows:
+    for row in roots.leaves(connection, turn.after, turn.epoch, names):
         receipt = ReceiptAnswer.model_validate_json(row.receipt)
         signed = SignedSubmission.model_validate_json(row.body)
         run = history.at(row.step)
         fact = LeafFact(
-            submission_digest=Digest(row.digest),
-            node=Address(row.node),
+            submission_digest=row.digest,
+            node=row.node,
             root_seq=row.chain_seq,
             expires=row.posted_at + context.run.validity_seconds,
             received_at=receipt.receipt.received_at,
@@ -410,8 +356,7 @@ def _leaves(
             judge_price=run.price_per_judged_file,
             prompt_price=run.price_per_prompt_token,
         )
-        verdict = None if row.verdict is None else Digest(row.verdict)
-        leaves.append(_Rooted(fact, verdict, row.units, row.prompt_units))
+        leaves.append(_Rooted(fact, row.verdict, row.units, row.prompt_units))
     return leaves
 
 
@@ -431,24 +376,12 @@ def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
 
 
 def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:
-    query = select(
-        slashes.c.submission_digest, slashes.c.node, slashes.c.status, submissions.c.receipt
-    ).join(submissions, submissions.c.digest == slashes.c.submission_digest)
-    if node is not None:
-        query = query.where(slashes.c.node == node)
     facts = []
-    for row in connection.execute(query):
-        state: SlashState = "open" if row.status in _OPEN else row.status
-        receipt = ReceiptAnswer.model_validate_json(row.receipt)
-        facts.append(
-            SlashFact(
-                Digest(row.submission_digest),
-                Address(row.node),
-                receipt.receipt.received_at,
-                Signature(receipt.signature),
-                state,
-            )
-        )
+    for leaf, author, status, answer in slashes.with_receipts(connection, node):
+        state: SlashState = "open" if status in slashes.OPEN else status  # type: ignore[assignment]
+        receipt = ReceiptAnswer.model_validate_json(answer)
+        at, signature = receipt.receipt.received_at, Signature(receipt.signature)
+        facts.append(SlashFact(leaf, author, at, signature, state))
     return facts
 
 
@@ -458,20 +391,12 @@ def refresh_credits(connection: Connection, node: Address) -> None:
     The result depends only on `slashes` and `credits`, so it may run after any change to either.
     """
     facts = _slash_facts(connection, node)
-    rows = connection.execute(
-        select(credits.c.submission_digest, credits.c.earned_at, credits.c.status).where(
-            credits.c.node == node
-        )
-    ).all()
     names = {"free": "earned", "held": "held", "forfeited": "forfeited"}
-    for row in rows:
+    affected = tuple(names.values()) if facts else ("held", "forfeited")
+    for row in rewards.credits_of(connection, node, affected):
         state, _ = standing(facts, node, row.earned_at)
         if names[state] != row.status:
-            connection.execute(
-                update(credits)
-                .where(credits.c.submission_digest == row.submission_digest)
-                .values(status=names[state])
-            )
+            rewards.set_credit_status(connection, row.submission_digest, names[state])
 
 
 def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
@@ -484,33 +409,10 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
         clock = chain_clock(connection)
         if clock is None:
             return 0
-        late = connection.execute(
-            select(submissions.c.digest)
-            .outerjoin(roots, roots.c.id == submissions.c.root_id)
-            .where(
-                submissions.c.status == "submitted",
-                or_(
-                    roots.c.posted_at < clock.time - context.run.validity_seconds,
-                    and_(
-                        submissions.c.shadow.is_(True),
-                        submissions.c.received_at < now() - context.run.validity_seconds,
-                    ),
-                ),
-            )
-        ).all()
-        for row in late:
-            void(connection, row.digest, Reason.UNAVAILABLE, now())
+        validity = context.run.validity_seconds
+        late = submissions.unjudged(
+            connection, rooted_before=clock.time - validity, shadow_before=now() - validity
+        )
+        for digest in late:
+            void(connection, digest, Reason.UNAVAILABLE, now())
         return len(late)
-
-
-def pending_units(connection: Connection, node: Address, settled: int) -> int:
-    """Returns the units of `node`'s credits that no reward root up to epoch `settled` has
-    decided."""
-    undecided = or_(roots.c.epoch.is_(None), roots.c.epoch > settled, credits.c.status == "held")
-    total = connection.execute(
-        select(func.sum(credits.c.units))
-        .join(submissions, submissions.c.digest == credits.c.submission_digest)
-        .outerjoin(roots, roots.c.id == submissions.c.root_id)
-        .where(credits.c.node == node, credits.c.status != "forfeited", undecided)
-    ).scalar()
-    return int(total or 0)

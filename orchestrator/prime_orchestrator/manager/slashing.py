@@ -10,22 +10,18 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import sqlalchemy as sa
-
 from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.roots import never_rooted
-from prime_orchestrator.manager.settlement import ChainClock, chain_clock, refresh_credits
-from prime_orchestrator.store import Connection, nodes, schema
+from prime_orchestrator.manager.settlement import chain_clock, refresh_credits
+from prime_orchestrator.store import Connection, nodes, slashes
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.intents import queue_intent
-from prime_orchestrator.store.rows import insert_new
+from prime_orchestrator.store.slashes import SlashRow
 
 log = logging.getLogger(__name__)
-
-_slashes = schema.slashes.c
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,17 @@ def queue_slash(
 
     The intent waits until the submission's root is confirmed and the pool's quorum agrees.
     """
-    insert_new(
-        connection,
-        schema.slashes,
-        {
-            "submission_digest": submission,
-            "node": node,
-            "validator": validator,
-            "evidence": evidence,
-            "reason": int(order.reason),
-            "amount": str(order.amount),
-            "status": "queued",
-            "created_at": now,
-        },
+    row = SlashRow(
+        submission_digest=submission,
+        node=node,
+        validator=validator,
+        evidence=evidence,
+        reason=int(order.reason),
+        amount=str(order.amount),
+        status="queued",
+        created_at=now,
     )
+    slashes.add(connection, row)
     queue_intent(
         connection,
         kind="propose",
@@ -94,10 +87,7 @@ def queue_executions(store: Store, now: Callable[[], float]) -> list[Digest]:
         clock = chain_clock(connection)
         if clock is None:
             return []
-        query = sa.select(_slashes.submission_digest).where(
-            _slashes.status == "proposed", _slashes.executable_at <= clock.time
-        )
-        due = [Digest(leaf) for leaf in connection.execute(query).scalars()]
+        due = slashes.executable(connection, clock.time)
     if not due:
         return []
     with store.begin() as connection:
@@ -128,15 +118,17 @@ def drop_expired(
         clock = chain_clock(connection)
         if clock is None:
             return []
-        late = _unproposed(connection, context, clock)
-        late += _unrooted(connection, context, clock, without)
+        validity = context.run.validity_seconds
+        never = {row.digest for row in never_rooted(connection, context, clock.time, without)}
+        late = [
+            (submission, node)
+            for submission, node, posted_at in slashes.queued(connection)
+            if submission in never
+            or (posted_at is not None and expired(posted_at, validity, clock.time))
+        ]
         for submission, node in late:
             log.error("the slash for %s was not proposed in time; ejecting %s", submission, node)
-            connection.execute(
-                sa.update(schema.slashes)
-                .where(_slashes.submission_digest == submission)
-                .values(status="cancelled")
-            )
+            slashes.change(connection, submission, status="cancelled")
             refresh_credits(connection, node)
             row = nodes.get(connection, node)
             if row is None or row.status in ("ejected", "left"):
@@ -149,31 +141,3 @@ def drop_expired(
                 now=now(),
             )
         return [submission for submission, _ in late]
-
-
-def _unproposed(
-    connection: Connection, context: PoolContext, clock: ChainClock
-) -> list[tuple[Digest, Address]]:
-    found = connection.execute(
-        sa.select(_slashes.submission_digest, _slashes.node, schema.roots.c.posted_at)
-        .join(schema.submissions, schema.submissions.c.digest == schema.slashes.c.submission_digest)
-        .join(schema.roots, schema.roots.c.id == schema.submissions.c.root_id)
-        .where(_slashes.status == "queued", schema.roots.c.posted_at.is_not(None))
-    )
-    return [
-        (Digest(row.submission_digest), Address(row.node))
-        for row in found
-        if expired(row.posted_at, context.run.validity_seconds, clock.time)
-    ]
-
-
-def _unrooted(
-    connection: Connection, context: PoolContext, clock: ChainClock, without: Collection[Address]
-) -> list[tuple[Digest, Address]]:
-    names = {row.digest for row in never_rooted(connection, context, clock.time, without)}
-    queued = sa.select(_slashes.submission_digest, _slashes.node).where(_slashes.status == "queued")
-    return [
-        (Digest(row.submission_digest), Address(row.node))
-        for row in connection.execute(queued)
-        if row.submission_digest in names
-    ]

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import logging
 
-import sqlalchemy as sa
-
 from prime_core.messages import TargetShare
 from prime_core.run import MICRO, RunDefinition
 from prime_orchestrator.api import scheduler
 from prime_orchestrator.api.scheduler import TargetCounts
-from prime_orchestrator.store import Connection, batches, leases, schema
+from prime_orchestrator.store import Connection, batches, groups, leases
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +42,10 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
     """Returns the shares of every target of the run, ascending: leases requested and accepted
     within the scheduler's window, and groups trained in the latest BATCHES batches."""
     counts = counts_of(connection, run, now=now)
-    trained = _trained(connection)
+    in_batches = groups.by_target(connection, batches.next_step(connection) - BATCHES)
     least = run.budgets.min_share
     accepted = sum(count.accepted for count in counts.values())
-    groups = sum(trained.values())
+    trained = sum(in_batches.values())
 
     def expiring(target: int, count: TargetCounts) -> bool:
         others = [other for at, other in counts.items() if at != target]
@@ -64,10 +62,10 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
             target=target,
             asked=(count := counts.get(target, TargetCounts())).asked,
             accepted=count.accepted,
-            trained=trained.get(target, 0),
+            trained=in_batches.get(target, 0),
             expired=count.expired,
             expiring=expiring(target, count),
-            starving=below(count.accepted, accepted) or below(trained.get(target, 0), groups),
+            starving=below(count.accepted, accepted) or below(in_batches.get(target, 0), trained),
         )
         for target in run.budgets.targets
     )
@@ -94,18 +92,3 @@ def warn(connection: Connection, run: RunDefinition, now: float) -> None:
                 BATCHES,
                 run.budgets.min_share / MICRO,
             )
-
-
-def _trained(connection: Connection) -> dict[int, int]:
-    """Returns the number of groups in the latest batches, by target length."""
-    groups, files, given = schema.groups.c, schema.submissions.c, schema.leases.c
-    first = batches.next_step(connection) - BATCHES
-    query = (
-        sa.select(given.target, sa.func.count())
-        .select_from(schema.groups)
-        .join(schema.submissions, files.digest == groups.submission_digest)
-        .join(schema.leases, given.digest == files.lease_digest)
-        .where(groups.batch_step >= first)
-        .group_by(given.target)
-    )
-    return {int(target): int(count) for target, count in connection.execute(query)}

@@ -20,8 +20,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import sqlalchemy as sa
-
 from prime_chain.client import Call
 from prime_chain.contracts import Contracts
 from prime_chain.sender import Sender
@@ -33,9 +31,17 @@ from prime_core.node import Invite
 from prime_core.signing import Statement
 from prime_core.verdict import Outcome, SignedOpinion
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager import roots
 from prime_orchestrator.manager.depth import Depths, Need, need_of
-from prime_orchestrator.store import Connection, chain, nodes, opinions, schema, submissions
+from prime_orchestrator.store import (
+    Connection,
+    chain,
+    nodes,
+    opinions,
+    rewards,
+    roots,
+    slashes,
+    submissions,
+)
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.intents import UNFINISHED, IntentRow, requeue_failed
@@ -122,21 +128,15 @@ def _wanted(connection: Connection, context: PoolContext, row: IntentRow, now: f
     payload = row.arguments()
     match row.kind:
         case "root":
-            roots = schema.roots.c
-            query = sa.select(roots.id).where(
-                roots.root == payload["root"], roots.chain_seq.is_(None)
-            )
-            return connection.execute(query).first() is not None
+            root = roots.get(connection, ids.digest(payload["root"]))
+            return root is not None and root.chain_seq is None
         case "policy":
             version = int(payload["statement"]["version"])
             return not chain.events(connection, "PolicyPublished", subject=version)
         case "propose" | "execute":
-            slashes = schema.slashes.c
-            query = sa.select(slashes.submission_digest).where(
-                slashes.submission_digest == payload["submission_digest"],
-                slashes.status == ("queued" if row.kind == "propose" else "proposed"),
-            )
-            return connection.execute(query).first() is not None
+            slash = slashes.get(connection, ids.digest(payload["submission_digest"]))
+            wanted = "queued" if row.kind == "propose" else "proposed"
+            return slash is not None and slash.status == wanted
         case "eject":
             node = nodes.get(connection, ids.address(payload["node"]))
             return node is not None and node.status in ("active", "silent", "quarantined")
@@ -153,26 +153,16 @@ def _wanted(connection: Connection, context: PoolContext, row: IntentRow, now: f
 def forget_unsent(connection: Connection, block: int) -> list[str]:
     """Drops unsent reward roots that depend on blocks above `block` after the chain rolled back to
     it, so that their epochs are settled again. Returns their intent ids."""
-    intents, reward_roots = schema.intents, schema.reward_roots
-    waiting = connection.execute(
-        sa.select(intents.c.id, intents.c.payload).where(
-            intents.c.kind == "reward_root", intents.c.status == "waiting"
-        )
-    ).all()
     dropped = []
-    for row in waiting:
-        payload = json.loads(row.payload)
+    for row in store_intents.waiting_of(connection, "reward_root"):
+        payload = row.arguments()
         if int(payload["as_of_block"]) <= block:
             continue
-        connection.execute(
-            sa.delete(reward_roots).where(
-                reward_roots.c.epoch == payload["epoch"],
-                reward_roots.c.object == payload["object"],
-                reward_roots.c.claimable_at.is_(None),
-            )
-        )
-        connection.execute(sa.delete(intents).where(intents.c.id == row.id))
-        dropped.append(str(row.id))
+        root = rewards.root_of(connection, int(payload["epoch"]))
+        if root is not None and root.claimable_at is None and root.object == payload["object"]:
+            rewards.drop_root(connection, root.epoch)
+        dropped.append(row.id)
+    store_intents.forget_waiting(connection, dropped)
     return dropped
 
 
@@ -229,10 +219,7 @@ def build_call(
 def _propose(
     connection: Connection, contracts: Contracts, pool: int, digest: Digest
 ) -> Call | None:
-    slashes = schema.slashes
-    slash = connection.execute(
-        sa.select(slashes).where(slashes.c.submission_digest == digest)
-    ).first()
+    slash = slashes.get(connection, digest)
     row = submissions.get(connection, digest)
     if slash is None or row is None or slash.status != "queued":
         raise ConflictError(f"the slash for submission {digest} is proposed or given up already")

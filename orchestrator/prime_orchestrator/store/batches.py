@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from prime_core.batch import SignedBatch
 from prime_core.ids import Digest
 from prime_orchestrator.store import policies, schema
-from prime_orchestrator.store.rows import record, records
+from prime_orchestrator.store.rows import insert_new, record, records
 
 _batches = schema.batches.c
 
@@ -32,9 +32,9 @@ class BatchRow:
         return SignedBatch.model_validate_json(self.body)
 
 
-def add(connection: Connection, batch: BatchRow) -> None:
-    """Writes a sealed batch. Raises IntegrityError if its step has one."""
-    connection.execute(sa.insert(schema.batches).values(**vars(batch)))
+def add(connection: Connection, batch: BatchRow) -> bool:
+    """Writes a sealed batch. Returns False if its step has one."""
+    return insert_new(connection, schema.batches, vars(batch))
 
 
 def get(connection: Connection, step: int) -> BatchRow | None:

@@ -109,6 +109,11 @@ def add_event(
     return insert_new(connection, schema.chain_events, vars(row))
 
 
+def add_events(connection: Connection, rows: Sequence[EventRow]) -> None:
+    """Writes those of the events that are not known."""
+    insert_all_new(connection, schema.chain_events, [vars(row) for row in rows])
+
+
 def event_row(*, name: str, args: Mapping[str, Any], **head: Any) -> EventRow:
     """Returns the row of an event."""
     places = [str(args[field]) for field in _SUBJECTS.get(name, ())]

@@ -46,6 +46,11 @@ def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, 
     add_all(connection, schema.drift, rows)
 
 
+def forget(connection: Connection, node: Address) -> None:
+    """Deletes a node's sums."""
+    connection.execute(sa.delete(schema.drift).where(_drift.node == node))
+
+
 def of(connection: Connection, node: Address) -> list[DriftRow]:
     """Returns a node's sums."""
     query = sa.select(schema.drift).where(_drift.node == node)

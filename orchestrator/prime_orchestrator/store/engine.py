@@ -79,15 +79,26 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path.absolute()}"
 
 
-def open_store(url: str) -> Store:
-    """Opens `sqlite:///…` or `postgresql://…` (with psycopg 3). Raises UserError for any other
-    URL."""
+def sqlite_file(url: str) -> Path | None:
+    """Returns the file of a SQLite URL; None for any other database. Raises UserError if the URL
+    cannot be read."""
+    parsed = _parsed(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def _parsed(url: str) -> sa.URL:
     try:
-        parsed = sa.make_url(url)
+        return sa.make_url(url)
     except sa.exc.ArgumentError as error:
         raise UserError(
             "the database URL cannot be read", hint="use sqlite:///PATH or postgresql://…"
         ) from error
+
+
+def open_store(url: str) -> Store:
+    """Opens `sqlite:///…` or `postgresql://…` (with psycopg 3). Raises UserError for any other
+    URL."""
+    parsed = _parsed(url)
     match parsed.get_backend_name():
         case "sqlite":
             return Store(_sqlite(parsed))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_core.ids import Digest
+from prime_core.batch import FreeGroup
+from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_all_new, records
 
@@ -81,10 +82,55 @@ def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int
     return taken
 
 
+def by_target(connection: Connection, first_step: int) -> dict[int, int]:
+    """Returns the number of groups in batches from `first_step` on, by target length."""
+    files, given = schema.submissions.c, schema.leases.c
+    query = (
+        sa.select(given.target, sa.func.count())
+        .select_from(schema.groups)
+        .join(schema.submissions, files.digest == _groups.submission_digest)
+        .join(schema.leases, given.digest == files.lease_digest)
+        .where(_groups.batch_step >= first_step)
+        .group_by(given.target)
+    )
+    return {int(target): int(count) for target, count in connection.execute(query)}
+
+
+def free(
+    connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
+) -> list[FreeGroup]:
+    """Returns the informative groups of accepted files that no batch has taken and that are fresh
+    at `step`, except those of the nodes in `without`."""
+    files = schema.submissions.c
+    query = (
+        sa.select(
+            *(_groups.submission_digest, _groups.group_no, _groups.policy_version, _groups.rows),
+            *(_groups.informative, _groups.reward_micro_sum, _groups.accepted_at),
+            *(files.sha256, files.size, files.verdict_table.label("table")),
+        )
+        .join(schema.submissions, files.digest == _groups.submission_digest)
+        .where(
+            _groups.batch_step.is_(None),
+            _groups.informative.is_(True),
+            _groups.policy_version >= step - max_staleness,
+            _groups.policy_version <= step,
+            files.status == "accepted",
+            files.shadow.is_(False),
+            files.node.not_in(without),
+        )
+    )
+    return records(FreeGroup, connection.execute(query).mappings().all())
+
+
 def drop_free(connection: Connection, submission: Digest) -> None:
     """Deletes a file's groups that no batch has taken."""
     free = sa.and_(_groups.submission_digest == submission, _groups.batch_step.is_(None))
     connection.execute(sa.delete(schema.groups).where(free))
+
+
+def drop(connection: Connection, submission: Digest) -> None:
+    """Deletes all groups of a file."""
+    connection.execute(sa.delete(schema.groups).where(_groups.submission_digest == submission))
 
 
 def informative_share(connection: Connection, recent: int) -> tuple[int, int]:

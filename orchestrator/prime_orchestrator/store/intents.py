@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -165,6 +165,17 @@ def fail(connection: Connection, intent_id: str, why: str, *, now: float) -> Non
         .where(_intents.id == intent_id, _intents.status == "waiting")
         .values(status="failed", note=why, updated_at=now)
     )
+
+
+def forget_waiting(connection: Connection, ids: Collection[str]) -> None:
+    """Deletes those of the intents that still wait for their call."""
+    connection.execute(sa.delete(_table).where(_intents.id.in_(ids), _intents.status == "waiting"))
+
+
+def waiting_of(connection: Connection, kind: IntentKind) -> list[IntentRow]:
+    """Returns the intents of this kind that wait for their call."""
+    query = sa.select(_table).where(_intents.kind == kind, _intents.status == "waiting")
+    return [_row(row) for row in connection.execute(query).mappings()]
 
 
 def failed_of(

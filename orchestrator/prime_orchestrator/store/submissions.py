@@ -12,7 +12,7 @@ from prime_core.ids import Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.task import LeaseStatus
-from prime_core.verdict import POOLS_FAULT
+from prime_core.verdict import POOLS_FAULT, Reason
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import record, records
 
@@ -257,6 +257,97 @@ def judge(
         )
     )
     return done.rowcount == 1
+
+
+def void(
+    connection: Connection,
+    digest: Digest,
+    reason: int,
+    *,
+    of: Collection[LeaseStatus],
+    judged_at: float,
+) -> bool:
+    """Voids a submission whose status is one of `of`. Returns False if it is not."""
+    done = connection.execute(
+        sa.update(schema.submissions)
+        .where(_submissions.digest == digest, _submissions.status.in_(of))
+        .values(status="void", reason=reason, judged_at=judged_at)
+    )
+    return done.rowcount == 1
+
+
+def withdraw(connection: Connection, digest: Digest) -> None:
+    """Reverts a submission's verdict; it counts as one with repeated rows."""
+    empty = dict.fromkeys(
+        ("verdict", "verdict_table", "evidence", "validator", "judged_at", "compute_share")
+    )
+    change = {"status": "submitted", "units": 0, "prompt_units": 0, "repeated_rows": 1, **empty}
+    connection.execute(
+        sa.update(schema.submissions).where(_submissions.digest == digest).values(**change)
+    )
+
+
+def set_repeated(connection: Connection, digest: Digest, rows: int) -> None:
+    """Records how many rows of a submission are in earlier files, too."""
+    mine = _submissions.digest == digest
+    connection.execute(sa.update(schema.submissions).where(mine).values(repeated_rows=rows))
+
+
+def set_shadow(connection: Connection, digest: Digest) -> None:
+    """Makes a submission a shadow one."""
+    mine = _submissions.digest == digest
+    connection.execute(sa.update(schema.submissions).where(mine).values(shadow=True))
+
+
+def unjudged(connection: Connection, *, rooted_before: float, shadow_before: float) -> list[Digest]:
+    """Returns the submissions without a verdict whose root was put on chain before `rooted_before`,
+    and shadow ones received before `shadow_before` (Unix seconds)."""
+    shadow = sa.and_(_submissions.shadow.is_(True), _submissions.received_at < shadow_before)
+    query = (
+        sa.select(_submissions.digest)
+        .outerjoin(schema.roots, schema.roots.c.id == _submissions.root_id)
+        .where(
+            _submissions.status == "submitted",
+            sa.or_(schema.roots.c.posted_at < rooted_before, shadow),
+        )
+    )
+    return [Digest(digest) for digest in connection.execute(query).scalars()]
+
+
+def unrooted(
+    connection: Connection,
+    without: Collection[Address],
+    *,
+    received_before: float | None = None,
+    limit: int | None = None,
+) -> list[SubmissionRow]:
+    """Returns the submissions that no root lists and that may still get one, oldest first, except
+    shadow ones and those of the nodes in `without`. Those received before a time (Unix seconds)
+    only, and at most `limit`, if given."""
+    query = sa.select(schema.submissions).where(
+        _submissions.root_id.is_(None),
+        _submissions.shadow.is_(False),
+        _submissions.node.not_in(without),
+        _submissions.reason != int(Reason.UNROOTED),
+    )
+    if received_before is not None:
+        query = query.where(_submissions.received_at < received_before)
+    query = query.order_by(_submissions.received_at, _submissions.digest).limit(limit)
+    return records(SubmissionRow, connection.execute(query).mappings().all())
+
+
+def unrooted_of(
+    connection: Connection, nodes: Collection[Address], received_before: float
+) -> list[SubmissionRow]:
+    """Returns those of the nodes' submissions that no root lists and that are judged or were
+    received before a time (Unix seconds), without shadow ones."""
+    query = sa.select(schema.submissions).where(
+        _submissions.node.in_(nodes),
+        _submissions.shadow.is_(False),
+        _submissions.root_id.is_(None),
+        sa.or_(_submissions.status != "submitted", _submissions.received_at < received_before),
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
 def at_risk(

@@ -1,0 +1,87 @@
+"""Commitments to draws: the validators', and the manager's second secrets."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.draws import SignedDrawCommitment
+from prime_core.ids import Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import insert_new
+
+_commitments = schema.draw_commitments.c
+_second = schema.second_secrets.c
+
+
+def add(connection: Connection, signed: SignedDrawCommitment) -> bool:
+    """Writes a commitment; returns False if its validator has one for the epoch."""
+    values = {
+        "validator": signed.validator,
+        "epoch": signed.commitment.epoch,
+        "body": signed.model_dump_json(),
+        "revealed": False,
+    }
+    return insert_new(connection, schema.draw_commitments, values)
+
+
+def get(connection: Connection, validator: Address, epoch: int) -> SignedDrawCommitment | None:
+    """Returns a validator's commitment for an epoch, or None."""
+    mine = (_commitments.validator == validator, _commitments.epoch == epoch)
+    body = connection.execute(sa.select(_commitments.body).where(*mine)).scalar()
+    return None if body is None else SignedDrawCommitment.model_validate_json(body)
+
+
+def set_revealed(connection: Connection, validator: Address, epoch: int) -> None:
+    """Records that a validator's secret for an epoch is published."""
+    mine = (_commitments.validator == validator, _commitments.epoch == epoch)
+    connection.execute(sa.update(schema.draw_commitments).where(*mine).values(revealed=True))
+
+
+def of_epoch(connection: Connection, epoch: int, limit: int) -> list[SignedDrawCommitment]:
+    """Returns at most `limit` commitments for an epoch."""
+    query = sa.select(_commitments.body).where(_commitments.epoch == epoch)
+    query = query.order_by(_commitments.validator).limit(limit)
+    bodies = connection.execute(query).scalars()
+    return [SignedDrawCommitment.model_validate_json(body) for body in bodies]
+
+
+def newest(connection: Connection, limit: int) -> list[tuple[SignedDrawCommitment, bool]]:
+    """Returns the newest commitments, latest epoch first, and whether their secrets are
+    published."""
+    query = sa.select(_commitments.body, _commitments.revealed)
+    query = query.order_by(_commitments.epoch.desc(), _commitments.validator).limit(limit)
+    return [
+        (SignedDrawCommitment.model_validate_json(body), bool(revealed))
+        for body, revealed in connection.execute(query)
+    ]
+
+
+# ── the manager's second secrets ──
+
+
+def second(connection: Connection, epoch: int, secret: Digest, commitment: Digest) -> Digest:
+    """Returns the manager's commitment for an epoch; writes this one if there is none."""
+    values = {"epoch": epoch, "commitment": commitment, "secret": secret, "revealed": False}
+    insert_new(connection, schema.second_secrets, values)
+    query = sa.select(_second.commitment).where(_second.epoch == epoch)
+    return Digest(connection.execute(query).scalar_one())
+
+
+def second_secret(connection: Connection, commitment: Digest) -> Digest | None:
+    """Returns the manager's secret for a commitment, or None."""
+    query = sa.select(_second.secret).where(_second.commitment == commitment)
+    secret = connection.execute(query).scalar()
+    return None if secret is None else Digest(secret)
+
+
+def unrevealed_seconds(connection: Connection) -> list[tuple[int, Digest]]:
+    """Returns (epoch, secret) of the manager's secrets that are not published."""
+    query = sa.select(_second.epoch, _second.secret).where(_second.revealed.is_(False))
+    return [(int(epoch), Digest(secret)) for epoch, secret in connection.execute(query)]
+
+
+def set_second_revealed(connection: Connection, epoch: int) -> None:
+    """Records that the manager's secret for an epoch is published."""
+    mine = _second.epoch == epoch
+    connection.execute(sa.update(schema.second_secrets).where(mine).values(revealed=True))

@@ -1,0 +1,178 @@
+"""Work roots: which root lists which submission, and what the chain says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core import encoding
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record
+
+_roots = schema.roots.c
+_submissions = schema.submissions.c
+_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class RootRow:
+    """One row of `roots`. The last four are None until the chain confirms the root; `posted_at` is
+    its block's time, `epoch` follows from it."""
+
+    id: int
+    root: Digest
+    leaves_object: Digest
+    count: int
+    created_at: float
+    chain_seq: int | None
+    epoch: int | None
+    posted_at: int | None
+    block: int | None
+
+
+def add(
+    connection: Connection,
+    root: Digest,
+    leaves_object: Digest,
+    submissions: Sequence[Digest],
+    *,
+    now: float,
+) -> bool:
+    """Writes a root over `submissions`, its leaves in order. Returns False, and writes nothing, if
+    one of them has a root already. The caller holds the lock "chain"."""
+    free = sa.select(sa.func.count()).where(
+        _submissions.digest.in_(submissions), _submissions.root_id.is_(None)
+    )
+    if connection.execute(free).scalar_one() != len(submissions):
+        return False
+    made = sa.insert(schema.roots).returning(_roots.id)
+    values = {"root": root, "leaves_object": leaves_object, "count": len(submissions)}
+    key = connection.execute(made.values(**values, created_at=now)).scalar_one()
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(_submissions.digest == sa.bindparam("leaf"))
+        .values(root_id=key, leaf_index=sa.bindparam("index")),
+        [{"leaf": digest, "index": index} for index, digest in enumerate(submissions)],
+    )
+    return True
+
+
+def get(connection: Connection, root: Digest) -> RootRow | None:
+    """Returns a root, or None."""
+    query = sa.select(schema.roots).where(_roots.root == root)
+    return record(RootRow, connection.execute(query).mappings().first())
+
+
+def of(connection: Connection, submission: Digest) -> RootRow | None:
+    """Returns the root that lists a submission, or None."""
+    query = (
+        sa.select(schema.roots)
+        .join(schema.submissions, _submissions.root_id == _roots.id)
+        .where(_submissions.digest == submission)
+    )
+    return record(RootRow, connection.execute(query).mappings().first())
+
+
+def confirmed_among(connection: Connection, ids: Collection[int]) -> dict[int, Digest]:
+    """Returns those of the roots, by id, that are on chain."""
+    query = sa.select(_roots.id, _roots.root).where(
+        _roots.id.in_(ids), _roots.chain_seq.is_not(None)
+    )
+    return {row.id: Digest(row.root) for row in connection.execute(query)}
+
+
+def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Digest]] | None:
+    """Returns the sequence number of the confirmed root that holds `submission`, and its Merkle
+    proof; None while no such root is confirmed."""
+    root = of(connection, submission)
+    if root is None or root.chain_seq is None:
+        return None
+    leaves = [
+        Digest(leaf)
+        for leaf in connection.execute(
+            sa.select(_submissions.digest)
+            .where(_submissions.root_id == root.id)
+            .order_by(_submissions.leaf_index)
+        ).scalars()
+    ]
+    return root.chain_seq, encoding.merkle_proof(leaves, leaves.index(submission))
+
+
+def set_posted(
+    connection: Connection,
+    root: Digest,
+    *,
+    seq: int | None = None,
+    epoch: int | None = None,
+    posted_at: int | None = None,
+    block: int | None = None,
+) -> None:
+    """Writes what the chain says of a root; by default that it is not on chain."""
+    values = {"chain_seq": seq, "epoch": epoch, "posted_at": posted_at, "block": block}
+    connection.execute(sa.update(schema.roots).where(_roots.root == root).values(**values))
+
+
+def drop_leaf(connection: Connection, leaf: Digest) -> None:
+    """Deletes the root over one leaf that its node posted, so that the leaf may be rooted again."""
+    posted = sa.and_(_roots.root == leaf, _roots.leaves_object == ZERO_DIGEST)
+    connection.execute(
+        sa.update(schema.submissions)
+        .where(_submissions.root_id.in_(sa.select(_roots.id).where(posted)))
+        .values(root_id=None, leaf_index=None)
+    )
+    connection.execute(sa.delete(schema.roots).where(posted))
+
+
+# ── what settlements read ──
+
+
+def first_epoch(connection: Connection, after: int, until: int) -> int | None:
+    """Returns the first epoch with a confirmed root, from after + 1 to `until`; None if there is
+    none."""
+    query = sa.select(sa.func.min(_roots.epoch)).where(
+        _roots.chain_seq.is_not(None), _roots.epoch > after, _roots.epoch <= until
+    )
+    return connection.execute(query).scalar()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A submission in a confirmed root. `body` is JSON of SignedSubmission, `receipt` of
+    ReceiptAnswer; `verdict` None: not judged."""
+
+    digest: Digest
+    node: Address
+    step: int
+    receipt: str
+    body: str
+    verdict: Digest | None
+    units: int
+    prompt_units: int
+    chain_seq: int
+    posted_at: int
+
+
+def leaves(
+    connection: Connection, after: int, until: int, names: Collection[Digest]
+) -> Iterator[Leaf]:
+    """Yields the leaves of confirmed roots of the epochs after + 1 to `until`, and those of
+    `names` in any confirmed root."""
+    query = (
+        sa.select(
+            *(_submissions.digest, _submissions.node, _submissions.step, _submissions.receipt),
+            *(_submissions.body, _submissions.verdict, _submissions.units),
+            *(_submissions.prompt_units, _roots.chain_seq, _roots.posted_at),
+        )
+        .join(schema.roots, _roots.id == _submissions.root_id)
+        .where(
+            _roots.chain_seq.is_not(None),
+            sa.or_(_roots.epoch.between(after + 1, until), _submissions.digest.in_(names)),
+        )
+        .execution_options(yield_per=_AT_ONCE)
+    )
+    for row in connection.execute(query).mappings():
+        yield Leaf(**row)
