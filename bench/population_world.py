@@ -60,7 +60,8 @@ from prime_core.verdict import (
     VerdictTable,
     reason_digest,
 )
-from prime_orchestrator.api import intake, leasing, pool_view, scheduler, validators
+from prime_orchestrator import scheduler
+from prime_orchestrator.api import intake, leasing, pool_view, validators
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager import batches, history

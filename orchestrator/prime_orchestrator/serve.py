@@ -54,8 +54,8 @@ from prime_orchestrator.api.connections import Proxies, behind
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.config import Settings
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.loops import ManagerLoops, Pace
+from prime_orchestrator.manager.uploads import SWEEP_SECONDS
 from prime_orchestrator.store import Store, meta, open_store
 from prime_orchestrator.store.chain import STATE_EVENTS
 from prime_orchestrator.store.intents import StoreQueue
@@ -184,7 +184,7 @@ async def _serve(
                 ("batches", manager.batch_tick, BATCH_SECONDS),
                 ("money", manager.money_tick, MONEY_SECONDS),
                 ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
-                ("uploads", lambda: uploads.sweep(backend), uploads.SWEEP_SECONDS),
+                ("uploads", manager.upload_tick, SWEEP_SECONDS),
             )
             for name, tick, every in ticks:
                 heads = NewHeads(settings.rpc_ws) if name == "chain" and settings.rpc_ws else None

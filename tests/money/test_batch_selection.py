@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prime_core.batch import FreeGroup, choose
 from prime_core.encoding import sha256
-from prime_orchestrator.api.scheduler import Rules, Supply, first_lacking
+from prime_orchestrator.scheduler import Rules, Supply, first_lacking
 
 
 def group(number: int, reward_micro: int, version: int = 0, informative: bool = True) -> FreeGroup:

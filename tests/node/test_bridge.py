@@ -34,7 +34,7 @@ from prime_node.bridge_messages import Abandon, HandIn, LeaseOffer, LeaseWish
 from prime_node.lease_broker import CLOCK_SECONDS, MOST_FAILURES, SILENCE_SHARE, speed
 from prime_node.task import FINAL_STATUS
 from prime_node.worker.client import BridgeClient
-from prime_orchestrator.api import scheduler
+from prime_orchestrator import scheduler
 from prime_orchestrator.store import leases, policies, schema
 
 

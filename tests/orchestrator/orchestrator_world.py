@@ -24,6 +24,7 @@ from prime_core.task import SignedLease, Task
 from prime_core.transport.signatures import SessionKey, sign_headers
 from prime_core.version import HEADER, SPOKEN
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.manager import uploads
 from prime_orchestrator.store import chain, nodes, policies
 
 AUDIENCE = "http://testserver"
@@ -42,6 +43,11 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.time += seconds
+
+
+def sweep(backend: Backend) -> int:
+    """Runs one sweep of uploads; returns how many it deleted."""
+    return uploads.sweep(backend.store, backend.objects, backend.now)
 
 
 def signer(number: int) -> LocalSigner:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
-from orchestrator_world import Session, World, signer
+from orchestrator_world import Session, World, signer, sweep
 
 from prime_core.encoding import sha256
 from prime_core.errors import PolicyError
@@ -28,10 +28,10 @@ from prime_orchestrator.api import admission, leasing, shadow
 from prime_orchestrator.api.leasing import rules_of
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.api.pool_view import supply_of
-from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.api.shadow import Load
 from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.speed import Turns
+from prime_orchestrator.scheduler import Grant, Rules, Wait
 from prime_orchestrator.store import Store, intents, jobs, leases, nodes, schema, shadows
 from prime_verify.proofs import hardware
 
@@ -324,11 +324,11 @@ def test_a_shadow_node_that_goes_silent_leaves_no_row_and_no_object(world: World
     assert left()[0] == 1, "the file is under review"
     with world.backend.store.begin() as connection:
         connection.execute(sa.update(schema.jobs).values(status="done"))
-    assert uploads.sweep(world.backend) == 0
+    assert sweep(world.backend) == 0
     assert uploads.size_of(objects, lease.lease.deadline, sha256(b"file")) == 4
     pass_time(1)
     assert left() == [0, 0, 0, 0, 0]
-    assert uploads.sweep(world.backend) == 1
+    assert sweep(world.backend) == 1
     assert objects.exists(digest_key(ours))
     assert not objects.exists(digest_key(about))
     assert list(objects.keys(uploads.PREFIX)) == []

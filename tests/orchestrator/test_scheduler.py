@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prime_core.ids import Address
 from prime_core.node import NodeStatus
 from prime_core.run import LengthBudgets
-from prime_orchestrator.api.scheduler import (
+from prime_orchestrator.manager.speed import TURN_SECONDS, Turns, class_of
+from prime_orchestrator.scheduler import (
     Asker,
     Grant,
     Rules,
@@ -28,7 +29,6 @@ from prime_orchestrator.api.scheduler import (
     pick_target,
     window,
 )
-from prime_orchestrator.manager.speed import TURN_SECONDS, Turns, class_of
 
 RULES = Rules(groups_per_batch=8, groups_per_lease=2, max_staleness=2)
 

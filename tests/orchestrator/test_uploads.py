@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from orchestrator_world import AUDIENCE, Session, World
+from orchestrator_world import AUDIENCE, Session, World, sweep
 
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError, NotFoundError, UntrustedError
@@ -37,12 +37,12 @@ def test_what_is_handed_in_stays_and_what_is_not_goes_after_the_grace(world: Wor
     assert world.upload(second, lease, b"never handed in").status_code == 204
     (key,) = staged(world)
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS)
-    assert uploads.sweep(world.backend) == 0, "the grace is not over"
+    assert sweep(world.backend) == 0, "the grace is not over"
     assert staged(world) == [key]
     world.clock.advance(1)
-    assert uploads.sweep(world.backend) == 1
+    assert sweep(world.backend) == 1
     assert staged(world) == []
-    assert uploads.sweep(world.backend) == 0
+    assert sweep(world.backend) == 0
     assert world.backend.objects.get(digest_key(sha256(b"handed in")), 100) == b"handed in"
     assert "\nprime_uploads_swept_total 1.0\n" in world.http.get("/metrics").text
 
@@ -54,7 +54,7 @@ def test_a_node_cannot_have_an_object_of_ours_deleted(world: World) -> None:
     assert world.upload(session, lease, b"a root's leaves").status_code == 204
     ours = put_object(world.backend.objects, b"a root's leaves")
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
-    assert uploads.sweep(world.backend) == 1
+    assert sweep(world.backend) == 1
     assert world.backend.objects.get(digest_key(ours), 100) == b"a root's leaves"
 
 
@@ -66,7 +66,7 @@ def test_an_upload_is_handed_in_at_the_last_moment_while_others_sweep(world: Wor
     world.clock.advance(lease.lease.deadline - world.clock())
     now = world.clock() + uploads.GRACE_SECONDS
     other = dataclasses.replace(world.backend, now=lambda: now)
-    assert uploads.sweep(other) == 0
+    assert sweep(other) == 0
     answer = world.post("/v1/submissions", world.claim(session.account, lease, b"late"))
     assert answer.status_code == 200, answer.text
     assert world.backend.objects.get(digest_key(sha256(b"late")), 100) == b"late"
@@ -82,7 +82,7 @@ def test_every_file_of_a_lease_is_swept_however_many_it_announced(world: World) 
     signed = world.claim(session.account, lease, b"file 2")
     assert world.post("/v1/submissions", signed).status_code == 200
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
-    assert uploads.sweep(world.backend) == 3
+    assert sweep(world.backend) == 3
 
 
 def test_nothing_is_left_on_a_disk_of_files_that_were_handed_in_or_swept(world: World) -> None:
@@ -92,7 +92,7 @@ def test_nothing_is_left_on_a_disk_of_files_that_were_handed_in_or_swept(world: 
     lease = world.lease(second)
     assert world.upload(second, lease, b"never handed in").status_code == 204
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
-    assert uploads.sweep(world.backend) == 1
+    assert sweep(world.backend) == 1
     objects = world.backend.objects
     assert isinstance(objects, DirectoryStore)
     assert not list((objects.root / uploads.PREFIX).iterdir())
@@ -139,7 +139,7 @@ def test_of_files_handed_in_at_once_for_one_lease_only_the_one_that_is_taken_sta
     assert taken is not None
     assert kept(world) - before == {digest_key(taken.sha256)}
     world.clock.advance(lease.lease.deadline - world.clock() + uploads.GRACE_SECONDS + 1)
-    assert uploads.sweep(world.backend) == 3
+    assert sweep(world.backend) == 3
     assert kept(world) - before == {digest_key(taken.sha256)}
 
 
@@ -232,9 +232,9 @@ def test_a_file_whose_intake_was_killed_before_it_was_moved_is_never_swept_away(
     world.clock.advance(deadline - world.clock() + uploads.GRACE_SECONDS + 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        assert uploads.sweep(world.backend) == 0
+        assert sweep(world.backend) == 0
     assert len(staged(world)) == 1, "no room to move it: it stays where it is"
-    assert uploads.sweep(world.backend) == 0
+    assert sweep(world.backend) == 0
     assert staged(world) == []
     assert uploads.read(objects, deadline, sha256(data), 100) == data
     assert objects.get(digest_key(sha256(data)), 100) == data
@@ -251,7 +251,7 @@ def test_a_full_disk_after_the_receipt_was_written_takes_no_file_away(
         patched.setattr(os, "fsync", full)
         assert world.post("/v1/submissions", signed).status_code == 200
     assert uploads.read(world.backend.objects, lease.lease.deadline, sha256(b"file"), 9) == b"file"
-    assert uploads.sweep(world.backend) == 0
+    assert sweep(world.backend) == 0
     assert staged(world) == []
     assert digest_key(sha256(b"file")) in kept(world)
 

@@ -22,13 +22,14 @@ from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
 from prime_core.rollout import MAX_FILE_BYTES, MAX_PROMPT_TOKENS
 from prime_core.run import RunDefinition
 from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
-from prime_orchestrator.api import scheduler, shadow
+from prime_orchestrator import scheduler
+from prime_orchestrator.api import shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pool_view import TRIES, PoolView
-from prime_orchestrator.api.scheduler import Asker, Grant, Rules, Wait
 from prime_orchestrator.manager import speed, standing, uploads
 from prime_orchestrator.manager.standing import PATIENCE, pause_of
+from prime_orchestrator.scheduler import Asker, Grant, Rules, Wait
 from prime_orchestrator.store import leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow

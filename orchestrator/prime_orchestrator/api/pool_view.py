@@ -17,10 +17,10 @@ from prime_core.ids import Address, Digest
 from prime_core.revisions import RunHistory
 from prime_core.run import RunDefinition
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.scheduler import Supply, TargetCounts
 from prime_orchestrator.manager import revisions, speed, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
+from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
     batches,

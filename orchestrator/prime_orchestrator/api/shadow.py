@@ -21,8 +21,8 @@ from prime_broadcast.peers import site_of
 from prime_core.errors import MalformedError, NotFoundError, PolicyError, UnavailableError
 from prime_core.ids import Address
 from prime_core.storage.base import ObjectStore, digest_key
-from prime_orchestrator.api.scheduler import Grant, Rules, Wait
 from prime_orchestrator.context import MAX_OBJECT_BYTES
+from prime_orchestrator.scheduler import Grant, Rules, Wait
 from prime_orchestrator.store import Connection, Store, challenges, leases, nodes, policies, shadows
 
 log = logging.getLogger(__name__)

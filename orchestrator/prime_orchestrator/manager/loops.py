@@ -24,7 +24,7 @@ from prime_core.ids import Digest
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager import targets
+from prime_orchestrator.manager import targets, uploads
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
@@ -135,6 +135,10 @@ class ManagerLoops:
             with self.store.read() as connection:
                 targets.warn(connection, current(connection, self.context), self.now())
         return sealed
+
+    def upload_tick(self) -> int:
+        """Deletes expired uploads that no submission names; returns how many."""
+        return uploads.sweep(self.store, self.objects, self.now)
 
     def money_tick(self) -> None:
         """Reveals planted files, posts work roots, voids files not judged or rooted in time, drops

@@ -12,22 +12,14 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from prime_chain.contracts import Contracts
-from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Digest
-from prime_core.messages import RevisionRequest, RunList, RunRevision
-from prime_core.revisions import RunHistory, check_revision
+from prime_core.revisions import RunHistory
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.depth import Buried, Depths
-from prime_orchestrator.store import Connection, Store, batches, chain, intents, leases, lock, runs
-from prime_orchestrator.store.intents import queue_intent
-from prime_orchestrator.store.runs import RunRow
-
-if TYPE_CHECKING:
-    from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.store import Connection, Store, batches, chain, intents, runs
 
 log = logging.getLogger(__name__)
 
@@ -75,49 +67,6 @@ def waits_for(connection: Connection, step: int) -> str:
     return ""
 
 
-def announce(backend: Backend, request: RevisionRequest) -> RunRevision:
-    """Stores a revision from the manager and queues its digest for the chain. Repeating it is
-    harmless.
-
-    Raises MalformedError if it is not a run definition, PolicyError if it changes what cannot be
-    revised, ConflictError if its first step is already leased or not after the last revision's.
-    """
-    raw = request.run.encode()
-    run = RunDefinition.parse(raw, exact=True)
-    digest, now = run.digest(), backend.now()
-    with backend.store.begin() as connection:
-        lock(connection, "leases")  # no lease of the step is issued meanwhile
-        rows = runs.every(connection)
-        known = next((row for row in rows if row.from_step == request.from_step), None)
-        if known is not None and known.digest == digest:
-            return revision_of(known)
-        check_revision(backend.context.run, run)
-        last = rows[-1].from_step if rows else 0
-        if request.from_step <= last:
-            raise ConflictError(f"a revision starts after step {last}, not at {request.from_step}")
-        leased = leases.highest_step(connection)
-        on_chain = any(
-            (int(args["from_step"]), args["run_digest"]) == (request.from_step, digest)
-            for args in (event.arguments() for event in chain.events(connection, "RunRevised"))
-        )
-        if leased is not None and request.from_step <= leased and not on_chain:
-            raise ConflictError(
-                f"step {request.from_step} is leased already: revise from step {leased + 1} on"
-            )
-        row = RunRow(request.from_step, digest, raw, final=False, announced_at=now)
-        runs.add(connection, row)
-        if not on_chain:
-            queue_intent(
-                connection,
-                kind="revise",
-                key=_key(row),
-                payload={"run_digest": digest, "from_step": request.from_step},
-                now=now,
-            )
-    log.info("run revision %s from step %d is announced", digest, request.from_step)
-    return revision_of(row)
-
-
 def settle_revisions(store: Store, contracts: Contracts) -> None:
     """Marks revisions final whose event is in a final block; deletes those that the chain refused.
     Raises UnavailableError if no endpoint answers."""
@@ -133,7 +82,7 @@ def settle_revisions(store: Store, contracts: Contracts) -> None:
         refused = [
             row
             for row in waiting
-            if (intent := intents.get(connection, f"revise:{_key(row)}")) is not None
+            if (intent := intents.get(connection, f"revise:{row.key}")) is not None
             and intent.status == "failed"
         ]
     depths = Depths(contracts)
@@ -147,31 +96,3 @@ def settle_revisions(store: Store, contracts: Contracts) -> None:
             with store.begin() as connection:
                 runs.forget(connection, row.from_step)
             log.error("the chain refused run revision %s: it is forgotten", row.digest)
-
-
-def _key(row: RunRow) -> str:
-    return f"{row.from_step}:{row.digest}"
-
-
-def revision_of(row: RunRow) -> RunRevision:
-    return RunRevision(run_digest=row.digest, from_step=row.from_step, final=row.final)
-
-
-def listing(backend: Backend) -> RunList:
-    """Returns the pool's first definition and its revisions, ordered by step."""
-    with backend.store.read() as connection:
-        rows = runs.every(connection)
-    return RunList(
-        first=backend.context.run.digest(), revisions=tuple(revision_of(row) for row in rows)
-    )
-
-
-def raw_of(backend: Backend, digest: Digest) -> bytes:
-    """Returns the bytes of one definition. Raises NotFoundError if it is not one of the pool's."""
-    if digest == backend.context.run.digest():
-        return backend.context.run.raw()
-    with backend.store.read() as connection:
-        for row in runs.every(connection):
-            if row.digest == digest:
-                return row.body
-    raise NotFoundError(f"no revision of the pool's run has digest {digest}")

@@ -12,8 +12,8 @@ import logging
 
 from prime_core.messages import TargetShare
 from prime_core.run import MICRO, RunDefinition
-from prime_orchestrator.api import scheduler
-from prime_orchestrator.api.scheduler import TargetCounts
+from prime_orchestrator import scheduler
+from prime_orchestrator.scheduler import TargetCounts
 from prime_orchestrator.store import Connection, batches, groups, leases
 
 log = logging.getLogger(__name__)

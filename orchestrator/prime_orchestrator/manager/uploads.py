@@ -25,8 +25,7 @@ from prime_core.encoding import sha256 as sha256_of
 from prime_core.errors import NotFoundError, PrimeError, UntrustedError
 from prime_core.ids import Digest
 from prime_core.storage.base import ObjectStat, ObjectStore, digest_key
-from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.store import Connection, meta, submissions
+from prime_orchestrator.store import Connection, Store, meta, submissions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,25 +110,25 @@ def _keep(
     objects.delete(staged)
 
 
-def sweep(backend: Backend) -> int:
+def sweep(store: Store, objects: ObjectStore, now: Callable[[], float]) -> int:
     """Deletes expired uploads that no submission names, and returns how many. Keeps submitted
     files that are not kept yet. Raises UnavailableError if the store does not answer; the next
     sweep continues."""
     swept = 0
-    staged = [key for key in backend.objects.keys(PREFIX) if _STAGED.fullmatch(key)]
+    staged = [key for key in objects.keys(PREFIX) if _STAGED.fullmatch(key)]
     if not staged:
         return 0
-    with backend.store.read() as connection:
+    with store.read() as connection:
         paid = {key: submissions.upload_is_paid(connection, *_parts(key)) for key in staged}
     for key in staged:
         deadline, sha256 = _parts(key)
         if paid[key]:
-            keep(backend.objects, deadline, sha256)
-        elif paid[key] is None and deadline + GRACE_SECONDS < backend.now():
-            backend.objects.delete(key)
+            keep(objects, deadline, sha256)
+        elif paid[key] is None and deadline + GRACE_SECONDS < now():
+            objects.delete(key)
             swept += 1
     if swept:
-        with backend.store.begin() as connection:
+        with store.begin() as connection:
             meta.put(connection, SWEPT, str(swept_so_far(connection) + swept))
     return swept
 

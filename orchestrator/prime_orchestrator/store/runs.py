@@ -27,6 +27,11 @@ class RunRow:
     final: bool
     announced_at: float
 
+    @property
+    def key(self) -> str:
+        """Key of the intent that puts the revision on chain."""
+        return f"{self.from_step}:{self.digest}"
+
 
 def every(connection: Connection) -> list[RunRow]:
     """Returns all revisions, ordered by step."""

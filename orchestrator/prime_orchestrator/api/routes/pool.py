@@ -29,7 +29,7 @@ from prime_core.messages import (
 )
 from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
-from prime_orchestrator.api import publishing, status
+from prime_orchestrator.api import publishing, revisions, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.kept import Kept
 from prime_orchestrator.api.liveness import RELAY_SECONDS
@@ -42,7 +42,7 @@ from prime_orchestrator.api.routes.http import (
     signed_by,
     takes,
 )
-from prime_orchestrator.manager import draws, revisions
+from prime_orchestrator.manager import draws
 from prime_orchestrator.store import Connection, batches, policies
 from prime_orchestrator.store.batches import BatchRow
 
