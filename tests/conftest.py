@@ -25,8 +25,8 @@ from prime_orchestrator.store import open_store
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-ALLOWED = ("CUDA", "NVIDIA", "only root")
-"""What the reason of a skip may name even there: GPUs, and who runs the tests."""
+ALLOWED = ("CUDA", "NVIDIA", "only root", "full history")
+"""What the reason of a skip may name even there: GPUs, who runs the tests, a shallow clone."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 

@@ -15,6 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "devnet" / "model"
+TRAIN = (
+    *("local", ROOT / "docs/examples/run-devnet.toml", "--model", MODEL, "--out", "trained"),
+    *("--steps", 1, "--threads", 1, "--evaluate-every", 0),
+)
+DOCTOR = ("doctor", "--orchestrator", "http://127.0.0.1:9", "--rpc", "http://127.0.0.1:9")
 INSTALL = 'set -euo pipefail; . "$1/scripts/installer.sh"; shift; install_into "$@"'
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -134,6 +139,8 @@ def test_base(wheel: Path, tmp_path: Path) -> None:
     for program, words, extra in (
         ("orchestrator", ("serve",), "orchestrator"),
         ("trainer", ("run",), "trainer"),
+        ("trainer", TRAIN, "trainer"),
+        ("validator", DOCTOR, "validator"),
         ("prime-broadcast", ("diff", MODEL, MODEL), "rollout-base"),
         ("prime-verify", ("verify", MODEL, tmp_path / "wallet.json"), "rollout-base"),
     ):
@@ -167,13 +174,21 @@ def test_verify(wheel: Path, tmp_path: Path) -> None:
     [
         ("node,torch", "prime-node", ("doctor", "--runtime", "process")),
         ("orchestrator", "orchestrator", ("store", "migrate", "--data", "store")),
-        ("validator", "validator", ("run", "--help")),
-        ("trainer", "trainer", ("run", "--help")),
+        ("trainer", "trainer", TRAIN),
     ],
 )
 def test_a_programs_extra_is_enough_for_it(
-    wheel: Path, tmp_path: Path, extra: str, program: str, words: tuple[str, ...]
+    wheel: Path, tmp_path: Path, extra: str, program: str, words: tuple[object, ...]
 ) -> None:
     installed = Installed(wheel, extra, tmp_path)
     assert re.search(r"\d+\.\d+", installed.run(program, "--version"))
     installed.run(program, *words)
+
+
+def test_validator(wheel: Path, tmp_path: Path) -> None:
+    installed = Installed(wheel, "validator", tmp_path)
+    assert re.search(r"\d+\.\d+", installed.run("validator", "--version"))
+    said = installed.run("validator", *DOCTOR, code=1)
+    assert "ok    torch" in said
+    assert "ok    folder" in said
+    assert "FAIL  pool: 127.0.0.1:9 does not answer" in said
