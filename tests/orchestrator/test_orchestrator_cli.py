@@ -23,11 +23,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_names_every_command_and_imports_none_of_them() -> None:
+    """And what answers `orchestrator pool --help` loads neither SQL nor a client of the chain."""
     code = (
-        "import sys, prime_orchestrator.cli.main; sys.argv = ['orchestrator', '--help']\n"
+        "import importlib, sys, prime_orchestrator.cli.main\n"
+        "sys.argv = ['orchestrator', '--help']\n"
         "try: prime_orchestrator.cli.main.main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'web3', 'fastapi', 'sqlalchemy', 'numpy'} & set(sys.modules)\n"
+        "assert 'prime_orchestrator.cli.pool' not in sys.modules\n"
+        "for name in ('pool', 'slash', 'terms', 'rewards', 'deployment', 'run', 'quickstart'):\n"
+        "    importlib.import_module(f'prime_orchestrator.cli.{name}')\n"
+        "heavy = {'torch', 'web3', 'eth_account', 'fastapi', 'sqlalchemy', 'numpy', 'jinja2',\n"
+        "         'prime_chain.client'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run(

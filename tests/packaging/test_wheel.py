@@ -174,7 +174,7 @@ def test_verify(wheel: Path, tmp_path: Path) -> None:
     [
         ("node,torch", "prime-node", ("doctor", "--runtime", "process")),
         ("orchestrator", "orchestrator", ("store", "migrate", "--data", "store")),
-        ("trainer", "trainer", TRAIN),
+        ("trainer,families", "trainer", TRAIN),
     ],
 )
 def test_a_programs_extra_is_enough_for_it(

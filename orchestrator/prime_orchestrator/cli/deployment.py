@@ -7,15 +7,13 @@ import json
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_chain import deployer, networks
+from prime_chain import networks
 from prime_chain.amounts import ETHER, ether, parse_amount
 from prime_chain.chain_session import Rpc
-from prime_chain.client import ChainClient
-from prime_chain.deployment_check import check_deployment, standard_input
 from prime_chain.keystore import keystore_address, open_keystore
 from prime_chain.networks import Network
 from prime_core import encoding
@@ -24,6 +22,10 @@ from prime_core.deployment import Deployment, Periods
 from prime_core.errors import NotFoundError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import ZERO_ADDRESS, Address, address
+
+if TYPE_CHECKING:
+    from prime_chain import deployer
+    from prime_chain.client import ChainClient
 
 app = group("Deploy the contracts, or check a deployment.")
 DEFAULTS = Periods()
@@ -92,6 +94,9 @@ def deploy(
     Roles are given by the constructors: --arbiter and --governor name who gets them, else
     --multisig gets both, and without any of these the deployer's own key does.
     """
+    from prime_chain import deployer
+    from prime_chain.client import ChainClient
+
     chain = networks.by_name(network)
     file = out or default_file(chain.chain_id)
     if file.exists() and not dry_run:
@@ -159,6 +164,9 @@ def check(
 
     Exits with 1 if anything is wrong; what is only worth knowing is marked by "!".
     """
+    from prime_chain.client import ChainClient
+    from prime_chain.deployment_check import check_deployment
+
     known = Deployment.load(deployment)
     client = ChainClient(rpc, known.chain_id, quorum=rpc_quorum)
     try:
@@ -185,6 +193,8 @@ def sources(
     out: Annotated[Path, typer.Option(help="File to write.")],
 ) -> None:
     """Write the compiler's standard-JSON input of these sources, for an explorer's verification."""
+    from prime_chain.deployment_check import standard_input
+
     out.write_bytes(standard_input(ROOT))
     typer.echo(f"the input is in {out}; name a contract as contracts/src/Pools.sol:Pools")
 
@@ -211,6 +221,8 @@ def _git(root: Path, *words: str) -> str:
 
 def _keep_sources(deployment: Deployment, file: Path) -> Deployment:
     """Keeps the compiler's input next to the deployment file, where the sources are here."""
+    from prime_chain.deployment_check import standard_input
+
     try:
         raw = standard_input(ROOT)
     except NotFoundError as error:
@@ -240,12 +252,16 @@ def _tokens(text: str) -> int:
 def _bond(text: str, chain: Network) -> int:
     if text:
         return _tokens(text)
-    return 0 if chain.name == "local" else deployer.DEFAULT_BOND
+    from prime_chain.deployer import DEFAULT_BOND
+
+    return 0 if chain.name == "local" else DEFAULT_BOND
 
 
 def _print_dry_run(
     client: ChainClient, sender: Address, options: deployer.Options, json_output: bool
 ) -> None:
+    from prime_chain import deployer
+
     steps = deployer.dry_run(client, sender, options)
     fees = client.fees()
     per_gas = fees.base_fee + fees.priority_fee

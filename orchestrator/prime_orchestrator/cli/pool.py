@@ -1,7 +1,8 @@
 """`orchestrator pool …`: a pool's life on chain, by its manager's key.
 
 Transactions are journalled: a command that was interrupted is taken up again by typing it again.
-Who may sit in the pool and who judges: prime_orchestrator/cli/pool_members.py.
+Who may sit in the pool and who judges: prime_orchestrator/cli/pool_members.py. What talks to the
+chain is imported when a command is called, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_chain import flows, history
 from prime_chain.amounts import parse_amount, prime
 from prime_chain.chain_session import (
     Amount,
@@ -27,9 +27,6 @@ from prime_chain.chain_session import (
     pool_of,
     sends_transactions,
 )
-from prime_chain.contracts import Contracts, PoolConfig
-from prime_chain.events import PoolCreated
-from prime_chain.transaction_queue import Intent
 from prime_core import ids
 from prime_core.command_line import Json, Quorum, group
 from prime_core.errors import FatalError
@@ -37,7 +34,10 @@ from prime_core.ids import Address
 from prime_core.run_file import read_run
 from prime_core.times import utc
 from prime_orchestrator.cli import pool_members as pool_members_cli
-from prime_orchestrator.economics import warnings
+
+if TYPE_CHECKING:
+    from prime_chain.contracts import Contracts
+    from prime_chain.transaction_queue import Intent
 
 LOCAL_CHAIN = 31337
 """On this chain one validator may be enough (Pools.LOCAL_CHAIN)."""
@@ -73,6 +73,9 @@ def create(
     same run, name another --journal. Warns of each cheat that the run's prices, stake and sampling
     make pay, and says what to change.
     """
+    from prime_chain.contracts import PoolConfig
+    from prime_orchestrator.economics import warnings
+
     definition = read_run(run, exact=True)
     session.deployment.check_run(definition)
     signs, judges = ids.address(trainer), [ids.address(v) for v in validator or ()]
@@ -137,6 +140,8 @@ def too_few(validators: Sequence[Address], quorum: int) -> str:
 @sends_transactions
 def fund(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
     """Add to what the pool can pay out as rewards. Anyone may."""
+    from prime_chain import flows
+
     wei = parse_amount(amount)
     session.require_tokens(wei)
     session.pool(pool)
@@ -153,6 +158,8 @@ def bond(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
 
     It comes back by `refund` alone, when the pool has ended and its last work is paid.
     """
+    from prime_chain import flows
+
     wei = parse_amount(amount)
     session.require_tokens(wei)
     session.pool(pool)
@@ -171,6 +178,8 @@ def show(
     rpc_quorum: Quorum = None,
 ) -> None:
     """What the chain says of a pool: who runs it, its members, its money."""
+    from prime_chain import history
+
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = pool_of(contracts, pool)
         rules, funds = contracts.pools.rules_of(pool), contracts.rewards.funds(pool)
@@ -252,6 +261,9 @@ pool_members_cli.add_to(app)
 
 
 def _created(session: ChainSession, done: Intent) -> int:
+    from prime_chain import history
+    from prime_chain.events import PoolCreated
+
     assert done.tx_hash is not None
     for event in history.transaction_events(session.client, session.deployment, done.tx_hash):
         if isinstance(event, PoolCreated):

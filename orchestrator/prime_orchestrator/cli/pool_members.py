@@ -10,15 +10,12 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from prime_chain import flows, history
 from prime_chain.chain_session import ChainSession, Done, PoolNumber, sends_transactions
-from prime_chain.leaves import find_leaf
 from prime_core import ids
 from prime_core.errors import UserError
 from prime_core.given import read_given
 from prime_core.node import Invite
 from prime_core.signing import SignatureField, Strict
-from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import SignedOpinion
 
 NodeAddress = Annotated[str, typer.Argument(help="Address of the node.")]
@@ -77,6 +74,8 @@ def join(
     file: Annotated[Path, typer.Argument(help="Invite as `pool invite --out` wrote it.")],
 ) -> Done:
     """Carry a signed invite to the chain: the node takes its seat. Anyone may."""
+    from prime_chain import flows
+
     signed = read_invite(file)
     calls = flows.join(session.contracts, signed.invite, signed.signature)
     session.perform(calls)
@@ -176,6 +175,10 @@ def reject(
 ) -> Done:
     """Strike a submission from pay within its validity; takes no stake. Anyone may who has the
     opinions of the pool's quorum."""
+    from prime_chain import history
+    from prime_chain.leaves import find_leaf
+    from prime_core.transport.client import OrchestratorClient
+
     leaf = ids.digest(submission)
     said = read_opinions(opinions)
     number = {

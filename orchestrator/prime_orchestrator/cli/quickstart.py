@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,9 @@ from prime_core.command_line import Json, command
 from prime_core.deployment import Periods
 from prime_core.errors import UserError
 from prime_core.waiting import until_stopped
-from prime_orchestrator.quickstart import Found, Plan, Quickstart
+
+if TYPE_CHECKING:
+    from prime_orchestrator.quickstart import Found, Quickstart
 
 MARKS = {"done": "✓", "to do": "…", "waits": "…", "failed": "✗", "note": "!"}
 STARTED = ("orchestrator", "validator", "relay")
@@ -69,6 +71,8 @@ def quickstart(
     to its accounts, and says how much. With --check, exit code 1 means that something is wrong;
     missing ether is not.
     """
+    from prime_orchestrator.quickstart import Plan, Quickstart
+
     plan = Plan(
         folder=folder.absolute(), network=networks.by_name(network), rpc=tuple(rpc),
         run=run.absolute(), model=model.absolute(),

@@ -7,18 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_chain.amounts import prime
 from prime_chain.chain_session import ChainSession, Done, File, Rpc, sends_transactions
-from prime_chain.claims import checked_claim
-from prime_chain.client import ChainClient
-from prime_chain.contracts import Claim, prime
-from prime_chain.explain import explain
-from prime_chain.history import read_events
-from prime_chain.mirror import HttpSource
-from prime_chain.rewards import Rebuilder, history_of
 from prime_core import ids
 from prime_core.command_line import Json, Quorum, group
 from prime_core.deployment import Deployment
@@ -27,7 +21,9 @@ from prime_core.errors import NotFoundError, UserError
 from prime_core.ids import Signature
 from prime_core.settlement import read_settlement
 from prime_core.times import utc
-from prime_core.transport.client import OrchestratorClient, run_bytes
+
+if TYPE_CHECKING:
+    from prime_chain.rewards import Rebuilder
 
 app = group("Reward roots: list those on chain, rebuild one from events and published objects.")
 Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
@@ -123,6 +119,8 @@ def explain_node(
 
     Exits with 1 if the files do not add up to what the root gives.
     """
+    from prime_chain.explain import explain
+
     target = ids.address(node)
     with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
         found = explain(rebuilder, target, epoch)
@@ -154,6 +152,9 @@ def settle_epoch(
     digest, so use the same --epoch and --as-of-block. A settlement of more than 10,000 files is a
     head in OUT and pages in OUT.DIGEST; signing and claiming need the head alone.
     """
+    from prime_chain.mirror import HttpSource
+    from prime_core.transport.client import OrchestratorClient
+
     with (
         _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder,
         OrchestratorClient(orchestrator) as records,
@@ -216,6 +217,9 @@ def claim(
     account: Annotated[str, typer.Argument(help="Node or validator.")],
 ) -> Done:
     """Have a node or validator paid from a copy of the settlement, without the orchestrator."""
+    from prime_chain.claims import checked_claim
+    from prime_chain.contracts import Claim
+
     found = read_settlement(settlement)
     payee = ids.address(account)
     cumulative, proof = found.proof(payee)
@@ -232,6 +236,11 @@ def claim(
 def _rebuilder(
     rpc: list[str], file: Path, pool: int, orchestrator: str, quorum: int | None
 ) -> Iterator[Rebuilder]:
+    from prime_chain.client import ChainClient
+    from prime_chain.history import read_events
+    from prime_chain.rewards import Rebuilder, history_of
+    from prime_core.transport.client import OrchestratorClient, run_bytes
+
     deployment = Deployment.load(file)
     client = ChainClient(rpc, deployment.chain_id, quorum=quorum)
     try:

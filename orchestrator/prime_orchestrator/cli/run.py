@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from prime_broadcast.manifest import build_manifest
 from prime_chain.keystore import open_keystore
 from prime_core.command_line import Json, PasswordFd, PasswordFile, group
 from prime_core.errors import ConflictError, UserError
@@ -23,8 +22,6 @@ from prime_core.messages import RevisionRequest, RunList, RunRevision
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
-from prime_envs.definition import read_toml, require_config, run_from, unsaid
-from prime_orchestrator.economics import warnings
 
 app = group("Make and read run definitions.")
 
@@ -37,6 +34,8 @@ def new(
     json_output: Json = False,
 ) -> None:
     """Write a run definition, its environment and base model pinned by digest."""
+    from prime_envs.definition import read_toml, unsaid
+
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
     values = read_toml(source)
@@ -102,12 +101,17 @@ def revise(
 def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
     """The run that `values` describe, for the base model in `model`. Raises UserError with the
     name of what is wrong."""
+    from prime_broadcast.manifest import build_manifest
+    from prime_envs.definition import require_config, run_from
+
     require_config(model)
     base = build_manifest(model, pool=0, version=0, step=0).result_digest
     return run_from(values, source, model, base)
 
 
 def _show(run: RunDefinition, file: Path, json_output: bool) -> None:
+    from prime_orchestrator.economics import warnings
+
     doubts = warnings(run)
     if json_output:
         facts = {"digest": run.digest(), "run": run.model_dump(mode="json"), "warnings": doubts}

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from prime_chain import history
 from prime_chain.amounts import parse_amount, prime
 from prime_chain.chain_session import (
     ChainSession,
@@ -43,6 +42,8 @@ def list_slashes(
     rpc_quorum: Quorum = None,
 ) -> None:
     """Every proposal, oldest first."""
+    from prime_chain import history
+
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = [
             s
@@ -137,6 +138,8 @@ def appeals(
     rpc_quorum: Quorum = None,
 ) -> None:
     """Every appeal for an unpaid file, oldest first."""
+    from prime_chain import history
+
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = [
             one

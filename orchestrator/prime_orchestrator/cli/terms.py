@@ -1,13 +1,13 @@
 """`orchestrator terms …`: the dispute deposit and the validators' bond, and who may move them.
 
-announce (governor) ──delay of one unbonding, seen by everybody──▶ apply (anyone)
+announce (governor) ──delay of one unbonding, seen by all──▶ apply (anyone)
 hand-over (governor) ──▶ accept (the new one)      renounce: the terms never move again
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,10 +20,12 @@ from prime_chain.chain_session import (
     open_contracts,
     sends_transactions,
 )
-from prime_chain.contracts import Contracts
 from prime_core import ids
 from prime_core.command_line import Json, Quorum, group
 from prime_core.times import utc
+
+if TYPE_CHECKING:
+    from prime_chain.contracts import Contracts
 
 app = group("The dispute deposit, the validators' bond, and who may move them.")
 
