@@ -1,35 +1,24 @@
 """Events decoded purely from logs, and the way back.
 
 An event serialises to JSON (`args`) and back (`rebuild`), so that an indexer may keep it in a
-store. The classes themselves: event_kinds.py and event_kinds_work.py.
+store. The classes themselves are generated: event_kinds.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from prime_chain import codec
 from prime_chain.client import Log, TxReceipt
+from prime_chain.event import Event as Event
+from prime_chain.event import snake
 from prime_chain.event_kinds import *  # noqa: F403 - every kind is named here as well
-from prime_chain.event_kinds import Event
-from prime_chain.event_kinds_work import *  # noqa: F403
 from prime_core.deployment import SOLIDITY_NAMES, Deployment
 from prime_core.errors import MalformedError
 
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 """Every event class by its name."""
-
-_RENAMED = {"from": "origin", "class": "verification_class"}  # Python keywords
-
-
-@cache
-def snake(name: str) -> str:
-    """A Solidity parameter name as our field name."""
-    plain = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name.strip("_")).lower()
-    return _RENAMED.get(plain, plain)
 
 
 def decode(log: Log, block_time: int, deployment: Deployment) -> Event | None:

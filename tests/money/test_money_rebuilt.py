@@ -13,7 +13,7 @@ from money_kit import RUN, TOKEN, VALIDATOR
 from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
-from prime_chain.event_kinds import Event
+from prime_chain.event import Event
 from prime_chain.events import FileRestored, LeafPosted, RootPosted
 from prime_chain.explain import ROOTED_LATE, explain
 from prime_chain.history import read_appeals, read_events
