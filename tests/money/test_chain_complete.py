@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
-from chain_kit import World
-from money_kit import RUN
-from walk_kit import HONEST, OWNER, one
+from chain_kit import ARBITER, World
+from money_kit import MANAGER, RUN, TRAINER, VALIDATOR, key
+from walk_kit import HONEST, LIAR, OTHER, OWNER, one
 
 from devnet.chain import CHAIN_ID, dev_signer
 from prime_chain import codec
@@ -19,11 +20,16 @@ from prime_chain.client import ChainClient
 from prime_chain.events import RootPosted
 from prime_chain.faulty import FaultyRpc
 from prime_chain.watcher import Watcher
+from prime_core.checkpoint import PolicyStatement
+from prime_core.encoding import sha256
 from prime_core.errors import UnavailableError
-from prime_orchestrator.manager.indexer import check_reward_roots, run_indexer_tick
+from prime_core.ids import Address
+from prime_core.verdict import Reason
+from prime_orchestrator.manager.completeness import CHECK_SECONDS, check_events
+from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.members import active_stake
 from prime_orchestrator.manager.settlement import chain_clock
-from prime_orchestrator.store import chain, meta, schema
+from prime_orchestrator.store import chain, checks, meta, schema
 from prime_orchestrator.store.chain import STATE_EVENTS
 
 pytestmark = needs_anvil
@@ -35,14 +41,14 @@ def _topic(contract: str, name: str) -> str:
 
 
 ROOT_POSTED = _topic("Work", "RootPosted")
-REWARD_ROOT_POSTED = _topic("Rewards", "RewardRootPosted")
+CONTRACTS = ("Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher")
 
 
 class Hiding(FaultyRpc):
-    """Leaves the logs of chosen work roots out, or those of every event `kind`."""
+    """Leaves the logs of chosen work roots out, or the logs of all events of `kinds`."""
 
     hidden: frozenset[int] = frozenset()
-    kind: str | None = None
+    kinds: Set[str] = frozenset()
     hid = 0
 
     def _falsified(self, method: str, result: Any, kinds: Any) -> Any:
@@ -50,7 +56,7 @@ class Hiding(FaultyRpc):
             kept = [
                 log
                 for log in result
-                if log["topics"][0] != self.kind
+                if log["topics"][0] not in self.kinds
                 and (
                     log["topics"][0] != ROOT_POSTED or int(log["topics"][2], 16) not in self.hidden
                 )
@@ -67,6 +73,14 @@ def hiding(members: World) -> Iterator[Hiding]:
     proxy.close()
 
 
+def _contract_of(event: str) -> str:
+    return next(
+        name
+        for name in CONTRACTS
+        if any(item.name == event for item in codec.artifact(name).events.values())
+    )
+
+
 def _watch(world: World, *urls: str) -> Watcher:
     client = ChainClient(urls, CHAIN_ID, quorum=1)
     return Watcher(client, world.deployment, pool=world.mgr.context.pool, of_all=STATE_EVENTS)
@@ -79,6 +93,15 @@ def _gaps(world: World) -> int:
 
 def _tick(world: World, watcher: Watcher) -> list[Any]:
     return run_indexer_tick(world.mgr.store, world.mgr.context, watcher, world.mgr.now)
+
+
+def _compare(world: World, *urls: str) -> list[Any]:
+    """Reads the events, then compares them with the contracts."""
+    world.mgr.now.time += int(CHECK_SECONDS)
+    watcher = _watch(world, *urls)
+    found = _tick(world, watcher)
+    mgr = world.mgr
+    return found + check_events(mgr.store, mgr.context, watcher, world.contracts, mgr.now)
 
 
 def test_the_logs_of_our_own_transaction_that_were_left_out_are_fetched_again_and_alarm(
@@ -143,41 +166,147 @@ def test_a_work_root_that_was_left_out_is_found_by_its_number(
     assert _gaps(world) >= 1
 
 
-def test_a_reward_root_of_others_that_was_left_out_is_found_by_the_contracts_total(
-    members: World, hiding: Hiding
-) -> None:
-    world, store = members, members.mgr.store
-    world.start_of_an_epoch()
-    world.mgr.judge(world.mgr.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
-    posted = one(world, schema.reward_roots)
-    with store.begin() as connection:  # as if another account had posted it, in a table
+def _stored(world: World, *names: str) -> list[tuple[str, str]]:
+    with world.mgr.store.read() as connection:
+        return [(name, one.args) for name in names for one in chain.events(connection, name)]
+
+
+def _as_new(world: World) -> None:
+    """As if other accounts had sent all transactions, and nothing had been read."""
+    with world.mgr.store.begin() as connection:
         chain.forget_all(connection)
         for table in (schema.cursors, schema.intents, schema.reward_roots):
             connection.execute(sa.delete(table))
-    world.forward(RUN.epoch_seconds)
-    world.anvil.mine(2)
-    rewards = world.contracts.rewards
+        checks.save(connection, checks.Progress())
 
-    def tick(*urls: str) -> list[Any]:
-        watcher = _watch(world, *urls)
-        found = _tick(world, watcher)
-        return found + check_reward_roots(store, world.mgr.context, watcher, rewards, world.mgr.now)
 
-    hiding.kind = REWARD_ROOT_POSTED
-    with pytest.raises(UnavailableError, match="reward roots of pool 1 are missing"):
-        tick(hiding.url)
-    assert _gaps(world) == 1
-    tick(hiding.url, world.anvil.url)
-    found = one(world, schema.reward_roots)
-    assert _gaps(world) == 2
-    assert [found[name] for name in ("epoch", "object", "claimable_at")] == [
-        posted[name] for name in ("epoch", "object", "claimable_at")
-    ]
-    world.ticks()
-    assert _gaps(world) == 2, "once it is known nothing is missing"
+def test_events_that_were_left_out_are_found_by_what_the_contracts_say(
+    members: World, hiding: Hiding
+) -> None:
+    world, mgr = members, members.mgr
+    c, pool = world.contracts, mgr.context.pool
+    world.start_of_an_epoch()
+    policy = PolicyStatement(pool=pool, version=0, manifest_digest=sha256(b"policy"))
+    signature = TRAINER.sign(policy, world.deployment.domain_of(policy))
+    world.send(MANAGER, c.pools.publish_policy(policy, signature))
+    mgr.judge(mgr.submit(HONEST))
+    bad = mgr.submit(LIAR)
+    mgr.judge(bad, Reason.WRONG_SKETCH)
+    world.until_rooted()
+
+    def hide(**facts: str) -> None:
+        """The events of these names are left out, missed by these facts, and found again."""
+        before, gaps = _stored(world, *facts), _gaps(world)
+        assert {name for name, _ in before} == set(facts)
+        _as_new(world)
+        hiding.kinds = {_topic(_contract_of(name), name) for name in facts}
+        with pytest.raises(UnavailableError, match="by the events") as refused:
+            _compare(world, hiding.url)
+        for name, fact in facts.items():
+            assert fact in str(refused.value), name
+        assert _gaps(world) == gaps + 1
+        _compare(world, hiding.url, world.anvil.url)
+        assert set(_stored(world, *facts)) == set(before)
+        assert _gaps(world) == gaps + 2
+        hiding.kinds = set()
+        _compare(world, hiding.url)
+        assert _gaps(world) == gaps + 2, "once it is known nothing is missing"
+
+    hide(
+        NodeJoined="seats taken: 2",
+        PolicyPublished="policies: 1",
+        ValidatorSet="number 1: 0x",
+        RootPosted="work roots: 1",
+    )
+
+    # The contracts do not list proposals. A validator's pledges may be for another pool.
+    before, gaps = _stored(world, "SlashProposed"), _gaps(world)
+    _as_new(world)
+    with mgr.store.begin() as connection:  # other validators judged it: no slash is queued
+        connection.execute(sa.delete(schema.slashes))
+    hiding.kinds = {_topic("Slasher", "SlashProposed")}
+    _compare(world, hiding.url)
+    assert (_stored(world, "SlashProposed"), _gaps(world)) == ([], gaps)
+    with mgr.store.begin() as connection:
+        assert checks.load(connection).elsewhere == {VALIDATOR.address: 1}
+        checks.save(connection, checks.Progress())
+    _compare(world, hiding.url, world.anvil.url)
+    assert (_stored(world, "SlashProposed"), _gaps(world)) == (before, gaps + 1)
+
+    world.send(OTHER, c.slasher.object(bad.digest))
+    world.loops.chain_tick()
+    hide(SlashObjected="OBJECTED by the contract, PROPOSED")
+    world.send(ARBITER, c.slasher.cancel(bad.digest))
+    world.send(OTHER, c.pools.leave(pool, LIAR.address))
+    world.send(MANAGER, c.pools.end(pool))
+    world.loops.chain_tick()
+    hide(
+        SlashCancelled="CANCELLED by the contract, OBJECTED",
+        NodeLeft="seats taken: 1",
+        PoolEnded="its end: True",
+    )
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    root = one(world, schema.reward_roots)
+    hide(RewardRootPosted="reward roots")
+    assert one(world, schema.reward_roots)["claimable_at"] == root["claimable_at"]
+
+
+def test_states_of_accounts_are_those_of_the_contracts_though_events_were_left_out(
+    members: World, hiding: Hiding
+) -> None:
+    world, c = members, members.contracts
+    world.send(HONEST, c.registry.set_revoked_before(HONEST.address, 77))
+    world.loops.chain_tick()
+
+    def states() -> list[Any]:
+        with world.mgr.store.read() as connection:
+            return [
+                chain.state(connection, kind, account.address)
+                for kind, account in (("provider", HONEST), ("stake", OWNER), ("revoked", HONEST))
+            ]
+
+    right = states()
+    assert right == [OWNER.address, f"{c.vault.active(OWNER.address)} 0", "77"]
+    for at, name in enumerate(("NodeAdded", "Deposited", "RevokedBefore")):
+        _as_new(world)
+        hiding.kinds = {_topic(_contract_of(name), name)}
+        gaps = _gaps(world)
+        _tick(world, _watch(world, hiding.url))
+        assert states()[at] is None
+        _compare(world, hiding.url)
+        assert states() == right
+        assert _gaps(world) > gaps
+        with world.mgr.store.begin() as connection:
+            known = chain.cursor(connection, "chain")
+            assert known is not None
+            chain.retract(connection, known[0])
+        assert states()[at] is None, "a reorganization undoes it"
+
+    # At most four nodes are compared at a time, each in its turn.
+    mgr = world.mgr
+    _as_new(world)
+    _tick(world, _watch(world, world.anvil.url))
+    for number in range(60, 70):
+        mgr.admit(key(number), "admitted")
+    watcher = _watch(world, world.anvil.url)
+    asked: list[Any] = []
+
+    def is_member(pool: int, node: Address, block: Any) -> bool:
+        asked.append(node)
+        return node in (HONEST.address, LIAR.address)
+
+    pools, contracts = MagicMock(wraps=c.pools), MagicMock(wraps=c)
+    pools.is_member.side_effect = is_member
+    contracts.pools = pools
+    rounds: list[int] = []
+    for _ in range(3):
+        mgr.now.time += int(CHECK_SECONDS)
+        check_events(mgr.store, mgr.context, watcher, contracts, mgr.now)
+        rounds.append(len(asked))
+    check_events(mgr.store, mgr.context, watcher, contracts, mgr.now)
+    assert rounds == [4, 8, 12], "and not before CHECK_SECONDS have passed"
+    assert len(set(asked)) == 12
 
 
 def test_events_of_strangers_leave_one_row_an_account(members: World) -> None:

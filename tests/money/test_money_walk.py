@@ -16,7 +16,7 @@ from prime_core.errors import UnavailableError
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.settlement import newest_settlement, settle_epochs
-from prime_orchestrator.store import intents, schema
+from prime_orchestrator.store import checks, intents, schema
 
 pytestmark = needs_anvil
 
@@ -153,11 +153,19 @@ def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World)
     assert amounts(world) == {earned.digest: "forfeited"}
     height = world.client.block_number()
 
+    def compared() -> int:
+        with mgr.store.read() as connection:
+            return checks.load(connection).block
+
+    with mgr.store.begin() as connection:
+        checks.save(connection, checks.Progress(block=height))
     revert()
+    kept = world.client.block_number()
     world.anvil.mine(height - world.client.block_number() + 5)
     # the indexer alone, before any sender had its turn
     assert run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now) == []
     assert one(world, schema.roots)["chain_seq"] is None
+    assert compared() <= kept, "blocks that are gone count as compared no longer"
     slash = one(world, schema.slashes)
     assert (slash["status"], slash["propose_tx"]) == ("queued", None)
     assert mgr.node_status(LIAR.address) == "quarantined"

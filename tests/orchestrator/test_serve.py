@@ -278,7 +278,7 @@ def test_a_defect_in_a_loop_is_loud_and_ends_the_process(
 
 
 @pytest.mark.parametrize(
-    ("tick", "failing"), [("chain_tick", "check_reward_roots"), ("money_tick", "settle_epochs")]
+    ("tick", "failing"), [("chain_tick", "check_events"), ("money_tick", "settle_epochs")]
 )
 def test_a_step_that_fails_in_each_tick_keeps_no_other_from_running(
     tick: str, failing: str, monkeypatch: pytest.MonkeyPatch

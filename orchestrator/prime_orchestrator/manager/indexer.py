@@ -11,14 +11,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from prime_chain.contracts import Rewards
 from prime_chain.events import Event, RootPosted
 from prime_chain.watcher import BlockRef, Confirmed, Watcher
 from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.verdict import Reason, reason_of
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.depth import has_state
 from prime_orchestrator.manager.members import MEMBERSHIP_EVENTS, derive_node
 from prime_orchestrator.manager.settlement import (
     CHAIN_BLOCK,
@@ -27,7 +25,16 @@ from prime_orchestrator.manager.settlement import (
     refresh_credits,
 )
 from prime_orchestrator.manager.transactions import forget_unsent
-from prime_orchestrator.store import Connection, chain, meta, rewards, roots, slashes, submissions
+from prime_orchestrator.store import (
+    Connection,
+    chain,
+    checks,
+    meta,
+    rewards,
+    roots,
+    slashes,
+    submissions,
+)
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.engine import Store, lock
@@ -39,8 +46,6 @@ log = logging.getLogger(__name__)
 SLASH_EVENTS = ("SlashProposed", "SlashExecuted", "SlashCancelled")
 CURSOR = "chain"
 RECEIPTS_CHECKED = "receipts_checked"
-REWARDS_CHECKED = "reward_roots_checked"
-"""Key in `meta`: the epoch in which the reward roots were last compared with the contract."""
 LATE_BLOCKS = 64
 SEEN_SECONDS = 2.0
 """Interval at which polls are recorded while the chain does not advance."""
@@ -128,6 +133,7 @@ def _go_back(
     target = watcher.start if too_far else block
     rows = chain.forget_all(connection) if too_far else chain.retract(connection, block.number + 1)
     forget_unsent(connection, target.number)
+    checks.go_back(connection, target.number)
     log.warning("the chain went back to block %d; %d events are gone", target.number, len(rows))
     return target, rows
 
@@ -177,12 +183,7 @@ def _check_receipts(
         why = f"the events of our own transaction {row.tx_hash} are missing"
         log.error("%s; block %s is read again", why, block)
         count_gap(store)
-        watcher.distrust(why)
-        again = _of_pool(watcher.read_again(block, block), context.pool)
-        with store.begin() as connection:
-            lock(connection, CHAIN_LOCK)
-            derive(connection, context, _take(connection, again), now())
-        taken += again
+        taken += (again := read_again(store, context, watcher, (block, block), why, now))
         if all(event.tx_hash != row.tx_hash for event in again):
             raise UnavailableError(f"{why}, and no endpoint shows them")
     # A transaction may be recorded after one from a later block.
@@ -193,60 +194,27 @@ def _check_receipts(
     return taken
 
 
-def check_reward_roots(
+def read_again(
     store: Store,
     context: PoolContext,
     watcher: Watcher,
-    rewards: Rewards,
+    blocks: tuple[int, int],
+    why: str,
     now: Callable[[], float],
 ) -> list[Event]:
-    """Compares the reward roots of the store, which others may post too (`Rewards.postTable`), with
-    the contract's total and next epoch, once an epoch. If they differ, the blocks since the newest
-    root are read again from another endpoint. Returns the events found.
-
-    Raises UnavailableError if they still differ; then the next call compares again.
-    """
-    with store.read() as connection:
-        cursor = chain.cursor(connection, CURSOR)
-        epoch = int(meta.get(connection, CHAIN_TIME) or 0) // context.run.epoch_seconds
-        checked = int(meta.get(connection, REWARDS_CHECKED) or -1)
-    if cursor is None or epoch <= checked:
-        return []
-    block = cursor[0]
-    if not has_state(rewards.client, block):
-        return []  # still catching up
-    expected, taken = rewards.progress(context.pool, block), list[Event]()
-    known, since = _known_progress(store)
-    if known != expected:
-        why = (
-            f"reward roots of pool {context.pool} are missing from its logs: the contract's total "
-            f"and next epoch are {expected}, by the logs {known}"
-        )
-        first = max(since, watcher.start.number + 1)
-        log.error("%s; blocks %d to %d are read again", why, first, block)
-        count_gap(store)
-        watcher.distrust(why)
-        taken = _of_pool(watcher.read_again(first, block), context.pool)
-        with store.begin() as connection:
-            lock(connection, CHAIN_LOCK)
-            derive(connection, context, _take(connection, taken), now())
-        if _known_progress(store)[0] != expected:
-            raise UnavailableError(f"{why}, and no endpoint shows them")
+    """Reads the pool's events of `blocks` (first, last) again from another endpoint, because of
+    `why`, and stores them. Returns those that were not known. Raises UnavailableError."""
+    watcher.distrust(why)
+    found = _of_pool(watcher.read_again(*blocks), context.pool)
     with store.begin() as connection:
-        meta.put(connection, REWARDS_CHECKED, str(epoch))
-    return taken
-
-
-def _known_progress(store: Store) -> tuple[tuple[int, int], int]:
-    """Returns what `Rewards.progress` should be by the stored events (zeros before the first root),
-    and the block of the newest reward root that stands (0 if none does)."""
-    with store.read() as connection:
-        newest = rewards.newest_root(connection, confirmed=True)
-        if newest is None:
-            return (0, 0), 0
-        posted = chain.events(connection, "RewardRootPosted", subject=newest.epoch)
-    block = posted[-1].block if posted else 0
-    return (int(newest.cumulative_total), newest.epoch + 1), block
+        lock(connection, CHAIN_LOCK)
+        new = [
+            event
+            for event in found
+            if not chain.has_event(connection, event.block_hash, event.log_index)
+        ]
+        derive(connection, context, _take(connection, found), now())
+    return new
 
 
 def count_gap(store: Store) -> None:

@@ -27,9 +27,10 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import targets, uploads
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.batches import seal_ready_batches
+from prime_orchestrator.manager.completeness import check_events
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
 from prime_orchestrator.manager.funding import compare_funding
-from prime_orchestrator.manager.indexer import check_reward_roots, run_indexer_tick
+from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.revisions import current, settle_revisions
@@ -82,8 +83,8 @@ class ManagerLoops:
 
     def chain_tick(self) -> list[Event]:
         """Sends queued intents, then reads the chain if that is due; returns new events. The
-        comparison of reward roots comes last, since it fails in each tick until an endpoint shows
-        them."""
+        comparison with the contracts comes last, since it fails in each tick until an endpoint
+        shows what is missing."""
         queue_executions(self.store, self.now)
         awaited = run_transactions_tick(
             self.store, self.context, self.contracts, self.sender, self.now
@@ -99,8 +100,8 @@ class ManagerLoops:
         compare_funding(
             self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now
         )
-        return events + check_reward_roots(
-            self.store, self.context, self.watcher, self.contracts.rewards, self.now
+        return events + check_events(
+            self.store, self.context, self.watcher, self.contracts, self.now
         )
 
     @cached_property

@@ -148,6 +148,14 @@ def events_of(connection: Connection, tx_hash: Digest) -> list[EventRow]:
     return records(EventRow, connection.execute(query).mappings().all())
 
 
+def has_event(connection: Connection, block_hash: Digest, log_index: int) -> bool:
+    """Whether the event at this place is stored."""
+    query = sa.select(_events.log_index).where(
+        _events.block_hash == block_hash, _events.log_index == log_index
+    )
+    return connection.execute(query).first() is not None
+
+
 def has_transaction(connection: Connection, tx_hash: str) -> bool:
     """Whether an event of the transaction is stored."""
     query = sa.select(_events.log_index).where(_events.tx_hash == tx_hash).limit(1)
@@ -193,6 +201,17 @@ def fold(
         ],
     )
     _write(connection, {key: value for key, value in now.items() if value != before.get(key)})
+
+
+def correct(
+    connection: Connection, kind: str, account: Address, value: str | None, block: int
+) -> None:
+    """Replaces an account's state by `value` (None: there is none), which the contract has at
+    `block`, the last one read. `retract` undoes it."""
+    old = state(connection, kind, account)
+    row = {"block": block, "kind": kind, "account": account, "value": old}
+    insert_all_new(connection, _undo, [row])
+    _write(connection, {(kind, account): value})
 
 
 def _keys(name: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:

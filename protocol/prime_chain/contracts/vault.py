@@ -37,6 +37,16 @@ class Binding:
         return f"manager {self.manager} until {end}"
 
 
+@dataclass(frozen=True)
+class StakeAccount:
+    """An account's stake in wei: `bonded`, what open slashes hold of it included, and `held`.
+    `pledges`: open proposals for which it stands as a validator."""
+
+    bonded: int
+    held: int
+    pledges: int
+
+
 class Vault(Contract):
     """StakeVault: the only holder of stake."""
 
@@ -78,6 +88,11 @@ class Vault(Contract):
         """To whom the stake answers."""
         manager, until = self.read("boundTo", provider, block=block)
         return Binding(or_none(manager), int(until))
+
+    def account_of(self, account: Address, block: BlockId = "latest") -> StakeAccount:
+        """The books of an account."""
+        bonded, held, _, _, pledges, *_ = self._one("accountOf", account, block=block)
+        return StakeAccount(bonded, held, pledges)
 
     def unbondable(self, provider: Address, block: BlockId = "latest") -> int:
         """What can be unbonded now."""

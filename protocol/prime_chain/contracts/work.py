@@ -47,6 +47,10 @@ class Work(Contract):
         found = WorkRoot(*self.read("rootOf", pool, seq, block=block))
         return None if found.root == ZERO_DIGEST else found
 
+    def root_count(self, pool: int, block: BlockId = "latest") -> int:
+        """How many roots the pool has; they are numbered from 1."""
+        return cast(int, self._one("rootCount", pool, block=block))
+
     def is_rejected(self, pool: int, leaf: Digest, block: BlockId = "latest") -> bool:
         return bool(self._one("isRejected", pool, leaf, block=block))
 
