@@ -43,7 +43,7 @@ from prime_orchestrator.store.engine import Store
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Validator
+from prime_validator.judging import Setup, Validator
 from prime_validator.policies import Policies
 from prime_validator.pool import Pool, Runs
 from prime_verify.engines import EngineProvider
@@ -275,12 +275,14 @@ def arm(
         made.folder,
         pool_of(backend),
         made.signer,
-        engines,
-        Runs(pool_of(backend), made.api, lambda: revisions_of(backend)),
-        Policies(policies, made.api, trust),
-        made.draws,
-        version="test",
+        Setup(
+            engines,
+            Runs(pool_of(backend), made.api, lambda: revisions_of(backend)),
+            Policies(policies, made.api, trust),
+            made.draws,
+            "test",
+            calibration,
+        ),
         now=backend.now,
-        calibration=calibration,
     )
     return made

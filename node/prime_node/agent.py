@@ -39,9 +39,9 @@ from prime_node.api import NodeApi
 from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
 from prime_node.config import Settings
 from prime_node.fingerprint import read_hardware
-from prime_node.heartbeat import HeartbeatLoop
-from prime_node.join import Join, check_pool
-from prime_node.lease_broker import LeaseBroker
+from prime_node.heartbeat import HeartbeatLoop, Parts
+from prime_node.join import Accounts, Join, check_pool
+from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
 from prime_node.link import Link, connect
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions, check_limits
@@ -137,14 +137,19 @@ class Agent:
         spool = Spool(data.spool, now=self._now)
         revisions = self._revisions(run, hardware, runtime, link is not None)
         unpaid = self._unpaid(api, spool, stack)
-        broker, keeper = self._broker(api, run, revisions, spool, unpaid, stack)
+        open_lease = OpenLease()
+        keeper = self._policies(api, run, open_lease)
+        broker = LeaseBroker(
+            self._connections(api, stack), revisions, keeper, spool, TaskUploads(data.task_inbox),
+            open_lease, now=self._now, unpaid=unpaid,
+        )  # fmt: skip
         bridge_folder = self._bridge_folder(stack)
         bridge = Bridge(bridge_folder, broker, task_uid=runtime.task_uid)
-        uploader = Uploader(spool, lambda: self._new_api(), rng=self._rng, on_settled=broker.nudge)
+        uploader = Uploader(spool, self._new_api, rng=self._rng, on_settled=open_lease.nudge)
+        accounts = Accounts(self._signer, self._provider(), self._owner_signer)
         join = Join(
-            settings, api, link, run, hardware, self._signer, self._owner_signer,
-            self._provider(), data, now=self._now, stop=self._stop,
-        )  # fmt: skip
+            settings, api, link, run, hardware, accounts, data, now=self._now, stop=self._stop
+        )
 
         def options(of: RunDefinition) -> WorkerOptions:
             threads = settings.threads or max(1, of.task.cpus_milli // 1000)
@@ -175,10 +180,10 @@ class Agent:
         bridge.start()
         revisions.start()
         heartbeat_loop = HeartbeatLoop(
-            api, run, broker, keeper, spool, join, task, revisions,
-            options=options, data=data, runtime=settings.runtime, shadow=settings.shadow,
+            api,
+            Parts(broker, keeper, spool, join, task, revisions, options, threads),
+            data=data, runtime=settings.runtime, shadow=settings.shadow,
             now=self._now, stop=self._stop,
-            threads=threads,
         )  # fmt: skip
         return heartbeat_loop.run()
 
@@ -270,48 +275,29 @@ class Agent:
         if digest not in named:
             raise UnavailableError("the chain does not name it yet")
 
-    def _broker(
-        self,
-        api: NodeApi,
-        run: RunDefinition,
-        revisions: Revisions,
-        spool: Spool,
-        unpaid: UnpaidWork | None,
-        stack: ExitStack,
-    ) -> tuple[LeaseBroker, PolicyKeeper]:
+    def _connections(self, api: NodeApi, stack: ExitStack) -> Connections:
+        """Returns the connections that the lease broker's threads use."""
+        return Connections(
+            api=self._api(stack),
+            gateway=self._api(stack, timeout=GATEWAY_SECONDS),
+            signer=self._signer,
+            domain=api.client.domain("work"),
+        )
+
+    def _policies(self, api: NodeApi, run: RunDefinition, open_lease: OpenLease) -> PolicyKeeper:
         info = api.client.pool()
         trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
-        late: list[LeaseBroker] = []
-        keeper = PolicyKeeper(
+        passes = Passes(self._signer, api.client.domain("registry"))
+        book = SourceBook(passes=passes, public_only=not api.client.allows_private)
+        return PolicyKeeper(
             PolicyFolder(
-                self._data.policies,
-                trust,
-                book=SourceBook(
-                    passes=Passes(self._signer, api.client.domain("registry")),
-                    public_only=not api.client.allows_private,
-                ),
-                most_bytes=self._settings.policy_gb << 30,
+                self._data.policies, trust, book=book, most_bytes=self._settings.policy_gb << 30
             ),
             self._new_api,
             keep=run.max_staleness + 2,
-            on_arrival=lambda: late[0].nudge(),
-            pinned=lambda: late[0].open_versions(),
+            on_arrival=open_lease.nudge,
+            pinned=open_lease.versions,
         )
-        broker = LeaseBroker(
-            api=self._api(stack),
-            gateway_api=self._api(stack, timeout=GATEWAY_SECONDS),
-            signer=self._signer,
-            run=run,
-            revisions=revisions,
-            domain=api.client.domain("work"),
-            policies=keeper,
-            spool=spool,
-            task_uploads=TaskUploads(self._data.task_inbox),
-            now=self._now,
-            unpaid=unpaid,
-        )
-        late.append(broker)
-        return broker, keeper
 
     def _bridge_folder(self, stack: ExitStack) -> Path:
         """Returns the socket's folder: in the data folder, or a short temporary one if that path

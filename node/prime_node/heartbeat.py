@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from prime_core.errors import PolicyError, PrimeError, UnavailableError, UserError
@@ -43,32 +44,39 @@ FINAL_ERRORS = (UserError, PolicyError)
 """Errors that retrying cannot fix."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What the heartbeat controls. `options` are those of a run's task. `threads` are required for
+    the work."""
+
+    broker: LeaseBroker
+    keeper: PolicyKeeper
+    spool: Spool
+    join: Join
+    task: TaskKeeper
+    revisions: Revisions
+    options: Callable[[RunDefinition], WorkerOptions]
+    threads: Sequence[WatchedThread] = ()
+
+
 class HeartbeatLoop:
     """Sends heartbeats, follows the answers, manages the task. Runs in the main thread.
 
-    `threads` are required for the work; FatalError is raised once one has died.
+    Raises FatalError once one of the parts' threads has died.
     """
 
     def __init__(
         self,
         api: NodeApi,
-        run: RunDefinition,
-        broker: LeaseBroker,
-        keeper: PolicyKeeper,
-        spool: Spool,
-        join: Join,
-        task: TaskKeeper,
-        revisions: Revisions,
+        parts: Parts,
         *,
-        options: Callable[[RunDefinition], WorkerOptions],
         data: DataFolder,
         runtime: RuntimeName,
         shadow: bool = False,
         now: Callable[[], float],
         stop: threading.Event,
-        threads: Sequence[WatchedThread] = (),
     ) -> None:
-        self._threads = threads
+        self._threads = parts.threads
         self._data = data
         self._instance = data.instance()
         self._runtime = runtime
@@ -77,14 +85,14 @@ class HeartbeatLoop:
         self._stop = stop
         self._started_at = int(now())
         self._api = api
-        self._run = run
-        self._broker = broker
-        self._keeper = keeper
-        self._spool = spool
-        self._join = join
-        self._task = task
-        self._revisions = revisions
-        self._options = options
+        self._beat_seconds = parts.revisions.first.heartbeat_seconds
+        self._broker = parts.broker
+        self._keeper = parts.keeper
+        self._spool = parts.spool
+        self._join = parts.join
+        self._task = parts.task
+        self._revisions = parts.revisions
+        self._options = parts.options
         self._directive = ""
         self._silent_since: float | None = None
         self._heard_at = 0
@@ -135,7 +143,7 @@ class HeartbeatLoop:
     def _beat(self) -> int | None:
         """Sends one heartbeat and follows its answer; returns an exit status if the agent must
         end."""
-        self._next_beat = time.monotonic() + self._run.heartbeat_seconds
+        self._next_beat = time.monotonic() + self._beat_seconds
         try:
             body = self._body()
             asked_at = time.monotonic()
@@ -236,7 +244,7 @@ class HeartbeatLoop:
         try:
             self._join.step()
             self._join_pause = 1.0
-            self._next_beat = time.monotonic() + min(1.0, self._run.heartbeat_seconds)
+            self._next_beat = time.monotonic() + min(1.0, self._beat_seconds)
         except FINAL_ERRORS:
             raise
         except PrimeError as error:

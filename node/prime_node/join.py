@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from prime_chain.client import Call
@@ -45,9 +46,18 @@ log = logging.getLogger("prime.node.join")
 OWNER_POLL_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class Accounts:
+    """Who joins: the node's key, its provider, and the provider's key if it is on this machine."""
+
+    node: LocalSigner
+    provider: Address
+    owner: LocalSigner | None = None
+
+
 class Join:
     """Joins one node to one pool; `step` may be called again whenever the orchestrator answers
-    "join". `owner_signer` is the provider's key if it is on this machine."""
+    "join"."""
 
     def __init__(
         self,
@@ -56,9 +66,7 @@ class Join:
         link: Link | None,
         run: RunDefinition,
         hardware: Hardware,
-        signer: LocalSigner,
-        owner_signer: LocalSigner | None,
-        provider: Address,
+        accounts: Accounts,
         data: DataFolder,
         *,
         now: Callable[[], float],
@@ -69,9 +77,9 @@ class Join:
         self._link = link
         self._run = run
         self._hardware = hardware
-        self._signer = signer
-        self._owner_signer = owner_signer
-        self._provider = provider
+        self._signer = accounts.node
+        self._owner_signer = accounts.owner
+        self._provider = accounts.provider
         self._data = data
         self._now = now
         self._stop = stop

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
@@ -74,34 +75,63 @@ class Policies(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Connections:
+    """How this node reaches its pool, and how it signs. Requests to the gateway have a connection
+    of their own, with a shorter time limit. `domain` is that of statements about work."""
+
+    api: NodeApi
+    gateway: NodeApi
+    signer: Signer
+    domain: Domain
+
+
+class OpenLease:
+    """The lease that the worker has, and the condition on which requests for the next one wait.
+
+    Thread-safe. The LeaseBroker sets the lease; the PolicyKeeper keeps its policy on disk.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.signed: SignedLease | None = None
+
+    def nudge(self) -> None:
+        """Wakes waiting requests because their condition may have changed (a policy arrived)."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def versions(self) -> frozenset[int]:
+        """Returns the policy versions that the lease needs on disk."""
+        signed = self.signed
+        return frozenset() if signed is None else frozenset({signed.policy_version})
+
+
 class LeaseBroker:
     """Thread-safe; requests to the orchestrator are made one at a time."""
 
     def __init__(
         self,
-        *,
-        api: NodeApi,
-        gateway_api: NodeApi,
-        signer: Signer,
-        run: RunDefinition,
+        connections: Connections,
         revisions: Revisions,
-        domain: Domain,
         policies: Policies,
         spool: Spool,
         task_uploads: TaskUploads,
+        open_lease: OpenLease,
+        *,
         now: Callable[[], float],
         unpaid: UnpaidWork | None = None,
     ) -> None:
-        self._api = api
-        self._gateway_api = gateway_api
-        self._signer = signer
-        self._run = run
+        self._api = connections.api
+        self._gateway_api = connections.gateway
+        self._signer = connections.signer
+        self._domain = connections.domain
+        self._run = revisions.first
         self._revisions = revisions
         self._wanted: RunDefinition | None = None
         """The run of a lease that waits for its task to replace the current one."""
         self.declined = ""
         """Why no more leases come: this node declines the run of the pool's leases."""
-        self._domain = domain
         self._policies = policies
         self._spool = spool
         self._task_uploads = task_uploads
@@ -114,10 +144,10 @@ class LeaseBroker:
         self._wishes = 0
         self._api_lock = threading.Lock()
         self._gateway_lock = threading.Lock()
-        self._gate = threading.Condition()
+        self._open = open_lease
+        self._gate = open_lease.changed
         self._working = False
         self._closed = False
-        self._open: SignedLease | None = None
         self._sent = False
         """Whether the worker began to send a file for the open lease."""
         self._failures: tuple[str, int] = ("", 0)
@@ -136,11 +166,6 @@ class LeaseBroker:
         """Starts or stops giving out new leases (the heartbeat's directive)."""
         with self._gate:
             self._working = working
-            self._gate.notify_all()
-
-    def nudge(self) -> None:
-        """Wakes a waiting worker because its condition may have changed (a policy arrived)."""
-        with self._gate:
             self._gate.notify_all()
 
     def close(self) -> None:
@@ -163,14 +188,9 @@ class LeaseBroker:
     def open_leases(self) -> tuple[Digest, ...]:
         """Returns the digests of the leases being worked on or delivered."""
         held = {entry.lease_digest for entry in self._spool.waiting()}
-        if self._open is not None:
-            held.add(self._open.lease.digest(self._domain))
+        if (signed := self._open.signed) is not None:
+            held.add(signed.lease.digest(self._domain))
         return tuple(sorted(held))
-
-    def open_versions(self) -> frozenset[int]:
-        """Returns the policy versions that the open lease needs on disk."""
-        signed = self._open
-        return frozenset() if signed is None else frozenset({signed.policy_version})
 
     # -- called for the worker ------------------------------------------------------------------
 
@@ -215,12 +235,12 @@ class LeaseBroker:
                 return LeaseOffer(lease=None, reason=reason)
             with self._gate:
                 if not self._closed and number == self._wishes:
-                    self._gate.wait(min(left, pause))  # nudge() and set_working() end it early
+                    self._gate.wait(min(left, pause))  # OpenLease.nudge and set_working end it
 
     def _ask(self, newest: int) -> LeaseOffer:
         try:
             with self._api_lock:
-                if self._open is None and (why := self._unpaid()):
+                if self._open.signed is None and (why := self._unpaid()):
                     return LeaseOffer(lease=None, retry_after_ms=5000, reason=why[:512])
                 answer = self._api.lease(newest, self._revisions.taken())
         except PrimeError as error:
@@ -237,7 +257,7 @@ class LeaseBroker:
             )
         if why_not := self._objection(answer.lease):
             return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
-        self._open, self._sent, self._left_open = answer.lease, False, False
+        self._open.signed, self._sent, self._left_open = answer.lease, False, False
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
     def _unpaid(self) -> str:
@@ -295,7 +315,7 @@ class LeaseBroker:
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
         """Receives the bytes of a finished file, before `submit` submits it. Raises what
         `TaskUploads.receive` does, and ConflictError if no lease is open."""
-        signed = self._open
+        signed = self._open.signed
         if signed is None:
             raise ConflictError("no lease is open: no file is taken")
         self._sent = True
@@ -305,7 +325,7 @@ class LeaseBroker:
     def submit(self, hand_in: HandIn) -> HandInAnswer:
         """Journals a received file, signs its submission, and waits a while for the receipt. Raises
         MalformedError (bad name, size), ConflictError (not the open lease)."""
-        signed = self._open
+        signed = self._open.signed
         if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
             raise ConflictError("this lease is not the one that is open")
         with self._noting(signed):
@@ -330,7 +350,7 @@ class LeaseBroker:
         with self._noting(signed):
             worth = 0 if signed.lease.shadow else self._run.unjudged_worth(hand_in.tokens)
             self._spool.add(digest, body, signed, worth=worth)
-        self._open = None
+        self._open.signed = None
         (self._task_uploads.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
             self.tokens_per_second = speed(hand_in)
@@ -375,7 +395,7 @@ class LeaseBroker:
         gateway's signature. Without a valid answer, says why. A gateway that was silent too long in
         this lease is asked no more, so that the lease's file is made in time. Raises ConflictError
         if no lease is open or its run has no gateway."""
-        signed, conversation = self._open, self._run.conversation
+        signed, conversation = self._open.signed, self._run.conversation
         if signed is None or conversation is None or conversation.gateway is None:
             raise ConflictError("no lease with a gateway is open: no call is made")
         lease_digest, gateway = signed.lease.digest(self._domain), conversation.gateway
@@ -402,18 +422,18 @@ class LeaseBroker:
 
     def abandon(self, body: Abandon) -> None:
         """Gives the open lease back; the orchestrator will offer it to this node again."""
-        signed = self._open
+        signed = self._open.signed
         if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
             raise ConflictError("this lease is not the one that is open")
         self._give_back(body.lease_digest, body.reason or "no reason")
 
     def give_back_open(self, reason: str) -> None:
         """Gives back the lease that an ended worker still held, if any."""
-        if self._open is not None:
-            self._give_back(self._open.lease.digest(self._domain), reason)
+        if (signed := self._open.signed) is not None:
+            self._give_back(signed.lease.digest(self._domain), reason)
 
     def _give_back(self, lease_digest: Digest, reason: str) -> None:
-        self._open, self._left_open = None, True
+        self._open.signed, self._left_open = None, True
         log.warning("lease %s given back: %s", lease_digest[:10], reason)
         try:
             with self._api_lock:

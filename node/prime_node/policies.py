@@ -44,7 +44,6 @@ class PolicyKeeper:
         pinned: Callable[[], Collection[int]],
     ) -> None:
         self._folder = folder
-        self._folder.on_fault = self._lied
         self._make_api = make_api
         self._keep = keep
         self._on_arrival = on_arrival
@@ -162,7 +161,7 @@ class PolicyKeeper:
         log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
             arrived = self._folder.ensure(
-                version, known[version], relays, others=_others(known, version)
+                version, known[version], relays, others=_others(known, version), on_lie=self._lied
             )
             self._record(arrived, time.monotonic() - started)
         except OSError as error:

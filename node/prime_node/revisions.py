@@ -57,6 +57,8 @@ class Revisions:
         check: Callable[[RunDefinition], None],
         prepare: Callable[[RunDefinition], None],
     ) -> None:
+        self.first = run
+        """The run of the task that starts first."""
         self._fetch = fetch
         self._check = check
         self._prepare = prepare

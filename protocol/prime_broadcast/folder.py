@@ -37,7 +37,7 @@ class Arrived:
 class PolicyFolder:
     """Policies under `root`, taken only if `trust`'s trainer signed them and their files have at
     most `most_bytes` together. The source book lives as long as the folder's object, so sources
-    that lied or crawled are remembered. Lies are logged and passed to `on_fault`."""
+    that lied or crawled are remembered. Lies are logged."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class PolicyFolder:
         self._history = History()
         """What was verified here, pruned versions too."""
         self._judging = threading.Lock()
-        self.on_fault: Callable[[Fault], None] = lambda fault: None
         root.mkdir(mode=0o755, parents=True, exist_ok=True)
         settle(root)
 
@@ -87,10 +86,12 @@ class PolicyFolder:
         others: Iterable[SignedManifest] = (),
         progress: Progress = lambda done, total: None,
         patience: float = PATIENCE,
+        on_lie: Callable[[Fault], None] = lambda fault: None,
     ) -> Arrived:
         """Brings `version` here, unless it is, by the cheapest of a whole download and deltas from
         the versions on disk. `others` are further signed manifests (of the versions between) that
-        a chain of deltas may pass; those that do not hold are left out.
+        a chain of deltas may pass; those that do not hold are left out. `on_lie` gets each fault
+        of a source that sent false data.
 
         Safe to call from several threads and processes, and again after a kill. Raises
         UntrustedError (wrong signature, another manifest for a version that was verified here, or
@@ -108,6 +109,12 @@ class PolicyFolder:
                 f"{self._most_bytes / 2**30:g} GiB that are taken here"
             )
         self._judge(policy)
+
+        def note(fault: Fault) -> None:
+            if fault.lie:
+                _log_lie(fault)
+                on_lie(fault)
+
         stats = fetch(
             manifest,
             sources,
@@ -117,7 +124,7 @@ class PolicyFolder:
             book=self._book,
             patience=patience,
             progress=progress,
-            on_fault=self._log_fault,
+            on_fault=note,
         )
         with self._judging:
             self._history.admit(policy)
@@ -145,16 +152,6 @@ class PolicyFolder:
             if number.isdigit() and int(number) < oldest and int(number) not in set(pinned):
                 shutil.rmtree(path, ignore_errors=True)
         return gone
-
-    def _log_fault(self, fault: Fault) -> None:
-        if fault.lie:
-            log.warning(
-                "%s sent false data: %s; another source is used, this one not for %.0f s",
-                fault.url,
-                fault.reason,
-                BAN,
-            )
-            self.on_fault(fault)
 
     def _judge(self, policy: Manifest) -> None:
         """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or
@@ -186,3 +183,12 @@ class PolicyFolder:
             except (UntrustedError, MalformedError):
                 continue
         return chain
+
+
+def _log_lie(fault: Fault) -> None:
+    log.warning(
+        "%s sent false data: %s; another source is used, this one not for %.0f s",
+        fault.url,
+        fault.reason,
+        BAN,
+    )

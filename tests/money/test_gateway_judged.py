@@ -34,7 +34,7 @@ from prime_envs.reverse import Reverse
 from prime_envs.tools import Observation
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
-from prime_node.lease_broker import LeaseBroker
+from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
@@ -273,16 +273,17 @@ def a_worker(panel: JudgedPool, signed: SignedLease, folder: Path) -> Iterator[R
     run, url = panel.mgr.context.run, "http://127.0.0.1:1"
     policies: Any = None
     api, gateway_api = NodeApi(url, HONEST), NodeApi(url, HONEST)
+    open_lease = OpenLease()
+    open_lease.signed = signed
     broker = LeaseBroker(
-        api=api, gateway_api=gateway_api, signer=HONEST, run=run,
-        revisions=Revisions(
-            run, fetch=lambda _: run, check=lambda _: None, prepare=lambda _: None
-        ),
-        domain=panel.mgr.context.deployment.domain("work"), policies=policies,
-        spool=Spool(folder / "spool", now=time.time),
-        task_uploads=TaskUploads(folder / "uploads"), now=time.time,
-    )  # fmt: skip
-    broker._open = signed
+        Connections(api, gateway_api, HONEST, panel.mgr.context.deployment.domain("work")),
+        Revisions(run, fetch=lambda _: run, check=lambda _: None, prepare=lambda _: None),
+        policies,
+        Spool(folder / "spool", now=time.time),
+        TaskUploads(folder / "uploads"),
+        open_lease,
+        now=time.time,
+    )
     bridge = Bridge(folder / "b", broker, task_uid=os.getuid())
     bridge.start()
     try:

@@ -23,8 +23,8 @@ from prime_core.node import Hardware
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
 from prime_node.bridge_messages import HandIn, LeaseWish
-from prime_node.heartbeat import HeartbeatLoop
-from prime_node.lease_broker import LeaseBroker
+from prime_node.heartbeat import HeartbeatLoop, Parts
+from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions
 from prime_node.runtime.base import WorkerOptions
@@ -61,6 +61,7 @@ class Kit:
 
     world: NodeWorld
     broker: LeaseBroker
+    open_lease: OpenLease
     policies: FakePolicies
     spool: Spool
     uploader: Uploader
@@ -106,30 +107,24 @@ def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Ki
         check=lambda run: None,
         prepare=lambda run: None,
     )
+    open_lease = OpenLease()
+    connections = Connections(api, gateway_api, NODE, api.client.domain("work"))
     broker = LeaseBroker(
-        api=api,
-        gateway_api=gateway_api,
-        signer=NODE,
-        run=api.run(),
-        revisions=revisions,
-        domain=api.client.domain("work"),
-        policies=policies,
-        spool=spool,
-        task_uploads=task_uploads,
-        now=time.time,
+        connections, revisions, policies, spool, task_uploads, open_lease, now=time.time
     )
     broker.set_working(True)
     bridge = Bridge(folder / "b", broker, task_uid=task_uid)
     bridge.start()
     revisions.start()
     uploader = Uploader(
-        spool, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=broker.nudge
+        spool, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=open_lease.nudge
     )
     client = BridgeClient(bridge.path, timeout=40)
     try:
         yield Kit(
             world,
             broker,
+            open_lease,
             policies,
             spool,
             uploader,
@@ -181,11 +176,13 @@ def heartbeat_loop(
     stop = threading.Event()
     task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
     join: Any = SimpleNamespace(measure=lambda: None)
-    loop = HeartbeatLoop(
-        NodeApi(kit.world.url, NODE), kit.world.backend.context.run, kit.broker, policy_keeper(kit),
-        kit.spool, join, task, kit.revisions, options=lambda run: WorkerOptions(1, 0, 1.0),
-        data=data, runtime="process", now=time.time, stop=stop, threads=threads,
+    parts = Parts(
+        kit.broker, policy_keeper(kit), kit.spool, join, task, kit.revisions,
+        options=lambda run: WorkerOptions(1, 0, 1.0), threads=threads,
     )  # fmt: skip
+    loop = HeartbeatLoop(
+        NodeApi(kit.world.url, NODE), parts, data=data, runtime="process", now=time.time, stop=stop
+    )
     return loop, data
 
 

@@ -401,10 +401,11 @@ def test_a_silent_gateway_takes_at_most_a_part_of_a_lease(
     reasons = [kit.broker.call(call).reason for _ in range(64)]
     assert now[0] - began <= run.lease_seconds / SILENCE_SHARE + 15.0
     assert reasons[-1] == "the gateway was silent too long in this lease"
-    assert kit.broker._open is not None
-    lease = kit.broker._open.lease.model_copy(update={"index": kit.broker._open.lease.index + 1})
-    later = kit.broker._open.model_copy(update={"lease": lease})
-    monkeypatch.setattr(kit.broker, "_open", later)
+    signed = kit.open_lease.signed
+    assert signed is not None
+    lease = signed.lease.model_copy(update={"index": signed.lease.index + 1})
+    later = signed.model_copy(update={"lease": lease})
+    kit.open_lease.signed = later
     assert kit.broker.call(call).reason == "it does not answer"
     assert asked[-1] == later
 

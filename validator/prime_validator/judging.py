@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from prime_core import encoding
@@ -71,9 +72,23 @@ class _LaterError(_AbstainError):
     """This validator cannot judge the file now."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What an opinion is formed with: engines that replay rows, the runs and policies of leases,
+    the draws of rows, the limits (None: the shipped ones), and this program's version, which is
+    part of the law."""
+
+    engines: EngineProvider
+    runs: Runs
+    policies: Policies
+    draws: Draws
+    version: str
+    calibration: Calibration | None = None
+
+
 class Validator:
     """One validator process. `keeping` is a second session that extends claims while the first is
-    busy; `version` is part of the law under which opinions are formed."""
+    busy."""
 
     def __init__(
         self,
@@ -82,14 +97,9 @@ class Validator:
         folder: Folder,
         pool: Pool,
         signer: Signer,
-        engines: EngineProvider,
-        runs: Runs,
-        policies: Policies,
-        draws: Draws,
+        setup: Setup,
         *,
-        version: str,
         now: Callable[[], float],
-        calibration: Calibration | None = None,
         hold: Callable[[bytes], None] | None = None,
     ) -> None:
         """`hold` keeps the bytes that an opinion accuses with, before it is signed."""
@@ -98,13 +108,13 @@ class Validator:
         self._folder = folder
         self._pool = pool
         self._signer = signer
-        self._engines = engines
-        self._runs = runs
-        self._policies = policies
-        self._draws = draws
-        self._version = version
+        self._engines = setup.engines
+        self._runs = setup.runs
+        self._policies = setup.policies
+        self._draws = setup.draws
+        self._version = setup.version
+        self._calibration = setup.calibration
         self._now = now
-        self._calibration = calibration
         self._hold = hold or (lambda data: None)
 
     def judge_some(self, most: int = 1) -> list[Digest]:

@@ -34,7 +34,7 @@ from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Validator
+from prime_validator.judging import Setup, Validator
 from prime_validator.policies import Policies
 from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
 from prime_validator.settings import Settings
@@ -113,13 +113,8 @@ def run(settings: Settings) -> None:
             folder,
             pool,
             signer,
-            engines,
-            runs,
-            policies,
-            draws,
-            version=version(),
+            Setup(engines, runs, policies, draws, version(), calibration),
             now=time.time,
-            calibration=calibration,
             hold=mirror.hold if mirror else None,
         )
         threads = Background(stop)
