@@ -84,7 +84,9 @@ class Kit:
 
 
 @contextmanager
-def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Kit]:
+def bridge_kit(
+    world: NodeWorld, folder: Path, task_uid: int = 0, revisions: Revisions | None = None
+) -> Iterator[Kit]:
     """The node is an active member; the lease broker is open; the uploader is not started."""
     with world.store.begin() as connection:
         nodes.admit(
@@ -101,7 +103,7 @@ def bridge_kit(world: NodeWorld, folder: Path, task_uid: int = 0) -> Iterator[Ki
     policies = FakePolicies({p.manifest.version: p.manifest.digest() for p in listed})
     task_uploads = TaskUploads(folder / "task_uploads")
     spool = Spool(folder / "spool", now=time.time)
-    revisions = Revisions(
+    revisions = revisions or Revisions(
         api.run(),
         fetch=lambda digest: NodeApi(world.url, None).run(digest),
         check=lambda run: None,
