@@ -161,7 +161,7 @@ class PolicyKeeper:
         log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
             arrived = self._folder.ensure(
-                version, known[version], relays, others=_others(known, version), on_lie=self._lied
+                version, known[version], relays, others=_others(known, version), on_fault=self._lied
             )
             self._record(arrived, time.monotonic() - started)
         except OSError as error:

@@ -86,11 +86,11 @@ class PolicyFolder:
         others: Iterable[SignedManifest] = (),
         progress: Progress = lambda done, total: None,
         patience: float = PATIENCE,
-        on_lie: Callable[[Fault], None] = lambda fault: None,
+        on_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> Arrived:
         """Brings `version` here, unless it is, by the cheapest of a whole download and deltas from
         the versions on disk. `others` are further signed manifests (of the versions between) that
-        a chain of deltas may pass; those that do not hold are left out. `on_lie` gets each fault
+        a chain of deltas may pass; those that do not hold are left out. `on_fault` gets each fault
         of a source that sent false data.
 
         Safe to call from several threads and processes, and again after a kill. Raises
@@ -113,7 +113,7 @@ class PolicyFolder:
         def note(fault: Fault) -> None:
             if fault.lie:
                 _log_lie(fault)
-                on_lie(fault)
+                on_fault(fault)
 
         stats = fetch(
             manifest,

@@ -38,7 +38,7 @@ def test_a_wrong_chunk_is_said_in_one_sentence_that_names_its_sender(
         bad_server(run.root, lie) as liar,
         Origin(run.root) as origin,
     ):
-        stats = folder.ensure(0, signed, [liar, origin.url], on_lie=reported.append).stats
+        stats = folder.ensure(0, signed, [liar, origin.url], on_fault=reported.append).stats
     assert same_files(folder.path(0), run, 0)
     lies = [fault for fault in stats.faults if fault.lie]
     assert {fault.url for fault in lies} == {liar}
@@ -58,7 +58,7 @@ def test_a_liar_is_named_though_nothing_arrived(
         bad_server(run.root, lie) as liar,
         pytest.raises(UnavailableError),
     ):
-        folder.ensure(0, signed, [liar], patience=0.2, on_lie=reported.append)
+        folder.ensure(0, signed, [liar], patience=0.2, on_fault=reported.append)
     assert {fault.url for fault in reported} == {liar}
     assert f"{liar} sent false data: it sent a wrong chunk" in caplog.text
 
@@ -72,7 +72,7 @@ def test_a_source_that_only_fails_is_no_liar(
 
     signed = run.publish()
     with bad_server(run.root, cut) as broken, Origin(run.root) as origin:
-        stats = folder.ensure(0, signed, [broken, origin.url], on_lie=reported.append).stats
+        stats = folder.ensure(0, signed, [broken, origin.url], on_fault=reported.append).stats
     assert {fault.kind for fault in stats.faults} == {"failed"}
     assert reported == []
     assert " lied: " not in caplog.text
