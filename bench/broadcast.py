@@ -7,7 +7,7 @@ the peer's and the limits' (cp; curl twice, over a server that only calls sendfi
 whole     1 GiB origin → relay → client. The clock starts when the relay hears of a version that
           the origin serves and ends when the client's folder is there, verified. The peer's client
           starts when its relay has every shard: it cannot start earlier without waiting longer.
-          Beside it, the processor seconds of all processes, and those of a bare loop that
+          Next to it, the processor seconds of all processes, and those of a bare loop that
           receives, hashes and writes: where cores are few, they are what limits everybody.
 clients   the same for 16 clients through two relays. The peer runs with 16, 4 and 1; its best
           counts. Clients of the peer share two files on a machine; here each has its own.

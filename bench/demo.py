@@ -120,8 +120,8 @@ def save(record: dict[str, Any]) -> None:
 
 
 def set_up(checkout: Path) -> float:
-    """Clones the commit and sets it up; returns how many seconds the set-up took, with whatever
-    packages pip and npm have in their caches. Raises UnavailableError."""
+    """Clones the commit and sets it up; returns how many seconds the set-up took, with the
+    packages that pip and npm have in their caches. Raises UnavailableError."""
     if checkout.exists():
         shutil.rmtree(checkout)
     checkout.parent.mkdir(parents=True, exist_ok=True)

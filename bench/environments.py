@@ -145,7 +145,7 @@ def _file_times(quick: bool) -> Iterator[Row]:
 
 
 class _Only:
-    """The one engine, whatever policy is asked for."""
+    """The one engine, for any policy."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

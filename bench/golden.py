@@ -1,10 +1,10 @@
-"""The number that stands for the values of all statistics, and what holds it to them.
+"""The number that stands for the values of all statistics, and the check that they agree.
 
 Kept work of the detection bench counts as long as STATISTICS is the same. Code that decides a
 statistic may be rewritten, and made faster, without throwing that work away: `values` takes
 fixed inputs through proofs, sketches, sampling, both replays, limits and the accusation, and a test
-compares what comes out with tests/vectors/statistics.json. Whoever changes a value on purpose
-raises STATISTICS and writes that file again:
+compares what comes out with tests/vectors/statistics.json. After an intended change of a
+value, raise STATISTICS and write that file again:
 
     python -m bench.golden
 """

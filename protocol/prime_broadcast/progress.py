@@ -1,6 +1,6 @@
-"""How far long work has come, told to whoever watches this thread: a bar on a terminal, or nobody.
+"""Progress of long work, reported to the watcher of this thread, if it has one (a progress bar).
 
-Work says `part(name, bytes in all)` as it begins one, and `went(bytes)` as it goes on.
+The work calls `part(name, bytes in all)` when it begins a part, and `went(bytes)` as it proceeds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    """Hears of parts of work, one after the other, and of bytes done in the present one."""
+    """Receives the parts of the work in order, and the bytes done in the current one."""
 
     def part(self, name: str, total: int) -> None: ...
 
@@ -24,7 +24,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Whoever works within hears nothing of it; `watcher` does."""
+    """Within this context, `watcher` receives the progress of this thread's work."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -40,7 +40,7 @@ def part(name: str, total: int) -> None:
 
 
 def went(count: int) -> None:
-    """So many more bytes of it are done."""
+    """`count` more bytes of the current part are done."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher.went(count)

@@ -2,7 +2,7 @@
 
 publish()   copies the files aside, hashes them, writes deltas from recent versions, and returns the
             manifest to sign; nothing is visible yet
-finalize()  puts the signature beside them; the version appears by one rename, then in the index
+finalize()  adds the signature; the version appears by one rename, then in the index
 
 Both may be repeated after a crash: publishing the same bytes again gives the same manifest.
 """
@@ -52,7 +52,7 @@ def publish(
 ) -> Manifest:
     """Prepares `folder` as `version` under `layout_root` and returns the manifest to be signed and
     given to `finalize`. Deltas are made from the last `delta_from` complete versions (version − 1
-    first). `link` hard-links instead of copying: only for files that nobody will ever write to.
+    first). `link` hard-links instead of copying: only for files that are never written to again.
 
     Raises UserError if the folder cannot be published, ConflictError if the version is already
     published with other bytes, UnavailableError if the disk is full.

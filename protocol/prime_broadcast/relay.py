@@ -1,17 +1,17 @@
-"""A relay: takes what the trainer signed, passes each chunk on the moment it is verified.
+"""A relay: fetches what the trainer signed and serves each chunk as soon as it is verified.
 
-    offer()      judges signed manifests (signature, no contradiction, nothing replayed) and wakes
+    offer()      checks signed manifests (signature, no contradiction, nothing replayed) and wakes
                  the fetching thread
-    the thread   brings the newest missing version: its deltas first, which most nodes want, then
-                 the files: from a delta if their base is here, else fetched; either way a chunk is
-                 passed on once it is verified
-    the server   answers for a version from the moment its manifest is known
+    the thread   fetches the newest missing version: its deltas first, which most nodes want, then
+                 the files: made from a delta if their base is here, else fetched; either way a
+                 chunk is served once it is verified
+    the server   answers for a version as soon as its manifest is known
 
-    the scrubber reads what is there again (`Scrubber`); a version that rotted on
-                 disk is no longer served, and its wrong chunks are fetched anew
+    the scrubber reads what is on disk again (`Scrubber`); a damaged version is no longer served,
+                 and its wrong chunks are fetched again
 
 A relay keeps the last few versions, restores them from disk after a restart, and resumes what a
-kill cut off. It can be wrong about nothing but availability: whoever fetches from it checks all.
+kill cut off. It can mislead only about availability, because its clients verify everything.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def make_from_delta(
     live: LiveVersion, bases: Mapping[int, LiveVersion], tell: Callable[[str], None]
 ) -> bool:
     """Makes the files of an arriving version, whose deltas are here, from one of `bases`; False if
-    none of them leads to it, or those that do are damaged, which is told."""
+    none of them leads to it, or those that do are damaged, which is reported to `tell`."""
     manifest = live.signed.manifest
     for entry in sorted(manifest.deltas, key=lambda entry: entry.size):
         base = bases.get(entry.base)
@@ -277,7 +277,7 @@ DISK_RETRY_SECONDS = 5.0
 PATIENCE = 20.0
 """Seconds without a chunk after which the next group of sources is tried."""
 STANDSTILL = 2.0
-"""Seconds without a chunk after which a fetch is begun anew if other sources became known."""
+"""Seconds without a chunk after which a fetch is begun again if other sources became known."""
 
 
 class Relay:
@@ -378,8 +378,8 @@ class Relay:
     def offer(self, manifests: Iterable[SignedManifest], sources: Sequence[Sequence[str]]) -> None:
         """What is published, and where: groups of base URLs, the next group only if one fails.
 
-        Manifests that do not hold are refused (told once as an event), never served. Raises what
-        the fetching thread died of, if it did.
+        Invalid manifests are refused (reported once as an event), never served. Raises what the
+        fetching thread died of, if it did.
         """
         if self._crash is not None:
             raise self._crash
@@ -451,7 +451,7 @@ class Relay:
         self._tell(RelayEvent("rot", version, why))
 
     def _refusal(self, version: int, error: DiskError) -> None:
-        """The disk does not take a version, or let one go: counted, and told when it changes."""
+        """The disk does not take or remove a version: counted, and reported when that changes."""
         self._received.refused()
         if self._reported.get(version) != str(error):
             self._reported[version] = str(error)

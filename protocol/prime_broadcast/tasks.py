@@ -102,7 +102,7 @@ class Task:
 def missing_chunks_error(
     missing: Collection[Task], urls: Sequence[str], book: SourceBook
 ) -> UnavailableError:
-    """The sentence for a fetch that nobody can go on with: what, and each source's last word."""
+    """The error of a fetch that no source can continue, with each source's last answer."""
     answers = [f"{url}: {book.get(url).last_error or 'no answer yet'}" for url in urls[:8]]
     kind = GoneError if any(task.gone for task in missing) else UnavailableError
     return kind(

@@ -1,6 +1,6 @@
 """One HTTP connection to one source: asks for ranges, reads them straight into a buffer.
 
-Small objects come by http.client; files by the same connection past it, in as few calls as the
+Small objects are read by http.client; files directly from its socket, in as few calls as the
 kernel allows (answers.py, deadline.py). Redirects are not followed, answers of any other shape than
 the one asked for are refused, and every read has a deadline.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 0.25
-"""Seconds after which `fill` comes back with what it has, so that its caller may look around."""
+"""Seconds after which `fill` returns what it has, so that its caller can check other events."""
 
 
 class TimedSocket:
@@ -223,7 +223,7 @@ class TransferError(UnavailableError):
 
 
 class SupersededError(TransferError):
-    """Nobody needs the answer any more (another source was faster)."""
+    """The answer is no longer needed (another source was faster)."""
 
 
 class WholeOnlyError(TransferError):
@@ -237,12 +237,12 @@ T = TypeVar("T")
 _VERSION = f"{HEADER}: {SPOKEN[-1]}"
 Answer = http.client.HTTPResponse
 Fill = Callable[[memoryview, Callable[[], bool]], None]
-"""Fills a buffer with what comes next; the second argument says when nobody needs it any more."""
+"""Fills a buffer with the next bytes; the second argument says when they are no longer needed."""
 
 
 class Sink(Protocol):
     """Where a body goes. `room` gives the place for the next bytes, never empty while some are
-    still to come; `arrived` is told how many were put there."""
+    still to come; `arrived` gets the number of bytes that were put there."""
 
     def room(self) -> memoryview: ...
 
@@ -411,13 +411,13 @@ class Link:
 
     def role(self) -> str:
         """What the source says it is ("relay", "origin"); "mirror" for any other HTTP server.
-        Raises TransferError if nobody answers."""
+        Raises TransferError without an answer."""
         role = self.health().get("role")
         return role if role == "relay" or role == "origin" else "mirror"
 
     def health(self) -> dict[str, object]:
         """What the source says of itself: nothing, if it is any other HTTP server. Raises
-        TransferError if nobody answers."""
+        TransferError without an answer."""
         try:
             health = json.loads(self.read_small("/healthz", MAX_HEALTH))
         except TransferError as error:

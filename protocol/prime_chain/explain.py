@@ -119,7 +119,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             units=0,
             price_per_unit=0,
             amount=int(file.price_per_judged_file),
-            why="judged as a validator: paid whatever the verdict",
+            why="judged as a validator: paid for any verdict",
         )
         for root, settlement in history
         for file in settlement.files

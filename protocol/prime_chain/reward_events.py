@@ -1,4 +1,4 @@
-"""What the chain's events say of one pool as of a block, for whoever rebuilds its reward roots."""
+"""What the chain's events say of one pool as of a block, to rebuild its reward roots."""
 
 from __future__ import annotations
 

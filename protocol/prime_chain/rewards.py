@@ -85,7 +85,7 @@ class _Claim:
 @dataclass(frozen=True)
 class _Leaf:
     """A leaf of a root. `valid_until` (Unix seconds) as its node signed it; None for one that its
-    node posted, which the contract refuses once nobody answers for it."""
+    node posted, which the contract refuses once no stake answers for it."""
 
     node: Address
     digest: Digest

@@ -393,7 +393,7 @@ class PlainEngine(PolicyFacts):
 
 def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """Builds the model of `config` with the weights of `folder`/*.safetensors in `dtype`, on the
-    CPU. Beside the result it holds one tensor of the files at a time, whose mapping ends with it.
+    CPU. Next to the result it holds one tensor of the files at a time, whose mapping ends with it.
 
     Raises UnavailableError if the weights' names or shapes are not those of the model, or errors of
     torch, transformers and safetensors.

@@ -80,7 +80,7 @@ def _folder(path: Path) -> str:
 
 
 def _pool(api: ValidatorApi, settings: Settings, pools: list[Pool]) -> str:
-    with tempfile.TemporaryDirectory() as nowhere:  # asks again, whatever the folder remembers
+    with tempfile.TemporaryDirectory() as nowhere:  # ignores what the folder remembers
         pool = find_pool(api, settings, Path(nowhere))
     pools.append(pool)
     return f"pool {pool.number} of chain {pool.deployment.chain_id}, run {pool.run.name!r}"

@@ -351,7 +351,7 @@ class DockerRuntime:
                 # The engine would run the image's own as often as the image likes, beyond the
                 # task's share of the CPU.
                 healthcheck={"test": ["NONE"]},
-                # runc gives a tmpfs the mode of the image's own folder, whatever `mode` says: so
+                # runc gives a tmpfs the mode of the image's own folder and ignores `mode`: so
                 # the task's user must own it too.
                 tmpfs={
                     "/tmp": scratch_options(task.gpus, uid, gid),  # noqa: S108

@@ -130,7 +130,7 @@ class Slasher(Contract):
         return self.write("applyArbiter", what="put the announced arbiter in force")
 
     def governor(self, block: BlockId = "latest") -> Address | None:
-        """Who may announce other terms; None: nobody, for good."""
+        """Who may announce other terms; None: no one, for good."""
         return or_none(self._one("governor", block=block))
 
     def pending_governor(self, block: BlockId = "latest") -> Address | None:
