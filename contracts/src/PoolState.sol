@@ -34,7 +34,7 @@ abstract contract PoolState is EIP712 {
 
     /// @notice A provider lets a pool seat its nodes, or takes that back.
     event SeatsAllowed(uint256 indexed pool, address indexed provider, bool on);
-    /// @notice Nobody joins until the pool is started again.
+    /// @notice No node joins until the pool is started again.
     event PoolPaused(uint256 indexed pool);
     /// @notice Nodes may join again.
     event PoolStarted(uint256 indexed pool);
@@ -47,7 +47,7 @@ abstract contract PoolState is EIP712 {
         uint256 indexed pool, address indexed from, address indexed to, address provider
     );
 
-    /// @param paused Whether nobody may join now.
+    /// @param paused Whether joining is closed now.
     /// @param listOnly Whether only listed providers' nodes may join.
     /// @param nextVersion The policy version to be published next.
     /// @param validators Number of accounts ever appointed.

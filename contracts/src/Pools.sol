@@ -151,7 +151,7 @@ contract Pools is PoolState {
         emit BanSet(pool, node, on);
     }
 
-    /// @notice Ends the run: nobody joins, no policy is published. Seats can still be left, work
+    /// @notice Ends the run: no node joins, no policy is published. Seats can still be left, work
     /// rooted, rewards paid.
     function end(uint256 pool) external {
         Pool storage p = _managed(pool);
@@ -171,8 +171,8 @@ contract Pools is PoolState {
     // ----------------------------------------------------------------------------- the slasher's
 
     /// @notice Takes the provider's seat away if the node has one, and bars the node from coming back.
-    /// So it goes for the key to which the seat was moved (see `moveSeat`), also where the node sits
-    /// again beside it. A seat of another provider, which took the key over since, stays.
+    /// The same holds for the key to which the seat was moved (see `moveSeat`), even if the node has a seat
+    /// again next to it. A seat of another provider, which took the key over since, stays.
     /// @param pool The pool.
     /// @param node Whose work it was.
     /// @param provider Who answers for that work.

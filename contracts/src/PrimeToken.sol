@@ -8,8 +8,8 @@ import { ERC20Permit } from "@openzeppelin/contracts/token/ERC20/extensions/ERC2
 import { Errors } from "./libraries/Errors.sol";
 
 /// @title The network's token: stake, rewards and deposits are counted in it.
-/// @notice Plain ERC-20 of 18 decimals with EIP-2612 permits. Nobody can mint, but for the faucet,
-/// which exists on test networks only.
+/// @notice Plain ERC-20 of 18 decimals with EIP-2612 permits. Only the faucet mints after deployment;
+/// it exists on test networks only.
 contract PrimeToken is ERC20, ERC20Burnable, ERC20Permit {
     /// @notice What one call of the faucet gives.
     uint256 public constant FAUCET_AMOUNT = 10_000e18;

@@ -55,7 +55,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         uint64 claimableAt
     );
     /// @notice The root of `epoch` and all that were posted on top of it, up to the one of `last`,
-    /// are void; they can be posted anew.
+    /// are void; they can be posted again.
     event RewardRootDisabled(uint256 indexed pool, uint64 indexed epoch, uint64 last);
     /// @notice Rewards were paid: a node's to its provider's payout account, a validator's to itself.
     event Claimed(uint256 indexed pool, address indexed node, address payout, uint256 amount);
@@ -89,7 +89,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         bytes32[] proof;
     }
 
-    /// @param free Funds that nobody is promised.
+    /// @param free Funds that are promised to no one.
     /// @param total Cumulative total of the last live root.
     /// @param reserved Promised by the live roots and not yet claimed.
     /// @param liveRoots Number of live roots.
@@ -132,8 +132,8 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         uint64 step;
     }
 
-    /// @notice How long after its funds could be refunded a pool's rewards can surely be claimed. Afterwards
-    /// the manager may take back what nobody claimed: a reserve without an owner must not be stuck for ever.
+    /// @notice How long rewards can be claimed, at least, after the pool's funds could be refunded. Afterwards
+    /// the manager may take back what was not claimed: a reserve without an owner must not be stuck forever.
     uint64 public constant CLAIM_PERIOD = 365 days;
     /// @notice After so many epochs and a validity without a new root, anyone may post the validators' table.
     uint64 public constant SILENT_EPOCHS = 24;
@@ -223,7 +223,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         _receive(pool, amount);
     }
 
-    /// @notice Takes back the bond and what nobody is promised; one `CLAIM_PERIOD` later also what nobody
+    /// @notice Takes back the bond and what is promised to no one; one `CLAIM_PERIOD` later also what was not
     /// claimed. By the manager, from `refundableAt` on: until then the last work's rewards can be promised,
     /// by it or by a table of the validators.
     function refund(uint256 pool) external nonReentrant {
@@ -399,7 +399,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
     }
 
     /// @notice Pays many nodes in one transaction, each as `claim` would; what was paid already is
-    /// skipped, so that nobody stops a batch by claiming one of it first.
+    /// skipped, so that claiming one of it first does not stop a batch.
     /// @param claims What to pay. Those that follow one another to one account are one transfer.
     /// @return paid The sum.
     function claimMany(Claim[] calldata claims) external returns (uint256 paid) {
@@ -470,7 +470,7 @@ contract Rewards is EIP712, ReentrancyGuardTransient, WindowTime {
         return _appeals[leaf];
     }
 
-    /// @notice A pool's funds: what nobody is promised, and what is promised and not yet claimed.
+    /// @notice A pool's funds: what is promised to no one, and what is promised and not yet claimed.
     function funds(uint256 pool) external view returns (uint256 free, uint256 reserved) {
         return (_funds[pool].free, _funds[pool].reserved);
     }

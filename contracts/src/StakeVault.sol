@@ -30,8 +30,8 @@ import { MAX_UNBONDINGS, Queue, Unbonding } from "./libraries/Queue.sol";
 /// Slashes take at most `slashCap` of an account within one validity window.
 ///
 /// An account answers to one manager at a time: to the one in whose pools its seats commit stake, or it
-/// proposes as a validator, and for an unbonding period after the last seat or proposal. Else whoever
-/// made a pool of its own could take its stake there ahead of the pool that it lied to.
+/// proposes as a validator, and for an unbonding period after the last seat or proposal. Otherwise a
+/// liar could slash its own stake in a pool of its own ahead of the pool that it lied to.
 contract StakeVault is ReentrancyGuardTransient, WindowTime {
     using Queue for Unbonding[MAX_UNBONDINGS];
     using SafeCast for uint256;
@@ -233,7 +233,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
     // -------------------------------------------------------------------------------- the pools'
 
     /// @notice A seat needs `amount` more of the provider's active stake, which answers to `manager`
-    /// alone from now on. A seat that needs none binds nobody.
+    /// alone from now on. A seat that needs none binds no one.
     function commit(address provider, uint256 amount, address manager) external only(pools) {
         Account storage account = _accounts[provider];
         if (amount != 0) _bind(provider, account, manager);
@@ -259,7 +259,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
     /// alone for an unbonding period: longer than any dispute.
     /// @param validators Who signed for it.
     /// @param bond What each must have, for each of its open proposals, that no seat needs and no slash
-    /// holds; zero: nothing is asked and nobody is bound.
+    /// holds; zero: nothing is asked and no one is bound.
     /// @param manager Of the pool.
     function pledge(address[] calldata validators, uint256 bond, address manager)
         external
@@ -393,7 +393,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
     }
 
     /// @notice The manager in whose pools the account's stake is at risk.
-    /// @return manager Zero: nobody's.
+    /// @return manager Zero: none.
     /// @return until Unix time from which on another manager's pool can be joined; zero as long as seats
     /// need stake.
     function boundTo(address provider) external view returns (address manager, uint256 until) {
@@ -463,7 +463,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         if (received != amount) revert Errors.TokenNotPlain(amount, received);
     }
 
-    /// @dev From now on the account answers to `manager`, if it answers to nobody else.
+    /// @dev From now on the account answers to `manager`, if it answers to no one else.
     function _bind(address owner, Account storage account, address manager) private {
         address bound = account.manager;
         if (bound == manager) return;

@@ -17,7 +17,7 @@ abstract contract Terms is WindowTime {
 
     /// @notice The governor offered its role.
     event GovernorOffered(address indexed governor, address indexed to);
-    /// @notice The role has a new holder; zero: nobody has it, for good.
+    /// @notice The role has a new holder; zero: no one has it, for good.
     event GovernorChanged(address indexed from, address indexed to);
     /// @notice New terms can be put in force from `actAt` on.
     event TermsAnnounced(uint256 disputeDeposit, uint256 validatorBond, uint64 actAt);
@@ -37,7 +37,7 @@ abstract contract Terms is WindowTime {
 
     /// @notice How long announced terms wait: one unbonding period.
     uint64 public immutable termsDelay;
-    /// @notice May announce terms; zero: nobody may, the terms are final.
+    /// @notice May announce terms; zero: no one may, the terms are final.
     address public governor;
     /// @notice To whom the governor offered its role.
     address public pendingGovernor;

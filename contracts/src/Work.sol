@@ -56,7 +56,7 @@ contract Work is EIP712, WindowTime {
 
     /// @notice An opinion's outcome: the file is a lie.
     uint8 public constant REJECTED = 2;
-    /// @notice An opinion's outcome: the file earns nothing, and nobody is accused.
+    /// @notice An opinion's outcome: the file earns nothing, and no one is accused.
     uint8 public constant VOID = 3;
     /// @notice The longest URL of a mirror, in bytes.
     uint256 public constant MAX_URL = 200;
@@ -108,8 +108,8 @@ contract Work is EIP712, WindowTime {
     }
 
     /// @notice Roots one leaf that the manager countersigned and then ignored for an epoch.
-    /// @dev Anyone may carry it. From an epoch after the receipt on, for one validity; not once nobody
-    /// would answer for it any more.
+    /// @dev Anyone may carry it. From an epoch after the receipt on, for one validity; not once no
+    /// stake answers for it any more.
     /// @param lease The lease.
     /// @param managerSignature The manager's signature over the lease.
     /// @param submission The submission.

@@ -266,7 +266,7 @@ class PoolEnded(Event):
 
 @dataclass(frozen=True)
 class PoolPaused(Event):
-    """Nobody joins until the pool is started again."""
+    """No node joins until the pool is started again."""
 
     CONTRACT = "pools"
     pool: int
@@ -456,7 +456,7 @@ class Refunded(Event):
 @dataclass(frozen=True)
 class RewardRootDisabled(Event):
     """The root of `epoch` and all that were posted on top of it, up to the one of `last`, are void;
-    they can be posted anew.
+    they can be posted again.
     """
 
     CONTRACT = "rewards"
@@ -498,7 +498,7 @@ class ArbiterChanged(Event):
 
 @dataclass(frozen=True)
 class GovernorChanged(Event):
-    """The role has a new holder; zero: nobody has it, for good."""
+    """The role has a new holder; zero: no one has it, for good."""
 
     CONTRACT = "slasher"
     origin: Address

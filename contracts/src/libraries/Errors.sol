@@ -19,7 +19,7 @@ library Errors {
     error BadSignature(address signer, bytes32 digest);
     /// @notice The token delivered another amount than was sent: it is not a plain ERC-20.
     error TokenNotPlain(uint256 expected, uint256 received);
-    /// @notice The contracts were already told of one another.
+    /// @notice The contracts already know one another's addresses.
     error AlreadyWired();
 
     // -------------------------------------------------------------------------------------- token
@@ -87,7 +87,7 @@ library Errors {
     error NotAgreed(uint256 pool, address provider);
     /// @notice The pool seats only nodes of listed providers.
     error NotListed(uint256 pool, address provider);
-    /// @notice Nobody joins while the pool is paused.
+    /// @notice No node joins while the pool is paused.
     error PoolIsPaused(uint256 pool);
     /// @notice The seat came from another key a short time ago; it can be moved again from `until`.
     error MovedRecently(address node, uint256 until);
