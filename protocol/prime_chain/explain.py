@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prime_chain.amounts import prime
-from prime_chain.rewards import Rebuilder
+from prime_chain.rewards import PassedOver, Rebuilder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.settlement import SettledFile, withheld_by
 from prime_core.verdict import Outcome
@@ -50,6 +50,7 @@ class Explanation:
     problems: tuple[str, ...]
     withheld: int = 0
     """Of a validator's fees, for planted files that it judged wrongly."""
+    passed_over: tuple[PassedOver, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         texts = {name: str(getattr(self, name)) for name in ("cumulative", "claimed", "withheld")}
@@ -57,7 +58,11 @@ class Explanation:
             asdict(file) | {"amount": str(file.amount), "price_per_unit": str(file.price_per_unit)}
             for file in self.files
         ]
-        return asdict(self) | texts | {"files": files, "problems": list(self.problems)}
+        lists = {
+            "problems": list(self.problems),
+            "passed_over": list(map(asdict, self.passed_over)),
+        }
+        return asdict(self) | texts | lists | {"files": files}
 
     def _prices(self) -> str:
         """What a token was paid, each price once."""
@@ -79,12 +84,15 @@ class Explanation:
             said.append(f"  {file.submission_digest}  {file.state}{amount}: {file.why}")
         if self.withheld:
             said.append(f"{prime(self.withheld)} withheld for planted files judged wrongly")
+        said += [f"  {one.line()}" for one in self.passed_over]
         if not self.problems:
             said.append(f"adds up to root {self.root} of epoch {self.epoch}: match")
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
 
 
 ROOTED_LATE = "rooted so late that no stake is liable for it on chain: unpaid and unpunished"
+
+GRANTED_BEFORE = "the arbiter had it paid before a settlement had it"
 
 
 def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Explanation:
@@ -97,6 +105,12 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
     files: dict[Digest, tuple[int, SettledFile]] = {}
     for event, settlement in history:
         files |= {f.submission_digest: (event.epoch, f) for f in settlement.files if f.node == node}
+    granted = {
+        Digest(one.submission_digest): event.epoch
+        for event, settlement in history[::-1]
+        for one in settlement.restored
+    }
+    """Restored files, with the first epoch in which each was."""
     found = tuple(
         ExplainedFile(
             epoch=at,
@@ -106,7 +120,9 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             units=file.units,
             price_per_unit=int(file.price_per_unit),
             amount=file.earns if file.state == "paid" else 0,
-            why=_why(rebuilder, file, int(file.price_per_unit)),
+            why=GRANTED_BEFORE
+            if file.state == "void" and granted.get(Digest(file.submission_digest), at) < at
+            else _why(rebuilder, file, int(file.price_per_unit)),
         )
         for at, file in sorted(files.values(), key=lambda one: (one[1].received_at, one[0]))
     )
@@ -162,6 +178,11 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
         files=found,
         problems=tuple(problems),
         withheld=withheld,
+        passed_over=tuple(
+            one
+            for one in rebuilder.passed_over([settlement for _, settlement in history])
+            if one.node == node
+        ),
     )
 
 

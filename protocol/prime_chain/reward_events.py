@@ -15,7 +15,7 @@ from prime_chain.events import (
     SlashProposed,
 )
 from prime_core.errors import UntrustedError
-from prime_core.ids import Address, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.settlement import SlashState
 
 
@@ -37,6 +37,11 @@ def roots_until(events: Sequence[Event], block: int) -> list[RootPosted]:
         if isinstance(event, RootPosted) and event.block <= block:
             first.setdefault(event.root, event)
     return list(first.values())
+
+
+def is_own(root: RootPosted) -> bool:
+    """Whether a node posted the root for its own file, which is the root (Work.postLeaf)."""
+    return root.leaves_object == ZERO_DIGEST and root.count == 1
 
 
 def poster(events: Sequence[Event], root: RootPosted) -> Address:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from prime_chain import reward_events
@@ -32,6 +32,7 @@ from prime_chain.events import (
     RunRevised,
     ValidatorSet,
 )
+from prime_chain.reward_events import is_own
 from prime_core import encoding
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, NotFoundError, UntrustedError
@@ -52,6 +53,7 @@ from prime_core.settlement import (
     answered_for,
     judged_fact,
     load_settlement,
+    own_root,
     settle,
 )
 from prime_core.signing import Strict
@@ -93,13 +95,33 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """A file that its node posted as a root of its own (number `root_seq`, in `epoch`) and that no
+    settlement takes up: it is not paid."""
+
+    submission_digest: Digest
+    node: Address
+    root_seq: int
+    epoch: int
+
+    def line(self) -> str:
+        """The same for people."""
+        return (
+            f"warning: no settlement has file {self.submission_digest}, which node {self.node} "
+            f"posted itself (root {self.root_seq}, epoch {self.epoch})"
+        )
+
+
+@dataclass(frozen=True)
 class Rebuilt:
-    """What the rebuild gives for an epoch, and whether the chain holds the same."""
+    """What the rebuild gives for an epoch, and whether the chain holds the same. `passed_over` is
+    no mismatch: the file may be planted, or of a node without a seat."""
 
     epoch: int
     settlement: Settlement
     posted: RewardRootPosted
     problems: tuple[str, ...]
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def match(self) -> bool:
@@ -115,6 +137,7 @@ class Rebuilt:
             "cumulative_total": self.settlement.cumulative_total,
             "entries": [entry.model_dump(mode="json") for entry in entries],
             "problems": list(self.problems),
+            "passed_over": [asdict(one) for one in self.passed_over],
         }
 
 
@@ -180,7 +203,20 @@ class Rebuilder:
             self._settled_files |= _files_of(rebuilt)
             problems += _differences(event, published, rebuilt)
         assert rebuilt is not None
-        return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems))
+        passed_over = self.passed_over([published for _, published in history])
+        return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems), passed_over)
+
+    def passed_over(self, settlements: Sequence[Settlement]) -> tuple[PassedOver, ...]:
+        """The files in roots of their nodes that `settlements`, the last and all before it, neither
+        settle nor restore."""
+        newest = settlements[-1]
+        known = {file.submission_digest for one in settlements for file in one.files}
+        known |= {file.submission_digest for one in settlements for file in one.restored}
+        return tuple(
+            PassedOver(root.root, reward_events.poster(self._events, root), root.seq, root.epoch)
+            for root in reward_events.roots_until(self._events, newest.as_of_block)
+            if is_own(root) and root.epoch <= newest.epoch and root.root not in known
+        )
 
     def settle(
         self,
@@ -209,13 +245,13 @@ class Rebuilder:
             settled |= _files_of(one)
         claims: dict[Digest, _Claim] = {}
         found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
-        for root, leaf in self._open_leaves(epoch, as_of_block, previous, claims=None):
-            found.setdefault(leaf.digest, (root, leaf))
+        for root, leaf in self._open_leaves(epoch, as_of_block, previous, settled, claims=None):
+            found[leaf.digest] = (root, leaf)
         for digest in found:
             claims[digest] = _claim_of(submission(digest))
         restored = self._restored(settled)
         nodes = {leaf.node for _, leaf in found.values()}
-        nodes |= {one.node for one in restored if one.is_due(found, as_of_block, previous)}
+        nodes |= {one.node for one in restored if one.is_due(found, epoch, as_of_block, previous)}
         nodes |= {Address(one.node) for one in previous.restored} if previous else set()
         slashes = []
         for digest, (node, state) in reward_events.slashes_until(self._events, as_of_block).items():
@@ -289,7 +325,9 @@ class Rebuilder:
             for file in published.files
         }
         block = published.as_of_block
-        leaves = self._open_leaves(published.epoch, block, previous, claims=claims)
+        leaves = self._open_leaves(
+            published.epoch, block, previous, self._settled_files, claims=claims
+        )
         settled = self._settled_files.keys() | {leaf.digest for _, leaf in leaves}
         slashes = self._slashes(published)
         return self._settled(
@@ -331,18 +369,26 @@ class Rebuilder:
 
     def _restored(self, settled: Mapping[Digest, SettledFile]) -> list[RestoredFact]:
         """The files that the arbiter had paid. `settled`: files of the settlements before."""
-        return [
-            RestoredFact(
-                e.leaf,
-                e.node,
-                e.block,
-                min(e.amount, self._runs.at(e.step).most_worth),
-                received_at=file.received_at if (file := settled.get(e.leaf)) else 0,
-                settled_as=file.state if file else None,
+        periods = self._deployment.periods
+        own = {e.root: e for e in self._events if isinstance(e, RootPosted) and is_own(e)}
+        facts = []
+        for e in self._events:
+            if not isinstance(e, FileRestored):
+                continue
+            fact = RestoredFact(
+                e.leaf, e.node, e.block, min(e.amount, self._runs.at(e.step).most_worth)
             )
-            for e in self._events
-            if isinstance(e, FileRestored)
-        ]
+            if root := own.get(e.leaf):
+                received, within = own_root(
+                    root.block_time, epoch_seconds=periods.epoch_length, validity=periods.validity
+                )
+                fact = replace(
+                    fact, own_epoch=root.epoch, received_at=received, received_within=within
+                )
+            if file := settled.get(e.leaf):
+                fact = replace(fact, received_at=file.received_at, settled_as=file.state)
+            facts.append(fact)
+        return facts
 
     def _faults(self, published: Settlement, settled: Set[Digest]) -> Sequence[Fault]:
         """The wrong opinions on planted files: each signed by a validator and charged once at its
@@ -384,21 +430,25 @@ class Rebuilder:
         epoch: int,
         block: int,
         previous: Settlement | None,
+        settled: Mapping[Digest, SettledFile],
         *,
         claims: Mapping[Digest, _Claim] | None,
     ) -> list[tuple[RootPosted, _Leaf]]:
         """Leaves that a settlement of `epoch` must settle: of roots since `previous`, and those
-        that it held."""
+        that it held. Each once: a file in several roots is settled by the first, and one that
+        `settled`, the files of the settlements before, decided on is not open again."""
         after = previous.epoch if previous is not None else -1
         held = (f for f in previous.files if f.state == "held") if previous else ()
         names = {file.submission_digest for file in held}
-        return [
-            (root, leaf)
-            for root in reward_events.roots_until(self._events, block)
-            if root.epoch <= epoch
-            for leaf in self._leaves_of(root, claims)
-            if root.epoch > after or leaf.digest in names
-        ]
+        decided = {name for name, file in settled.items() if file.state != "held"}
+        found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
+        for root in reward_events.roots_until(self._events, block):
+            if root.epoch > epoch:
+                continue
+            for leaf in self._leaves_of(root, claims):
+                if leaf.digest not in decided and (root.epoch > after or leaf.digest in names):
+                    found.setdefault(leaf.digest, (root, leaf))
+        return list(found.values())
 
     def _settled(
         self,
@@ -439,7 +489,7 @@ class Rebuilder:
         A root without leaves object was posted by a node for its own leaf, which is the root. It
         counts if `claims` settle the leaf by it. Without `claims` every root counts.
         """
-        if root.leaves_object == ZERO_DIGEST and root.count == 1:
+        if is_own(root):
             claim = None if claims is None else claims.get(root.root)
             if claims is not None and (claim is None or claim.root_seq != root.seq):
                 return []

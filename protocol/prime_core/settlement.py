@@ -106,8 +106,9 @@ class SettledSlash(Strict):
 class Restored(Strict):
     """A file that the arbiter had paid (the event FileRestored). `amount`: what the node earns, in
     wei; at most what the run of the file's step pays for the largest file. `received_at`: of the
-    settled file, 0 if no settlement has it. `state` and `because` as of a file that was accepted; a
-    held one comes up again in the next settlement."""
+    settled file. If no settlement has it, the earliest time that the root of its node allows, and
+    `received_within` seconds later the latest. `state` and `because` as of a file that was
+    accepted; a held one comes up again in the next settlement."""
 
     submission_digest: DigestField
     node: AddressField
@@ -115,6 +116,7 @@ class Restored(Strict):
     amount: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
     state: Literal["paid", "held", "forfeited"]
     because: DigestField
+    received_within: int = Field(default=0, ge=0, exclude_if=lambda seconds: seconds == 0)
 
 
 class RewardTable(Statement):
@@ -414,7 +416,9 @@ def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
 @dataclass(frozen=True)
 class RestoredFact:
     """The arbiter restored a file in block `block`; `amount` in wei. `settled_as` and
-    `received_at`: how it stands after the settlements so far; None and 0 if none of them has it."""
+    `received_at`: how it stands after the settlements so far. If none of them has it, `settled_as`
+    is None, and it was received at `received_at` or up to `received_within` seconds later.
+    `own_epoch`: of the root by which its node posted it; None if no node did."""
 
     leaf: Digest
     node: Address
@@ -422,35 +426,65 @@ class RestoredFact:
     amount: int
     received_at: int = 0
     settled_as: FileState | None = None
+    own_epoch: int | None = None
+    received_within: int = 0
+
+    def is_known_to(self, previous: Settlement | None) -> bool:
+        """Whether the settlement `previous` knew of the event, and of the root that its node
+        posted, if one did."""
+        if previous is None or self.block > previous.as_of_block:
+            return False
+        return self.own_epoch is None or self.own_epoch <= previous.epoch
+
+    def was_taken(self, previous: Settlement | None) -> bool:
+        """Whether `previous`, or a settlement before it, took the file up though none has it."""
+        posted = self.settled_as is None and self.own_epoch is not None
+        return posted and self.is_known_to(previous)
 
     def is_due(
-        self, leaves: Container[Digest], as_of_block: int, previous: Settlement | None
+        self, leaves: Container[Digest], epoch: int, as_of_block: int, previous: Settlement | None
     ) -> bool:
-        """Whether a settlement of `leaves` takes the file up, if it does not earn: the first that
-        has both the file, or follows one that has it, and the event."""
-        if self.block > as_of_block:
+        """Whether the settlement of `epoch`, of `leaves`, takes the file up, if it does not earn:
+        the first that knows of the event and has the file, follows one that has it, or passes over
+        the root by which its node posted it."""
+        if self.block > as_of_block or self.was_taken(previous):
             return False
         if self.leaf in leaves:
             return True
-        if previous is None or self.settled_as in (None, *FINAL_FOR_ARBITER):
+        if self.settled_as is None:
+            return self.own_epoch is not None and self.own_epoch <= epoch
+        if previous is None or self.settled_as in FINAL_FOR_ARBITER:
             return False
         return self.block > previous.as_of_block
 
 
-def covers(slash: SlashFact, node: Address, received_at: int) -> bool:
-    """Whether a credit of `node` submitted at `received_at` depends on `slash`."""
-    return slash.node == node and 0 <= slash.received_at - received_at <= FORFEIT_SECONDS
+def own_root(block_time: int, *, epoch_seconds: int, validity: int) -> tuple[int, int]:
+    """Returns when a file was received that its node posted as a root at `block_time`: the earliest
+    time (Unix seconds), and the seconds from it to the latest. Work.postLeaf allows it from an
+    epoch after the receipt on, for one validity."""
+    return max(0, block_time - epoch_seconds - validity), validity
+
+
+def covers(slash: SlashFact, node: Address, received_at: int, received_within: int = 0) -> bool:
+    """Whether a credit of `node` depends on `slash`; it was submitted at `received_at`, or up to
+    `received_within` seconds later."""
+    later = slash.received_at - received_at
+    return slash.node == node and 0 <= later <= FORFEIT_SECONDS + received_within
 
 
 def standing(
-    slashes: Iterable[SlashFact], node: Address, received_at: int
+    slashes: Iterable[SlashFact], node: Address, received_at: int, received_within: int = 0
 ) -> tuple[Literal["free", "held", "forfeited"], Digest]:
     """Returns how `slashes` affect a credit, and the bad submission responsible (zero if free).
 
     An executed slash takes precedence over an open one. Among equals the smallest digest is named,
     so the result does not depend on the order of `slashes`.
     """
-    over = [s for s in slashes if s.state != "cancelled" and covers(s, node, received_at)]
+    over = [
+        s
+        for s in slashes
+        if s.state != "cancelled" and covers(s, node, received_at, received_within)
+    ]
     executed = [s.bad for s in over if s.state == "executed"]
     if executed:
         return "forfeited", min(executed)
@@ -492,7 +526,8 @@ def settle(
     root names (ZERO_DIGEST if none). `leaves` are those of the roots since the previous
     settlement plus those it held. A file's validators are paid when it is first settled, if they
     judged it within its validity, independent of the outcome, less what planted files since the
-    previous settlement cost them (`lies`, `faults`: see fees.withhold).
+    previous settlement cost them (`lies`, `faults`: see fees.withhold). A file that was restored
+    before any settlement had it is void.
 
     Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
     was already final in `previous`, or is called a planted file.
@@ -501,6 +536,7 @@ def settle(
         {f.submission_digest for f in previous.files if f.state != "held"} if previous else set()
     )
     held = {f.submission_digest for f in previous.files if f.state == "held"} if previous else set()
+    granted = {one.leaf for one in restored if one.was_taken(previous)} - held
     amounts = previous.amounts() if previous else {}
     fees: dict[Address, int] = {}
     files: dict[Digest, SettledFile] = {}
@@ -508,6 +544,8 @@ def settle(
         if leaf.submission_digest in files or leaf.submission_digest in final:
             raise MalformedError(f"submission {leaf.submission_digest} would be settled twice")
         state, because = judge_leaf(leaf, slashes)
+        if leaf.submission_digest in granted and state != "rejected":
+            state, because = "void", ZERO_DIGEST
         judged = leaf.judged
         judges: tuple[Address, ...] = ()
         if judged is not None and judged.judged_at <= leaf.expires:
@@ -543,7 +581,7 @@ def settle(
         amounts[judge] = amounts.get(judge, 0) + fee
     for judge, taken in withheld_by(records).items():
         amounts[judge] = amounts.get(judge, 0) - taken + withheld_by(before).get(judge, 0)
-    decided = _decide_restored(restored, as_of_block, previous, files, slashes)
+    decided = _decide_restored(restored, epoch, as_of_block, previous, files, slashes)
     for one in decided:
         if one.state == "paid":
             amounts[Address(one.node)] = amounts.get(Address(one.node), 0) + int(one.amount)
@@ -570,6 +608,7 @@ def settle(
 
 def _decide_restored(
     facts: Sequence[RestoredFact],
+    epoch: int,
     as_of_block: int,
     previous: Settlement | None,
     files: Mapping[Digest, SettledFile],
@@ -577,33 +616,37 @@ def _decide_restored(
 ) -> tuple[Restored, ...]:
     """Returns the restored files that are due or were held, and how each stands now: as an accepted
     file, and the slash for the file itself counts whenever it arrived."""
-    due: dict[Digest, tuple[Address, int, str]] = {}
+    due: dict[Digest, Restored] = {}
     for one in facts:
         file = files.get(one.leaf)
-        if one.is_due(files, as_of_block, previous) and (
+        if one.is_due(files, epoch, as_of_block, previous) and (
             file is None or file.state not in FINAL_FOR_ARBITER
         ):
-            received = file.received_at if file is not None else one.received_at
-            due[one.leaf] = (one.node, received, str(one.amount))
+            unsettled = file is None and one.settled_as is None
+            due[one.leaf] = Restored(
+                submission_digest=one.leaf,
+                node=one.node,
+                received_at=file.received_at if file is not None else one.received_at,
+                received_within=one.received_within if unsettled else 0,
+                amount=str(one.amount),
+                state="held",
+                because=ZERO_DIGEST,
+            )
     for old in previous.restored if previous else ():
         if old.state == "held":
-            name = Digest(old.submission_digest)
-            due[name] = (Address(old.node), old.received_at, old.amount)
+            due[Digest(old.submission_digest)] = old
     decided = []
     for name in sorted(due):
-        node, received, amount = due[name]
-        own = [replace(s, received_at=received) for s in slashes if s.bad == name]
-        state, because = standing([*slashes, *own], node, received)
-        decided.append(
-            Restored(
-                submission_digest=name,
-                node=node,
-                received_at=received,
-                amount=amount,
-                state="paid" if state == "free" else state,
-                because=because,
-            )
+        one_due = due[name]
+        own = [replace(s, received_at=one_due.received_at) for s in slashes if s.bad == name]
+        state, because = standing(
+            [*slashes, *own],
+            Address(one_due.node),
+            one_due.received_at,
+            one_due.received_within,
         )
+        change = {"state": "paid" if state == "free" else state, "because": because}
+        decided.append(one_due.model_copy(update=change))
     return tuple(decided)
 
 

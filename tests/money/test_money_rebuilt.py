@@ -20,6 +20,7 @@ from prime_chain.history import read_appeals, read_events
 from prime_chain.leaves import find_leaf
 from prime_chain.rewards import Rebuilder
 from prime_core.deployment import DEMO_PERIODS
+from prime_core.encoding import sha256
 from prime_core.errors import UntrustedError
 from prime_core.fees import FAULT_FEES
 from prime_core.ids import ZERO_DIGEST, Digest
@@ -37,6 +38,67 @@ from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.canaries import planting
 
 pytestmark = needs_anvil
+
+
+def _a_file_that_its_node_posted_and_no_settlement_has(
+    world: World, granted: FileRestored, rebuilder: Rebuilder
+) -> None:
+    """It is reported, and paid if the arbiter restores it."""
+    mgr, before = world.mgr, settled(world)
+    name = sha256(b"the manager does not know this file")
+    events = rebuilder._events
+    listed = next(e for e in events if isinstance(e, RootPosted) and e.epoch <= before.epoch)
+    root = replace(
+        listed, root=name, seq=99, count=1, leaves_object=ZERO_DIGEST, log_index=901
+    )  # fmt: skip
+    place = {f.name: getattr(root, f.name) for f in fields(Event)} | {"log_index": 902}
+    own = LeafPosted(**place, pool=1, node=HONEST.address, seq=99, leaf=name, sha256=name)
+    known = Rebuilder(
+        [*events, root, own], world.deployment, 1, RunHistory(mgr.context.run), Published(world)
+    )
+    rebuilt = known.rebuild(before.epoch)
+    assert rebuilt.match
+    (passed,) = rebuilt.passed_over
+    assert (passed.submission_digest, passed.node, passed.root_seq) == (name, HONEST.address, 99)
+    (listed_as,) = rebuilt.as_json()["passed_over"]
+    assert listed_as == {
+        "submission_digest": name, "node": HONEST.address, "root_seq": 99, "epoch": root.epoch,
+    }  # fmt: skip
+    said = explain(known, HONEST.address)
+    assert said.passed_over == (passed,)
+    assert any(name in line and "root 99" in line for line in said.lines())
+    assert said.as_json()["passed_over"] == [listed_as]
+    assert explain(known, LIAR.address).passed_over == ()
+
+    paid = replace(
+        granted, leaf=name, amount=11, block=before.as_of_block + 1, log_index=998
+    )  # fmt: skip
+    with mgr.store.begin() as connection:
+        _take(connection, [root, own, paid])
+    world.forward(RUN.epoch_seconds)
+    world.ticks(4)
+    last = settled(world)
+    assert [(one.submission_digest, one.amount) for one in last.restored] == [(name, "11")]
+    periods = world.deployment.periods
+    assert last.restored[0].received_at == (
+        root.block_time - periods.epoch_length - periods.validity
+    )
+    assert last.amounts()[HONEST.address] == before.amounts()[HONEST.address] + 11
+    known = _rebuilder(world, granted, root, own, paid)
+    rebuilt = known.rebuild(last.epoch)
+    assert (rebuilt.problems, rebuilt.passed_over) == ((), ())
+    (problem, *_) = _rebuilder(world, granted, root, own).rebuild(last.epoch).problems
+    assert name in problem
+
+    # A node posts a file that was settled long ago: the validators' table does not pay it again.
+    block, epoch = last.as_of_block + 1, last.epoch + 1
+    old = Digest(before.restored[0].submission_digest)
+    root = replace(root, root=old, seq=100, epoch=epoch, block=block)
+    own = replace(own, leaf=old, seq=100, block=block)
+    table = _rebuilder(world, granted, *known._events[-3:], root, own).settle(
+        epoch, _no_record, block
+    )
+    assert (table.files, table.amounts()) == ((), last.amounts())
 
 
 @pytest.mark.parametrize(("page_files", "later"), [(10_000, 10_000), (1, 1), (10_000, 1)])
@@ -132,6 +194,8 @@ def test_an_appealed_file_is_paid_by_the_next_root_and_rebuilt_so(members: World
     said = explain(rebuilder, HONEST.address)
     assert said.problems == ()
     assert [file.state for file in said.files].count("restored") == 2
+
+    _a_file_that_its_node_posted_and_no_settlement_has(world, late, rebuilder)
 
     early = last.model_copy(update={"as_of_block": omitting.as_of_block - 1})
     with pytest.raises(UntrustedError, match="as of block"):

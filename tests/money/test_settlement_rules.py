@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 from weakref import WeakSet
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from money_kit import FAKE_DEPLOYMENT
 
@@ -27,9 +28,11 @@ from prime_core.settlement import (
     JudgedFact,
     LeafFact,
     RestoredFact,
+    SettledFile,
     Settlement,
     SettlementPage,
     SlashFact,
+    SlashState,
     answered_for,
     is_full,
     load_settlement,
@@ -391,6 +394,15 @@ def test_a_restored_file_is_paid_once_and_as_an_accepted_one() -> None:
     assert run(leaves, restored=[fact(1, 6)]).restored == (), "the event is later than its block"
     assert run([leaf(2)], restored=[fact(1, 5)]).restored == (), "not settled yet"
 
+    own = fact(1, 5, own_epoch=3, received_at=500, received_within=600)
+    assert run([leaf(2)], restored=[own], epoch=2).restored == (), "its root may be settled yet"
+    (passed,) = run([leaf(2)], restored=[own], epoch=3).restored
+    assert (passed.state, passed.received_at, passed.received_within) == ("paid", 500, 600)
+    for late, state in ((500, "forfeited"), (1100 + DAY, "forfeited"), (1101 + DAY, "paid")):
+        slash = SlashFact(name(9), NODES[0], late, RECEIPT, "executed")
+        (passed,) = run([], [slash], restored=[own], epoch=3).restored
+        assert passed.state == state
+
     first = run(leaves)
     assert type(first) is Settlement, "digests of others stay as they are"
     assert parse_settlement(same.canonical()) == same
@@ -412,3 +424,57 @@ def test_a_restored_file_is_paid_once_and_as_an_accepted_one() -> None:
             ended = run([], [end], previous=held, epoch=2, as_of_block=10, restored=[later])
             assert ended.amounts() == {NODES[0]: amount}
             assert run([], [end], previous=ended, epoch=3, as_of_block=11).restored == ()
+
+
+@example(
+    own=0, listed=3, outcome=Outcome.ACCEPTED, restored_in=1, slashed="no", ends_in=0,
+    steps=[(1, 1), (3, 1)],
+)  # fmt: skip
+@given(
+    own=st.none() | st.integers(0, 4),
+    listed=st.none() | st.integers(0, 4),
+    outcome=st.sampled_from([Outcome.ACCEPTED, Outcome.VOID, None]),
+    restored_in=st.integers(1, 10),
+    slashed=st.sampled_from(["no", "open", "executed", "cancelled"]),
+    ends_in=st.integers(0, 5),
+    steps=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5),
+)
+def test_a_file_is_paid_once_whether_it_is_settled_or_restored_or_both(
+    own: int | None,
+    listed: int | None,
+    outcome: Outcome | None,
+    restored_in: int,
+    slashed: Literal["no", "open", "executed", "cancelled"],
+    ends_in: int,
+    steps: list[tuple[int, int]],
+) -> None:
+    """Its node posts it in epoch `own`; the manager lists it in epoch `listed`, before or after
+    the arbiter restored it, or never."""
+    judged = JudgedFact(name(1001), name(2001), outcome, 10, 1005) if outcome else None
+    file, settled = leaf(1, judged=judged), dict[Digest, SettledFile]()
+    previous: Settlement | None = None
+    epoch, block, paid = -1, 0, 0
+    for step, (epochs, blocks) in enumerate(steps):
+        after, epoch, block = epoch, epoch + epochs, block + blocks
+        slashes = []
+        if slashed != "no":
+            state: SlashState = "open" if step < ends_in else slashed
+            slashes = [SlashFact(name(1), NODES[0], 1000, RECEIPT, state)]
+        old = settled.get(name(1))
+        due = listed is not None and after < listed <= epoch
+        fact = RestoredFact(
+            name(1), NODES[0], restored_in, 9, old.received_at if old else 500,
+            old.state if old else None, own, 600,
+        )  # fmt: skip
+        leaves = [file] if (due and old is None) or (old and old.state == "held") else []
+        previous = run(leaves, slashes, previous, epoch, block, [fact])
+        settled |= {Digest(one.submission_digest): one for one in previous.files}
+        now = previous.amounts().get(NODES[0], 0)
+        assert now in ({paid} if paid else {0, 9, 70})
+        paid = now
+    assert previous is not None
+    if slashed in ("open", "executed"):
+        assert paid == 0
+    posted = own is not None and own <= epoch
+    if slashed == "no" and posted and restored_in <= block:
+        assert paid > 0

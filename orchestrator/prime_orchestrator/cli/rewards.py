@@ -81,7 +81,8 @@ def rebuild(
 ) -> None:
     """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
 
-    Exits with 1 if they differ.
+    Exits with 1 if they differ. Warns of files that their nodes posted themselves and that no
+    settlement has.
     """
     with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
         standing = rebuilder.posted()
@@ -98,6 +99,8 @@ def rebuild(
             typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}")
         for problem in rebuilt.problems:
             typer.echo(f"  {problem}")
+        for one in rebuilt.passed_over:
+            typer.echo(f"  {one.line()}")
     if not rebuilt.match:
         raise typer.Exit(1)
 

@@ -30,6 +30,7 @@ from prime_core.settlement import (
     answered_for,
     judged_fact,
     load_settlement,
+    own_root,
     parse_settlement,
     settle,
     standing,
@@ -134,7 +135,7 @@ def settle_epochs(
         previous = load_settlement(turn.previous, partial(read_object, objects))
     held = [f for f in previous.files if f.state == "held"] if previous else []
     settlement = None
-    if turn.new_leaves or held or _was_restored(store, previous):
+    if turn.new_leaves or held or _was_restored(store, context, previous):
         settlement = _settle(store, objects, context, turn, previous, held)
     if settlement is None or not settlement.entries:
         # Nothing is owed or nothing was decided; a later epoch takes these leaves up.
@@ -200,8 +201,7 @@ def _settle(
         granted = _restored(connection, context)
     leaves = _judged(objects, rooted)
     settled_now = {leaf.submission_digest for leaf in leaves}
-    after = previous.as_of_block if previous is not None else clock.block
-    earlier = [f for f in granted if f.leaf not in settled_now and f.block > after]
+    earlier = [f for f in granted if f.leaf not in settled_now and not f.is_known_to(previous)]
     granted = [fact for fact in granted if fact.leaf in settled_now]
     settlement = settle(
         chain_id=context.deployment.chain_id,
@@ -244,22 +244,31 @@ def _planted(
     return lies, faults[:MAX_FAULTS]
 
 
-def _was_restored(store: Store, previous: Settlement | None) -> bool:
-    """Whether the arbiter restored a file that `previous` held or cannot know of."""
+def _was_restored(store: Store, context: PoolContext, previous: Settlement | None) -> bool:
+    """Whether the arbiter restored a file that `previous` held or did not know of."""
     if previous is not None and any(one.state == "held" for one in previous.restored):
         return True
     with store.read() as connection:
-        granted = chain.events(connection, "FileRestored")
-    return bool(granted) and (previous is None or granted[-1].block > previous.as_of_block)
+        return any(not one.is_known_to(previous) for one in _restored(connection, context))
 
 
 def _restored(connection: Connection, context: PoolContext) -> list[RestoredFact]:
     """Returns all files that the arbiter had paid."""
-    found, history = [], revisions.history(connection, context)
+    found, history, periods = [], revisions.history(connection, context), context.deployment.periods
     for event in chain.events(connection, "FileRestored"):
         args = event.arguments()
         amount = min(int(args["amount"]), history.at(int(args["step"])).most_worth)
-        found.append(RestoredFact(Digest(args["leaf"]), Address(args["node"]), event.block, amount))
+        fact = RestoredFact(Digest(args["leaf"]), Address(args["node"]), event.block, amount)
+        for root in chain.events(connection, "RootPosted", subject=fact.leaf):
+            posted = root.arguments()
+            if posted["leaves_object"] == ZERO_DIGEST and posted["count"] == 1:
+                received, within = own_root(
+                    root.block_time, epoch_seconds=periods.epoch_length, validity=periods.validity
+                )
+                fact = replace(
+                    fact, own_epoch=posted["epoch"], received_at=received, received_within=within
+                )
+        found.append(fact)
     return found
 
 
