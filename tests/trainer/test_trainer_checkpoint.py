@@ -13,6 +13,7 @@ from trainer_kit import full_state
 
 from prime_core.errors import FatalError, UserError
 from prime_core.ids import Digest, Step
+from prime_engine.tiny import write_tiny_model
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import STATE_NAME, TrainerState
 from prime_trainer.data import TrainingBatch
@@ -44,19 +45,22 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return full_state(learner.policy)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    model: Path, tmp_path: Path, world: World
+    tmp_path: Path, world: World, optimizer: str
 ) -> None:
-    straight = kit.learner(model, tmp_path / "straight", world, RUN)
+    model = write_tiny_model(tmp_path / "model", hidden=64, layers=2)
+    changes = {"optimizer": optimizer}
+    straight = kit.learner(model, tmp_path / "straight", world, RUN, **changes)
     train(straight, TrainerState(RUN.digest()), 5)
 
     data = tmp_path / "data"
-    first = kit.learner(model, data, world, RUN)
+    first = kit.learner(model, data, world, RUN, **changes)
     state = train(first, TrainerState(RUN.digest()), 2)
     checkpoint.save(data, state, first.policy, first.optimizer, world)
     train(first, state, 3)  # work after the checkpoint, lost in the crash
 
-    second = kit.learner(model, data, world, RUN)
+    second = kit.learner(model, data, world, RUN, **changes)
     resumed = checkpoint.load(data, RUN.digest(), second.policy, second.optimizer, world)
     assert resumed is not None
     assert resumed.step == 2

@@ -12,6 +12,7 @@ import torch
 import trainer_kit as kit
 from typer.testing import CliRunner
 
+from prime_engine.tiny import write_tiny_model
 from prime_trainer.cli import app
 from prime_trainer.dryrun import parameters_of
 from prime_trainer.loading import fill_weights
@@ -49,6 +50,21 @@ def test_with_offload_a_device_holds_only_the_layers_in_use(model: Path, tmp_pat
     assert off.kept < 0.02 * on.kept
     assert 0 < off.peak <= on.peak - off.host
     assert (off.gathered, off.reduced) == (on.gathered, on.reduced)
+
+
+def test_moments_in_8_bits_take_a_quarter(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden=256, layers=2)
+    run, found = kit.run_definition(), {}
+    for optimizer in ("adamw", "adamw8bit"):
+        settings = kit.settings(model, tmp_path, optimizer=optimizer)
+        found[optimizer] = [plan_step(run, settings, ranks=ranks, **TOKENS) for ranks in (1, 2)]
+        with joined_world() as world:
+            real = counted_step(run, settings, world, 48, 8, fill_weights, nullcontext())
+        assert abs(found[optimizer][0].kept - real.kept) < 0.01 * real.kept
+    weights = parameters_of(model)
+    for ranks, plain, small in zip((1, 2), found["adamw"], found["adamw8bit"], strict=True):
+        assert plain.kept == pytest.approx(12 * weights / ranks, rel=0.01)
+        assert small.kept == pytest.approx(6.05 * weights / ranks, rel=0.02)
 
 
 def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ def run(
     ] = None,
     learning_rate: LearningRate = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, or adamw8bit: its moments in 8 bits.")
+    ] = None,
     beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,
     beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.")] = None,

@@ -26,7 +26,7 @@ ENV_PREFIX = "PRIME_TRAINER_"
 TRAINING_FILE = "trainer.json"
 """File in a policy's folder with the configuration that the policy was trained with."""
 TRAINING = (
-    "objective", "learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay",
+    "objective", "optimizer", "learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay",
     "gradient_clip", "optimizer_steps", "bf16", "head_fp32", "lora_rank", "lora_alpha",
 )  # fmt: skip
 """The settings that determine how a batch changes the weights."""
@@ -113,6 +113,9 @@ class Settings(ChainSettings):
     """After the last step, keep serving policies, which validators and auditors still need."""
 
     objective: Objective = Objective()
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit keeps AdamW's two moments in 8 bits, in blocks of 256 with a scale each (Dettmers
+    et al., arXiv 2110.02861; torchao): a quarter of their memory."""
     learning_rate: float = Field(default=3e-7, gt=0, le=1)
     warmup_steps: int = Field(default=25, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from prime_core import memory
-from prime_core.errors import FatalError
+from prime_core.errors import FatalError, UserError
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
 from prime_trainer.advantages import Judged, judge
@@ -114,13 +114,27 @@ def filled_learner(
     for one in (policy, reference):
         if one is not None:
             fill(one, settings.need("model"), world.device)
-    optimizer = torch.optim.AdamW(
+    return Learner(policy, reference, make_optimizer(policy, settings), run, settings, world)
+
+
+def make_optimizer(policy: Policy, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained. Raises UserError if torchao is missing."""
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    if settings.optimizer == "adamw8bit":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError(
+                "adamw8bit needs the package torchao, which is not installed",
+                hint="pip install 'prime-open[trainer-8bit]', or take --optimizer adamw",
+            ) from error
+        kind = AdamW8bit
+    return kind(
         [parameter for parameter in policy.parameters() if parameter.requires_grad],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
     )
-    return Learner(policy, reference, optimizer, run, settings, world)
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -248,8 +262,14 @@ def optimizer_step(learner: Learner, loss: float, step: int) -> dict[str, Any]:
     rate = learning_rate(learner.settings, step)
     if applied:
         for group in learner.optimizer.param_groups:
-            group["lr"] = rate
-        learner.optimizer.step()
+            if isinstance(group["lr"], torch.Tensor):  # torchao compiles it into the step
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        # On a CPU compiling torchao's step takes a minute and needs a C++ compiler.
+        eager = "force_eager" if learner.world.device.type == "cpu" else "default"
+        with torch.compiler.set_stance(eager):
+            learner.optimizer.step()
         if not all_finite(learner.policy, learner.world):
             raise FatalError(f"step {step} made weights that are not finite; it is not kept")
     else:

@@ -59,6 +59,19 @@ class StepPlan:
     """Passed to reduce-scatters in one micro-batch."""
 
 
+def _stored(value: Any) -> Iterator[Tensor]:
+    """The tensors with storage that `value` is made of: a sharded tensor's own part, the codes and
+    scales of a quantized one."""
+    if not isinstance(value, Tensor):
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        yield value
+        return
+    for name in flatten()[0]:
+        yield from _stored(getattr(value, name))
+
+
 class Allocations(TorchDispatchMode):
     """Counts the bytes of live storages and the traffic of collectives.
 
@@ -88,10 +101,8 @@ class Allocations(TorchDispatchMode):
             self.traffic[name] = self.traffic.get(name, 0) + sent
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
-            if isinstance(leaf, DTensor):
-                leaf = leaf._local_tensor
-            if isinstance(leaf, Tensor):
-                self.hold(leaf.untyped_storage())
+            for part in _stored(leaf):
+                self.hold(part.untyped_storage())
         return found
 
     def hold(self, storage: torch.UntypedStorage) -> None:
@@ -188,8 +199,7 @@ def _kept_bytes(learner: Learner) -> int:
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the parts that this rank holds."""
-    parts = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.numel() * part.element_size() for t in tensors for part in _stored(t))
 
 
 @contextmanager
