@@ -14,7 +14,7 @@ from prime_core.errors import MalformedError
 
 FOUND: dict[str, Any] = {
     "bench": "proofs", "date": "2026-11-22", "commit": "abc", "quick": False,
-    "load": "three others beside it", "machine": {"cpu": "a CPU", "cores": 2},
+    "load": "three others at work", "machine": {"cpu": "a CPU", "cores": 2},
     "rows": [
         {
             "name": "build_ratio", "value": 4.4, "unit": "×", "bar": 6.0, "better": "higher",
@@ -26,7 +26,7 @@ FOUND: dict[str, Any] = {
 
 def test_a_figure_says_what_ran_beside_it_and_that_its_bar_is_missed() -> None:
     page = section(FOUND)
-    assert "2026-11-22, commit abc, 2 cores of a CPU (three others beside it)." in page
+    assert "2026-11-22, commit abc, 2 cores of a CPU (three others at work)." in page
     assert "| `build_ratio` | 4.4 × **not met** | ≥ 6 | 29 (toploc) |" in page
     assert "()" not in section({**FOUND, "load": None})
 

@@ -159,7 +159,7 @@ def bad_server(root: Path, behave: Behave) -> Iterator[str]:
 
 
 def dead_url() -> str:
-    """A URL where nobody listens."""
+    """A URL where no server listens."""
     return f"http://127.0.0.1:{free_port()}"
 
 

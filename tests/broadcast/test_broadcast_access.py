@@ -1,4 +1,4 @@
-"""Readers sign; a server lets in whom it should, whatever else is tried."""
+"""Readers sign; a server lets in those it should and refuses everything else."""
 
 from __future__ import annotations
 

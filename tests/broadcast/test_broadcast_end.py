@@ -1,4 +1,4 @@
-"""How a server ends when it may finish: nobody who reads slowly loses what was begun for him."""
+"""How a server ends when it may finish: a slow reader gets all of an answer that was begun."""
 
 from __future__ import annotations
 

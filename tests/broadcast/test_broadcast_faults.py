@@ -125,7 +125,7 @@ def test_an_origin_killed_and_started_again_costs_what_was_under_way_and_no_more
         assert came, "the fetch has ended"
         again = sent_by(url) - (size - kept)
     assert same_files(tmp_path / "n" / "0", run, 0)
-    # Whatever was verified never comes again: of the rest each connection had begun one chunk.
+    # What was verified never comes again: of the rest each connection had begun one chunk.
     assert again <= 4096, again
     assert came[0].refetched == 0
     assert {(fault.url, fault.kind) for fault in came[0].faults} == {(url, "failed")}

@@ -1,4 +1,4 @@
-"""A full disk and deltas: it says nothing of the delta, and asks nobody for the whole in vain."""
+"""A full disk and deltas: the delta is not blamed, and no source is asked for the whole in vain."""
 
 from __future__ import annotations
 

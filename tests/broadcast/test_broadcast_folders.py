@@ -1,4 +1,4 @@
-"""A disk that refuses a folder says one sentence to whoever fetches, and no traceback."""
+"""A disk that refuses a folder ends a fetch with one sentence and no traceback."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_an_aborted_link_asks_nothing_again(big: tuple[Run, SignedManifest]) -> 
 
     def dies_then_serves(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         asked.append(handler.path)
-        if len(asked) == 2:  # the connection is a kept-alive one: it would be asked for anew
+        if len(asked) == 2:  # the connection is a kept-alive one: it would be requested again
             link.abort()
             return
         answer(handler, body)
@@ -212,7 +212,7 @@ def test_an_aborted_link_asks_nothing_again(big: tuple[Run, SignedManifest]) -> 
 def test_a_chunk_comes_down_whole_whatever_the_pieces(
     size: int, room: int, begun: int, counts: list[int], early: bool
 ) -> None:
-    """Each byte is hashed and written once, by whatever buffer, from wherever it was left."""
+    """Each byte is hashed and written once, for any buffer and any point of resumption."""
     begun = min(begun, size) if early else 0
     data = bytes(range(100, 100 + size))
     with tempfile.TemporaryDirectory() as folder:

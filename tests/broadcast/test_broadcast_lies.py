@@ -1,4 +1,4 @@
-"""Wrong chunks: whoever fetches into a folder of policies says who sent which."""
+"""Wrong chunks: a fetch into a folder of policies says which source sent which."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ publish = pytest.importorskip("prime_trainer.publish", reason="needs the trainer
 def test_a_publication_is_over_once_the_first_relay_asks_for_it(run: Run) -> None:
     run.publish()
     asked = publish._Asked(run.root)
-    assert not asked.wait(0, 60.0), "nobody ever came: nobody is waited for"
+    assert not asked.wait(0, 60.0), "no reader ever came: none is waited for"
     with Server(asked) as server:
         urlopen(f"{server.url}/policies/0/manifest.json").read()
         assert asked.wait(0, 60.0)
@@ -48,7 +48,7 @@ def test_a_version_that_is_not_there_ends_no_wait_however_high_its_number(run: R
         for path in ("999999999/x", "999999999/manifest.json", "1/no-such-file"):
             with pytest.raises(HTTPError, match="404"):
                 urlopen(f"{server.url}/policies/{path}")
-        assert not asked.wait(0, 60.0), "nobody took anything yet"
+        assert not asked.wait(0, 60.0), "no reader took anything yet"
         urlopen(f"{server.url}/policies/0/manifest.json").read()
         assert asked.wait(0, 60.0)
         assert not asked.wait(1, 0.01), "only what was taken counts"

@@ -38,7 +38,7 @@ from prime_core.errors import UnavailableError, UserError
 
 
 class Watched:
-    """A relay and what it told."""
+    """A relay and the events that it reported."""
 
     def __init__(self, root: Path, trust: Trust = TRUST, **options: object) -> None:
         self.events: list[RelayEvent] = []
@@ -196,7 +196,7 @@ def test_a_manifest_of_another_key_is_refused_and_never_served(run: Run, tmp_pat
         watched.wait_for(0)
         watched.relay.offer([forged, good], [[origin.url]])
         assert watched.relay.versions() == [0]
-        assert watched.kinds(1) == ["refused"], "told once"
+        assert watched.kinds(1) == ["refused"], "reported once"
         assert STRANGER.address in watched.events[0].detail + watched.events[1].detail
 
 

@@ -1,4 +1,4 @@
-"""The server: ranges, bounds on everything, and nobody can hold it up."""
+"""The server: ranges, bounds on everything, and no client can hold it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watcher: nothing missed, nothing doubled, whatever the chain does while it is read."""
+"""The watcher: nothing missed, nothing doubled, even if the chain changes while it is read."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ contract BlanksTest is Network {
         StakeVault v = new StakeVault(token, periods(), treasury, CAP, NO_FEED);
         Pools p = new Pools(registry, v);
         for (uint256 i; i < 3; ++i) {
-            address[3] memory told = [address(1), address(2), address(3)];
-            told[i] = address(0);
+            address[3] memory given = [address(1), address(2), address(3)];
+            given[i] = address(0);
             expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
-            v.wire(told[0], told[1], told[2]);
+            v.wire(given[0], given[1], given[2]);
         }
         expect(abi.encodeWithSelector(Errors.ZeroAddress.selector));
         p.wire(address(0));

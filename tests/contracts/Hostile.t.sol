@@ -15,7 +15,7 @@ import { Invite, NodeConsent, Statements } from "../../contracts/src/libraries/S
 import { Network } from "./utils/Network.sol";
 import { vm } from "./utils/Vm.sol";
 
-/// @dev A token that calls back in the middle of a transfer, and keeps a fee, or lies, if told to. It
+/// @dev A token that calls back in the middle of a transfer, and keeps a fee, or lies, if set to. It
 /// is a provider, a manager and a payout account as well, so that it re-enters as the one concerned.
 contract HostileToken is PrimeToken {
     address private target;

@@ -8,7 +8,7 @@ import { Network } from "./utils/Network.sol";
 import { Tree } from "./utils/Tree.sol";
 import { vm } from "./utils/Vm.sol";
 
-/// @notice Batches of claims, lying totals, and what becomes of money that nobody claims.
+/// @notice Batches of claims, lying totals, and what becomes of money that is not claimed.
 contract PaymentsTest is Network {
     uint64 private constant E = START / EPOCH;
     address private other = address(0x0712E2);
@@ -208,7 +208,7 @@ contract PaymentsTest is Network {
     }
 
     function test_Refund_OfUnclaimedRewardsOnlyAYearLater_AtTheEdge() public {
-        post(E, 30, 10, 60); // 20 are promised to nobody
+        post(E, 30, 10, 60); // 20 are promised to no one
         uint256 from = end();
         vm.warp(from);
         refund();

@@ -252,7 +252,7 @@ contract SeatsTest is Network {
         vm.assertEq(vault.committed(provider), 0);
     }
 
-    /// @dev The old key bound and seated again, beside the seat that moved on.
+    /// @dev The old key bound and seated again, next to the seat that moved on.
     function comeBack() private {
         addNode(provider, NODE_KEY);
         seat(node);

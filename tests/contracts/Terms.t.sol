@@ -113,7 +113,7 @@ contract TermsTest is Network {
         slasher.applyTerms();
         expectNotAllowed(address(this));
         slasher.announceTerms(1, 1);
-        // Nobody has the role: the zero account sends no transactions, but a call may claim to.
+        // No one has the role: the zero account sends no transactions, but a call may claim to.
         vm.assertEq(slasher.pendingGovernor(), address(0));
     }
 

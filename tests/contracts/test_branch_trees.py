@@ -1,4 +1,4 @@
-"""Branch trees beside the unit tests: every function has one, every leaf its test.
+"""Branch trees of the unit tests: every function has one, every leaf its test.
 
 tests/contracts/trees/NAME.tree, one tree a function:
 

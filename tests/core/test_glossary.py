@@ -1,4 +1,4 @@
-"""Names that docs/glossary.md retired stay retired, in every Python file."""
+"""What docs/glossary.md retired stays retired: names in Python files, words in all prose."""
 
 import io
 import re
@@ -6,6 +6,14 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+WORDS = re.compile(r"(?<![`\w])(anew|beside|nobody|told|whatever|whoever)(?![`\w])", re.IGNORECASE)
+"""Not in prose, unless quoted."""
+PROSE = (
+    *("*.md", "docs/**/*.md", "*/README.md", "protocol/**/*.md", "scripts/*", ".ci/*"),
+    *("contracts/src/**/*.sol", "tests/contracts/**/*.sol", "tests/contracts/**/*.tree"),
+)
+RECORDS = {"CHANGELOG.md", "docs/performance.md"}
+"""What was written at its time, or out of recorded results."""
 FOLDERS = (
     *("protocol", "node", "validator", "orchestrator", "trainer"),
     *("devnet", "bench", "scripts", "tests"),
@@ -33,3 +41,23 @@ def test_no_retired_name_comes_back() -> None:
         if path.stem in names:
             found.append(str(path.relative_to(ROOT)))
     assert not found, f"see docs/glossary.md: {found}"
+
+
+def test_no_retired_word_is_in_prose() -> None:
+    """Prose: comments and texts of Python files; documents, scripts and contracts as a whole."""
+    found = []
+    for pattern in PROSE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = str(path.relative_to(ROOT))
+            if path.is_dir() or path.suffix == ".py" or name in RECORDS:
+                continue
+            lines = enumerate(path.read_text().splitlines(), start=1)
+            found += [f"{name}:{number}" for number, line in lines if WORDS.search(line)]
+    for path in (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))):
+        text = path.read_text()
+        if path == Path(__file__) or not WORDS.search(text):
+            continue
+        for one in tokenize.generate_tokens(io.StringIO(text).readline):
+            if one.type in (tokenize.COMMENT, tokenize.STRING) and WORDS.search(one.string):
+                found.append(f"{path.relative_to(ROOT)}:{one.start[0]}")
+    assert not found, f"see docs/glossary.md, Words: {found}"

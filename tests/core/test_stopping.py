@@ -1,4 +1,4 @@
-"""A program stops on request, whatever its main thread was just doing."""
+"""A program stops on request at any point of its main thread."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     [made_key] = [one[2] for one in data["runcmd"] if "wallet" in one[-1]]
     check_command(["prime-node", *made_key.split("/prime-node ")[1].split()], {}, monkeypatch)
     assert made('0x"\nrun', owner).returncode == 64
-    assert made("nobody").returncode == 64
+    assert made("someone").returncode == 64
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The local chain's launcher: found, ready, ended, whatever happens to its parent."""
+"""The local chain's launcher: found, ready, and ended even if its parent is killed."""
 
 from __future__ import annotations
 

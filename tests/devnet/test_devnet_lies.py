@@ -172,7 +172,7 @@ def test_what_was_played_is_kept_and_a_network_that_fails_is_left_to_be_played(
     assert play.load(out)["ok"]
     monkeypatch.setattr(play, "play", some)
     again = play.play_all(("t11",), out, tmp_path, 1, lambda: None, reported.append)
-    assert not again["ok"], "asked for anew, and not played"
+    assert not again["ok"], "requested again, and not played"
 
 
 def test_what_other_sources_found_does_not_count(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_grader_out_of_time_is_marked_uncertain() -> None:
 
 
 class _Slow(SubprocessGrader):
-    """Asks its child to sleep, whatever it is asked."""
+    """Asks its child to sleep for every answer."""
 
     def __init__(self) -> None:
         super().__init__("time:sleep", timeout=0.3)

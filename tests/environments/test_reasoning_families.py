@@ -168,9 +168,9 @@ def coloured(vertices: list[int], edges: Any, options: list[int], found: dict[st
     left = [vertex for vertex in vertices if str(vertex) not in found]
     if not left:
         return True
-    beside = {b if a == left[0] else a for a, b in edges if left[0] in (a, b)}
+    neighbors = {b if a == left[0] else a for a, b in edges if left[0] in (a, b)}
     for option in options:
-        if all(found.get(str(other)) != option for other in beside):
+        if all(found.get(str(other)) != option for other in neighbors):
             found[str(left[0])] = option
             if coloured(vertices, edges, options, found):
                 return True

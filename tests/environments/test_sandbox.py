@@ -1,4 +1,4 @@
-"""Whatever a program does, it ends, says only what it printed, and changes nothing outside."""
+"""Any program ends, returns only what it printed, and changes nothing outside."""
 
 from __future__ import annotations
 

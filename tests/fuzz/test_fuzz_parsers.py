@@ -1,4 +1,4 @@
-"""Every parser of bytes from outside: whatever it is given, it answers or raises the error that it
+"""Every parser of bytes from outside: for any input it answers or raises the error that it
 declares, within bounded memory. `make soak ARGS=fuzz` runs the same table for half an hour."""
 
 from __future__ import annotations

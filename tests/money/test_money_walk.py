@@ -244,7 +244,7 @@ def test_a_credit_held_at_settlement_is_paid_after_its_slash_fell_though_no_work
     assert settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now) is None
     assert amounts(world) == {earned.digest: "held"}
     with mgr.store.read() as connection:
-        assert connection.execute(sa.select(schema.reward_roots)).all() == [], "nobody is owed yet"
+        assert connection.execute(sa.select(schema.reward_roots)).all() == [], "nothing is owed yet"
 
     world.ticks()
     assert one(world, schema.slashes)["status"] == "cancelled", "proposed after the validity"

@@ -238,7 +238,7 @@ def test_policy_that_is_not_on_disk_is_fetched_before_work(kit: Kit) -> None:
 def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_way(
     kit: Kit,
 ) -> None:
-    """Nobody waits for weights to arrive, as long as what is made is fresh enough to be trained."""
+    """No worker waits for weights to arrive while its files are fresh enough to be trained."""
     context, store = kit.world.backend.context, kit.world.store
     kit.uploader.start()
     for version in range(1, context.run.max_staleness + 2):
@@ -258,7 +258,7 @@ def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_w
 def test_no_work_is_begun_for_a_batch_that_its_policy_is_too_old_for(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file would be void whatever the node does (docs/adr/0006)."""
+    """Its file would be void in any case (docs/adr/0006)."""
     allowed = kit.world.backend.context.run.max_staleness
     given = scheduler.decide
     for step, taken in ((allowed + 1, False), (allowed, True)):

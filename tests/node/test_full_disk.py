@@ -165,11 +165,11 @@ def test_a_worker_whose_agent_went_away_ends_with_its_file(
     bench = Bench(kit, stop)
     gone = threading.Event()
 
-    def nobody(*_: object) -> None:
+    def not_sent(*_: object) -> None:
         gone.set()
         raise UnavailableError("the agent does not answer on its socket")
 
-    monkeypatch.setattr(kit.client, "send_file", nobody)
+    monkeypatch.setattr(kit.client, "send_file", not_sent)
     with pytest.raises(UnavailableError, match="does not answer"):
         work(
             kit.client,

@@ -253,7 +253,7 @@ def test_other_worker_runs_only_as_a_process(world: NodeWorld) -> None:
         "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
         "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
         "--rpc", "http://127.0.0.1:9",
-        "--worker-command", "python -m whatever", "--runtime", "docker",
+        "--worker-command", "python -m worker", "--runtime", "docker",
     )  # fmt: skip
     assert done.returncode == 64
     assert "only with --runtime process" in done.stderr

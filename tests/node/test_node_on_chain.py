@@ -101,7 +101,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert contracts.vault.active(NODE.address) == staked
     assert chain.deployed.client.nonce(NODE.address) == nonce
 
-    # what it was told is remembered: no flag but the folder
+    # its settings are remembered: no flag but the folder
     data = str(chain.world.folder / "node")
     command = [
         sys.executable,

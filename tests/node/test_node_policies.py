@@ -96,7 +96,7 @@ def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
         assert line["verified"] > 0
 
         assert loop.run() == 0
-        assert keeper.liars() == (), "it was told by the heartbeat that got through"
+        assert keeper.liars() == (), "the heartbeat that got through reported it"
         reported = requests.get(f"{kit.world.url}/metrics", timeout=20).text
         assert f'prime_relay_lies_reported{{relay="{liar}"}} 1.0\n' in reported
         assert origin not in reported

@@ -64,7 +64,7 @@ def test_a_shadow_agent_whose_node_has_a_seat_ends_and_says_what_to_do(world: No
 
 @pytest.mark.parametrize("in_shadow", [True, False])
 def test_neither_agent_takes_the_others_lease(world: NodeWorld, in_shadow: bool) -> None:
-    """Whatever the orchestrator signs: a shadow node works for no pool, a paid one for its own."""
+    """A shadow node works for no pool and a paid one for its own, even if others are signed."""
     with world.backend.store.begin() as connection:
         nodes.admit(
             connection, NODE.address, speed_class=1,

@@ -215,7 +215,7 @@ def test_a_task_that_writes_endlessly_is_ended_with_one_sentence(
     assert sentence in said[0]
     assert said[0] in handle.logs()
     assert not list(outbox.iterdir()), "there is room again"
-    until(lambda: not working_in(outbox), "nobody of the task's own is left")
+    until(lambda: not working_in(outbox), "no process of the task is left")
 
 
 def working_in(folder: Path) -> list[Path]:

@@ -82,7 +82,7 @@ def solution_of(world: World, session: Session) -> tuple[str, Any]:
     [
         (lambda host: host, lambda host: {}),
         (lambda host: PROXY, lambda host: {"x-forwarded-for": host}),
-        # whatever a stranger says of itself, the proxy's word comes last
+        # a stranger may add entries, but the proxy's comes last
         (lambda host: PROXY, lambda host: {"x-forwarded-for": f"{NEWCOMER}, {PROXY}, {host}"}),
         (lambda host: host, lambda host: {"x-forwarded-for": NEWCOMER}),
     ],
@@ -135,7 +135,7 @@ def test_watchers_of_one_address_leave_room_for_a_newcomer(world: World) -> None
 def test_a_network_of_ipv6_asks_as_often_as_one_address_may(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever holds a /64 has more addresses than there are buckets."""
+    """The holder of a /64 has more addresses than there are buckets."""
     app = create_app(world.backend, requests_per_second=2)
     monkeypatch.setattr("prime_orchestrator.api.app.time.monotonic", lambda: 100.0)
 

@@ -202,7 +202,7 @@ def test_a_large_file_arrives_whole_in_pieces(
     data = os.urandom(3 * CHUNK_BYTES + 5)
     assert world.upload(node, lease, data).status_code == 204
     where = f"/v1/objects/{sha256(data)}"
-    assert world.http.get(where).status_code == 404, "nobody else sees it before it is handed in"
+    assert world.http.get(where).status_code == 404, "no one else sees it before it is handed in"
     signed = world.claim(node.account, lease, data)
     assert world.post("/v1/submissions", signed).status_code == 200
     url = world.http.get(where).headers["location"]

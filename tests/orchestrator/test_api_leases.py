@@ -194,7 +194,7 @@ def test_a_lease_names_the_draws_that_its_file_will_be_judged_by(world: World) -
 
 
 def test_no_lease_is_given_while_no_validator_has_committed(world: World) -> None:
-    """Nobody could judge its file by a draw that is older than it."""
+    """No validator could judge its file by a draw that is older than it."""
     session = world.member(1)
     with world.backend.store.begin() as connection:
         connection.execute(schema.draw_commitments.delete())

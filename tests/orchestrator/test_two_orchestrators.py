@@ -57,7 +57,7 @@ def test_two_orchestrators_on_one_store_post_no_root_and_seal_no_batch_twice(
             for number in range(3):
                 signed, _ = hand_in(client, f"file {number}".encode())
                 accept(empty_database, signed.submission.digest(client.domain("work")))
-        child.kill()  # with whatever was under way
+        child.kill()  # in the middle of its work
         with OrchestratorClient(second.url, NODE) as client:
             commit_draws(operator, empty_database)
             for number in range(3, 6):

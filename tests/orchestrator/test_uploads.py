@@ -146,8 +146,8 @@ def test_of_files_handed_in_at_once_for_one_lease_only_the_one_that_is_taken_sta
 def test_a_file_that_is_handed_in_again_while_it_moves_is_the_same_file(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node whose first request timed out asks again. Told that the file is nowhere, which is
-    final, it would drop the file and never have its receipt."""
+    """A node whose first request timed out asks again. The answer that the file is nowhere would be
+    final: it would drop the file and never have its receipt."""
     session = world.member(1)
     lease = world.lease(session)
     size, data = DirectoryStore.size, b"handed in"

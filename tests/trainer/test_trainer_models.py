@@ -189,7 +189,7 @@ def test_a_wide_head_is_trained_in_chunks_as_whole_and_in_wide_numbers_changes_n
     monkeypatch.setattr("prime_trainer.model.CHUNK_LOGITS", 64 * 5)
     chunked = kit.learner(model, tmp_path, world, bf16=True, head_fp32=True, **wanted)
     backward(chunked, rows)
-    # the hidden states' gradients are bf16, whatever the head is
+    # the hidden states' gradients are bf16 for any head
     assert kit.relative_difference(trained_gradients(chunked.policy), gradients) < 1e-2
     plain, asked = (
         kit.learner(model, tmp_path, world, head_fp32=wide, **wanted) for wide in (False, True)

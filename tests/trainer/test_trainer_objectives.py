@@ -274,7 +274,7 @@ def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalisation(
     masked = kit.learner(model, tmp_path, world, objective=wanted)
     found = backward(masked, rows)
     assert found["masked"] == pytest.approx(0.25)
-    # Whatever a masked sample's numbers are, nothing of them arrives.
+    # The numbers of a masked sample have no effect.
     wild = [replace(r, logprobs=(-1e4,) * len(r.logprobs)) if r.sample == 0 else r for r in rows]
     other = kit.learner(model, tmp_path, world, objective=wanted)
     backward(other, wild)

@@ -1,4 +1,4 @@
-"""`trainer run` against a real orchestrator API: trained once, published once, whatever happens."""
+"""`trainer run` against a real orchestrator API: each step trained and published once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other weights are one lie, whatever sign of them another machine sees first."""
+"""Other weights are one lie, no matter which sign of them another machine sees first."""
 
 from __future__ import annotations
 

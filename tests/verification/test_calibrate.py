@@ -271,7 +271,7 @@ def test_an_older_object_keeps_its_name_and_is_taken_for_a_cpus() -> None:
 
 
 OFF_FORMULA = {("vllm/1", "bfloat16", "row", "margin_max")}
-"""Told from the maxima of 608 files, which bound those of rows (docs/verification.md)."""
+"""Estimated from the maxima of 608 files, which bound those of rows (docs/verification.md)."""
 
 
 def test_every_shipped_limit_but_one_follows_from_its_own_distribution() -> None:

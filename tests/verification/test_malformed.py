@@ -1,4 +1,4 @@
-"""The corpus tests/vectors/malformed: each file ends in its reason, within 500 MB, whatever it is.
+"""The corpus tests/vectors/malformed: each file ends in its reason, within 500 MB.
 
 All are judged, as a validator does it, by one child process with limits of memory and processor
 time set by the kernel.

@@ -61,6 +61,6 @@ def test_a_tampered_reward_is_rejected_after_the_replay_too(world: Any, graded: 
 
     found = world.judge(world.made(300, change=tampered))
     assert found.reason is Reason.TAMPERED_REWARD
-    assert not found.rows_drawn, "it is evidence by itself, whatever else a file shows"
+    assert not found.rows_drawn, "it is evidence by itself"
     assert not found.table
     assert found.units == 0

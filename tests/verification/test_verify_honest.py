@@ -98,7 +98,7 @@ def test_statistics_and_limits_are_decimal_text_for_evidence(world: Any) -> None
 def test_a_policy_too_old_for_its_leases_batch_is_void_and_one_that_aged_since_is_not(
     world: Any, step: int, allowed: int
 ) -> None:
-    """Policy 1 for batch `step`; whatever was published after the lease is no matter."""
+    """Policy 1 for batch `step`; policies published after the lease do not matter."""
     run = world.run.model_copy(update={"max_staleness": allowed})
     strict = type(world)(run, world.environment, world.engine)
     for batch, reason in ((step + 1, Reason.POLICY_TOO_OLD), (step, Reason.NONE)):

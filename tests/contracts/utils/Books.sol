@@ -6,7 +6,7 @@ import { Submission } from "../../../contracts/src/libraries/Statements.sol";
 import { Network } from "./Network.sol";
 import { vm } from "./Vm.sol";
 
-/// @notice What the handler remembers beside the contracts: books of its own, written from the rules,
+/// @notice What the handler records besides the contracts: books of its own, written from the rules,
 /// not from the contracts' state.
 abstract contract Books is Network {
     uint256 internal constant PROVIDERS = 3;

@@ -234,7 +234,7 @@ contract Handler is StakeActs {
         vm.assertTrue(!done, "slashed before its window");
     }
 
-    /// @dev A second proposal for one submission, in whatever state the first one is.
+    /// @dev A second proposal for one submission, in any state of the first one.
     function proposeAgain(uint256 seed) internal {
         proposeSlash(seed & ~uint256(1));
         (bytes32 id,) = someId(seed);
@@ -296,7 +296,7 @@ contract Handler is StakeActs {
         amount = 1 + amount % STAKE;
         address victim = pick(seed);
         what %= 21;
-        // What nobody could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
+        // What no one could do anyway proves nothing: there is a dispute to judge, a slash to dispute.
         if (what == 11 || what == 19) proposeSlash(seed & ~uint256(1));
         if (what == 11) disputeSlash(0);
         (bytes32 id,) = someId(what == 11 || what == 19 ? 0 : seed);

@@ -123,7 +123,7 @@ abstract contract StakeActs is Books {
         did("moveNode");
     }
 
-    /// @dev A key that its provider moved away from is bound again and sits again, beside the new one.
+    /// @dev A key that its provider moved away from is bound again and sits again, next to the new one.
     function bringBack(uint256 n, uint256 where) public {
         n %= NODES;
         for (uint256 k; k < keys; ++k) {
@@ -180,7 +180,7 @@ abstract contract StakeActs is Books {
         did("runAway");
     }
 
-    /// @dev A provider runs away from a slash that nobody carries out, until all its stake has matured:
+    /// @dev A provider runs away from a slash that no one carries out, until all its stake has matured:
     /// what the slash holds of it must stay.
     function cashIn(uint256 n, uint256 where) external {
         uint256 who = providerOf[at[n % NODES]];
@@ -331,7 +331,7 @@ abstract contract StakeActs is Books {
         if (lost == 0) return;
         vm.assertFalse(pools.isMember(p.pool, p.node));
         // Nor does that seat go on under the key that it was moved to. (A key that its provider seats
-        // anew, by an invite of its own, is a new seat.)
+        // again, by an invite of its own, is a new seat.)
         uint256 went = seatWent[p.pool][p.node];
         if (went != 0) vm.assertFalse(pools.isMember(p.pool, nodes[went - 1]));
     }
