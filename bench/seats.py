@@ -211,7 +211,11 @@ class Pool:
             lease = leases.get(connection, digest)
             if lease is None or lease.status != "open":
                 return
-            leases.set_status(connection, digest, "accepted")
+            leases.set_status(connection, digest, "submitted")
+            file = {"digest": digest, "lease_digest": digest, "sha256": digest, "size": 1}
+            place = {"node": node, "step": lease.step, "policy_version": lease.policy_version}
+            text = {"body": "", "receipt": "", "status": "accepted", "received_at": now}
+            connection.execute(sa.insert(schema.submissions).values(**file, **place, **text))
             standing.judged(connection, node, Outcome.ACCEPTED, Reason.NONE)
             run = self.backend.context.run
             groups.add(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from devnet.findings import NodeFacts, liars_slashed
 from prime_core.ids import Digest
 from prime_core.messages import NodeInfo
-from prime_core.task import LeaseStatus
+from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
 from prime_verify.canaries.lies import LIES, Ending
 
@@ -47,7 +47,7 @@ class JudgedFile:
     """One file of a node as anyone sees it once its root is on chain."""
 
     submission: Digest
-    status: LeaseStatus
+    status: SubmissionStatus
     reason: Reason
 
 

@@ -27,7 +27,7 @@ from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import MICRO, RunDefinition
 from prime_core.storage.base import ObjectStore
-from prime_core.task import LeaseStatus, SignedLease
+from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
 from prime_orchestrator.context import read_object
@@ -97,7 +97,7 @@ class FileFacts:
     environment: str
     rows: int
     reward: float | None
-    verdict: LeaseStatus
+    verdict: SubmissionStatus
     reason: str
     why: str
     shadow: bool

@@ -2,7 +2,7 @@
 
     Nodes:   admitted → active ⇄ silent;  any → quarantined → ejected | active;  any → left
              shadow, without a seat: heartbeats only, until it is admitted
-    Leases:  open → submitted → accepted | rejected | void;  open → expired
+    Leases:  open → submitted;  open → expired
 
 An event that does not apply to the state is ignored, so events may be delivered twice.
 """
@@ -18,9 +18,8 @@ from prime_core.task import LeaseStatus
 NodeEventKind = Literal[
     "joined", "heartbeat", "tick", "rejected", "slash_confirmed", "slash_cancelled", "left"
 ]
-LeaseEventKind = Literal["submitted", "accepted", "rejected", "void", "abandoned", "tick"]
+LeaseEventKind = Literal["submitted", "tick"]
 NodeEffect = Literal["release_leases", "stop_node"]
-LeaseEffect = Literal["offer_again", "credit", "void_credit"]
 
 
 @dataclass(frozen=True)
@@ -74,23 +73,11 @@ class LeaseState:
     deadline: float
 
 
-def step_lease(
-    state: LeaseState, event: LeaseEventKind, now: float
-) -> tuple[LeaseState, tuple[LeaseEffect, ...]]:
-    """Applies one event to a lease. An abandoned lease stays open and is offered again
-    unchanged."""
+def step_lease(state: LeaseState, event: LeaseEventKind, now: float) -> LeaseState:
+    """Applies one event to a lease. What becomes of a submitted file is the submission's status."""
     if state.status == "open":
         if event == "submitted" and now <= state.deadline:
-            return replace(state, status="submitted"), ()
-        if event == "abandoned":
-            return state, ("offer_again",)
+            return replace(state, status="submitted")
         if event == "tick" and now > state.deadline:
-            return replace(state, status="expired"), ()
-    elif state.status == "submitted":
-        if event == "accepted":
-            return replace(state, status="accepted"), ("credit",)
-        if event == "rejected":
-            return replace(state, status="rejected"), ("void_credit",)
-        if event == "void":
-            return replace(state, status="void"), ()
-    return state, ()
+            return replace(state, status="expired")
+    return state

@@ -57,7 +57,7 @@ from prime_core.draws import SignedDrawCommitment
 from prime_core.node import Hardware, Invite, NodeStatus, SessionGrant, SessionRevocation
 from prime_core.rollout import Receipt
 from prime_core.signing import AddressField, Answer, DigestField, SignatureField, Strict
-from prime_core.task import LeaseStatus, SignedLease
+from prime_core.task import LeaseOutcome, SignedLease, SubmissionStatus
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A count that fits a 64-bit database column and is exact in JSON (below 2^53)."""
@@ -268,7 +268,7 @@ class SubmissionInfo(Answer):
     lease_digest: DigestField
     step: int
     sha256: DigestField
-    status: LeaseStatus
+    status: SubmissionStatus
     reason: int
     units: int
     root: DigestField | None
@@ -355,7 +355,7 @@ class LeaseInfo(Answer):
     step: int
     index: int
     policy_version: int
-    status: LeaseStatus
+    status: LeaseOutcome
     created_at: int
     deadline: int
     target: int

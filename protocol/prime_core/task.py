@@ -98,4 +98,7 @@ class SignedLease(Strict):
         return self.opening is not None and self.opening.salt() == self.lease.salt
 
 
-LeaseStatus = Literal["open", "submitted", "accepted", "rejected", "void", "expired"]
+LeaseStatus = Literal["open", "submitted", "expired"]
+SubmissionStatus = Literal["submitted", "accepted", "rejected", "void"]
+LeaseOutcome = Literal[LeaseStatus, SubmissionStatus]
+"""What became of a lease: its status, or that of its submission once there is one."""

@@ -24,7 +24,7 @@ from prime_core.draws import SignedDrawCommitment
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Answer, DigestField, Strict
-from prime_core.task import LeaseStatus, SignedLease
+from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import SignedOpinion
 
 MAX_JOBS = 64
@@ -124,5 +124,5 @@ class OpinionList(Answer):
     """All opinions on a submission, once it has a verdict."""
 
     submission_digest: DigestField
-    status: LeaseStatus
+    status: SubmissionStatus
     opinions: tuple[SignedOpinion, ...]

@@ -17,7 +17,7 @@ from devnet.origin import ROOT
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest, address, digest
 from prime_core.messages import NodeInfo
-from prime_core.task import LeaseStatus
+from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
 from prime_verify.canaries.lies import LIES
 
@@ -32,7 +32,7 @@ FOUND, WRITTEN = Reason.WRONG_SAMPLING, Reason.WRONG_ROWS
 
 
 def files(*reasons: Reason) -> list[JudgedFile]:
-    status: dict[int, LeaseStatus] = {1: "accepted", 2: "rejected", 3: "void"}
+    status: dict[int, SubmissionStatus] = {1: "accepted", 2: "rejected", 3: "void"}
     return [
         JudgedFile(digest(bytes([n]) * 32), status[int(reason.outcome)], reason)
         for n, reason in enumerate(reasons)

@@ -64,7 +64,7 @@ def test_leases_stop_while_the_pool_owes_more_than_its_money_and_go_on_once_it_i
             sa.update(files).where(files.c.digest == first.digest)
             .values(units=worth // RUN.price_per_unit)
         )  # fmt: skip
-        connection.execute(sa.update(leases).values(status="accepted"))
+        connection.execute(sa.update(leases).values(status="submitted"))
     with caplog.at_level(logging.WARNING):
         assert is_short(compared(world).owed, FUNDS)
         compared(world)

@@ -65,7 +65,7 @@ def test_acceptance_writes_credit_groups_and_verdict_at_once(mgr: ManagerSide) -
     assert int(credit["amount"]) == 20 * TOKEN // 1000
     assert credit["status"] == "earned"
     assert [g["informative"] for g in rows(mgr, schema.groups)] == [True, False]
-    assert [lease["status"] for lease in rows(mgr, schema.leases)] == ["accepted"]
+    assert [lease["status"] for lease in rows(mgr, schema.leases)] == ["submitted"]
     assert [job["status"] for job in rows(mgr, schema.jobs)] == ["done"]
 
     assert after.verdict is not None

@@ -385,7 +385,8 @@ def test_forgetting_is_the_same_on_both_databases(either_store: Store) -> None:
             connection.execute(
                 sa.insert(schema.leases).values(
                     digest=digest, node="0x1", step=0, lease_index=index, policy_version=0,
-                    status=status, deadline=0, created_at=0.0, body="{}", shadow=True, target=1,
+                    status="expired" if status == "expired" else "submitted",
+                    deadline=0, created_at=0.0, body="{}", shadow=True, target=1,
                 )
             )  # fmt: skip
             if status != "expired":

@@ -57,7 +57,7 @@ def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> N
         assert meta.get(connection, "kept") == "yes"
 
 
-def test_a_store_of_the_first_schema_keeps_its_transactions_and_revocations(
+def test_a_store_of_the_first_schema_keeps_its_leases_transactions_and_revocations(
     empty_database: Store,
 ) -> None:
     """Each intent of the old two tables becomes one row: what was signed keeps its transaction;
@@ -108,8 +108,19 @@ def test_a_store_of_the_first_schema_keeps_its_transactions_and_revocations(
                 ),
                 {"hash": f"0x{moment}", "id": name, "raw": b"signed"},
             )
+        for index, status in enumerate(("open", "expired", "submitted", "accepted", "void")):
+            connection.execute(
+                sa.text(
+                    "INSERT INTO leases (digest, node, step, lease_index, policy_version, status,"
+                    " deadline, created_at, uploads, body, shadow, target) VALUES"
+                    " (:id, '0x1', 0, :at, 0, :status, 0, 0, 0, '', :no, 8)"
+                ),
+                {"id": status, "at": index, "status": status, "no": False},
+            )
     empty_database.migrate()
     with empty_database.read() as connection:
+        kinds = sa.select(schema.leases.c.status).order_by(schema.leases.c.lease_index)
+        assert [*connection.execute(kinds).scalars()] == ["open", "expired"] + 3 * ["submitted"]
         assert sessions.revocation(connection, Address("0x1")) == 77
         rows = [intents.get(connection, name) for name, *_ in old]
         closed = connection.execute(

@@ -17,18 +17,28 @@ from prime_orchestrator.store import schema
 
 
 def given(world: World, target: int, count: int, state: str) -> None:
-    """`count` leases of one target, in that state, given now."""
+    """`count` leases of one target, given now: expired, or submitted with an accepted file."""
     with world.backend.store.begin() as connection:
         for _ in range(count):
             number = next(world.nonces)
+            digest = sha256(str(number).encode())
             connection.execute(
                 sa.insert(schema.leases).values(
-                    digest=sha256(str(number).encode()), node="0x" + "01" * 20, step=0,
-                    lease_index=number, policy_version=0, status=state,
+                    digest=digest, node="0x" + "01" * 20, step=0,
+                    lease_index=number, policy_version=0,
+                    status="expired" if state == "expired" else "submitted",
                     deadline=int(world.clock()) + 60, created_at=world.clock(), uploads=0,
                     body="", shadow=False, target=target,
                 )
             )  # fmt: skip
+            if state != "expired":
+                connection.execute(
+                    sa.insert(schema.submissions).values(
+                        digest=digest, lease_digest=digest, node="0x" + "01" * 20, step=0,
+                        policy_version=0, sha256=digest, size=1, body="", receipt="",
+                        received_at=world.clock(), status=state,
+                    )
+                )  # fmt: skip
 
 
 def test_a_target_that_starves_is_shown_and_logged(

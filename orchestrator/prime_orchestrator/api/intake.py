@@ -192,7 +192,7 @@ def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | P
             except PrimeError as error:
                 answers.append(error)
                 continue
-            after, _ = step_lease(LeaseState(row.status, row.deadline), "submitted", now)
+            after = step_lease(LeaseState(row.status, row.deadline), "submitted", now)
             ended.append(replace(row, status=after.status, excused=0))
             receipt = Receipt(submission_digest=one.digest, received_at=int(now))
             answer = ReceiptAnswer(receipt=receipt, signature=backend.sign(receipt))

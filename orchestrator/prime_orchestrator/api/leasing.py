@@ -21,7 +21,7 @@ from prime_core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadR
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
 from prime_core.rollout import MAX_FILE_BYTES, MAX_PROMPT_TOKENS
 from prime_core.run import RunDefinition
-from prime_core.task import SHADOW_POOLS, Lease, SignedLease, shadow_pool
+from prime_core.task import SHADOW_POOLS, Lease, LeaseOutcome, SignedLease, shadow_pool
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import shadow
 from prime_orchestrator.api.backend import Backend
@@ -247,7 +247,7 @@ def _make(
         failed: list[int] = []
         if node.address in view.with_failures:
             latest = reversed(leases.newest_of(view.connection, node.address, 2))
-            failed = [row.target for row in takewhile(_came_to_nothing, latest)]
+            failed = [row.target for row, _ in takewhile(_came_to_nothing, latest)]
         counts = view.counts(run, shadow=pool >= SHADOW_POOLS)
         target = scheduler.pick_target(speed_class, counts, run.budgets, failed)
     else:
@@ -274,15 +274,16 @@ def _make(
     )
 
 
-def _came_to_nothing(row: LeaseRow) -> bool:
-    return row.status not in ("submitted", "accepted") and not row.excused
+def _came_to_nothing(given: tuple[LeaseRow, LeaseOutcome]) -> bool:
+    row, outcome = given
+    return outcome not in ("submitted", "accepted") and not row.excused
 
 
 def handed_in(backend: Backend, digest: Digest) -> SignedLease:
     """Returns a lease for which a file was submitted. Raises NotFoundError for any other."""
     with backend.store.read() as connection:
         row = leases.get(connection, digest)
-    if row is None or row.status in ("open", "expired"):
+    if row is None or row.status != "submitted":
         raise NotFoundError("no file was handed in for a lease of that digest")
     return row.signed()
 
@@ -365,7 +366,7 @@ def _announced(
     if submitted is not None and submitted.sha256 == request.sha256:
         return UploadAnswer(url="", headers={}, expiry=row.deadline, exists=True)
     open_state = LeaseState(row.status, row.deadline)
-    if step_lease(open_state, "submitted", backend.now())[0].status != "submitted":
+    if step_lease(open_state, "submitted", backend.now()).status != "submitted":
         ended = "past its deadline" if row.status == "open" else row.status
         raise ConflictError(f"the lease is {ended} and takes no file")
     if row.upload_sha256 == request.sha256:

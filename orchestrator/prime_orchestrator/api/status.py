@@ -209,12 +209,12 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
             step=row.step,
             index=row.lease_index,
             policy_version=row.policy_version,
-            status=row.status,
+            status=outcome,
             created_at=int(row.created_at),
             deadline=row.deadline,
             target=row.target,
         )
-        for row in rows
+        for row, outcome in rows
     ]
 
 

@@ -1,10 +1,10 @@
 """Combines the opinions on a file into the manager's verdict, and applies its consequences.
 
-    accepted  submission, lease, credit, groups for batches, marks of its rows, job done
-    rejected  submission, lease, node quarantined, slash, job done
-    void      submission, lease, job done
+    accepted  submission, credit, groups for batches, marks of its rows, job done
+    rejected  submission, node quarantined, slash, job done
+    void      submission, job done
     (if opinions do not agree yet: one more is requested, and the file is replayed whole)
-    (shadow lease, any verdict: submission, lease, marks and job done, nothing else)
+    (shadow lease, any verdict: submission, marks and job done, nothing else)
     (accepted file under review: see reviews.py)
 
 How many opinions must agree (`enough`):
@@ -38,14 +38,13 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.lifecycle import LeaseEventKind, LeaseState, step_lease
 from prime_core.opinions import check_stated
 from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_ROWS
 from prime_core.run import RunDefinition
 from prime_core.settlement import judged_fact
 from prime_core.storage.base import ObjectStore, put_object
-from prime_core.task import LeaseStatus, SignedLease
+from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import (
     Evidence,
     Opinion,
@@ -333,7 +332,6 @@ class Judge:
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)
         nodes.lock_row(connection, row.node)  # serializes verdicts on one node
-        _end_lease(connection, row.lease_digest, _LEASE_EVENT[outcome], now)
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
         if not row.shadow:
@@ -402,24 +400,11 @@ def _drop(
     jobs.change(connection, digest, status="open")
 
 
-_STATUS: dict[Outcome, LeaseStatus] = {
+_STATUS: dict[Outcome, SubmissionStatus] = {
     Outcome.ACCEPTED: "accepted",
     Outcome.REJECTED: "rejected",
     Outcome.VOID: "void",
 }
-_LEASE_EVENT: dict[Outcome, LeaseEventKind] = {
-    Outcome.ACCEPTED: "accepted",
-    Outcome.REJECTED: "rejected",
-    Outcome.VOID: "void",
-}
-
-
-def _end_lease(connection: Connection, digest: Digest, event: LeaseEventKind, now: float) -> None:
-    lease = leases.lock_row(connection, digest)
-    if lease is None:
-        raise FatalError(f"a submission names lease {digest}, which the store does not hold")
-    state, _ = step_lease(LeaseState(lease.status, lease.deadline), event, now)
-    leases.set_status(connection, digest, state.status)
 
 
 def _credit(

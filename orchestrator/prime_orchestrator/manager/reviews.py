@@ -28,7 +28,6 @@ from prime_orchestrator.store import (
     Connection,
     groups,
     jobs,
-    leases,
     nodes,
     opinions,
     rewards,
@@ -76,7 +75,6 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
         return False
     nodes.lock_row(connection, Address(row.node))
     submissions.withdraw(connection, row.digest)
-    leases.set_status(connection, row.lease_digest, "submitted")
     rewards.drop_credits(connection, [row.digest])
     groups.drop_free(connection, row.digest)
     row_marks.forget_file(connection, row.digest)

@@ -17,7 +17,7 @@ from prime_core.ids import Address, Digest
 from prime_core.rollout import encode_leaves
 from prime_core.settlement import answered_for
 from prime_core.storage.base import ObjectStore, put_object
-from prime_core.task import LeaseStatus
+from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock
@@ -29,7 +29,7 @@ from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
 
-_UNPUNISHED: tuple[LeaseStatus, ...] = ("submitted", "accepted")
+_UNPUNISHED: tuple[SubmissionStatus, ...] = ("submitted", "accepted")
 
 
 def root_is_due(

@@ -56,7 +56,7 @@ def expire(
     connection: Connection, lease: LeaseRow, lease_seconds: float, *, excused: bool = False
 ) -> None:
     """Ends an open lease without a file, and records the miss on its node unless it is excused."""
-    ended, _ = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
+    ended = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
     leases.set_status(connection, lease.digest, ended.status, excused=excused)
     node = nodes.get(connection, lease.node)
     if node is None or excused:

@@ -9,12 +9,13 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
-from prime_core.task import LeaseStatus, SignedLease
+from prime_core.task import LeaseOutcome, LeaseStatus, SignedLease
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.nodes import owner_column
 from prime_orchestrator.store.rows import record, records
 
 _leases = schema.leases.c
+_submissions = schema.submissions.c
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,6 @@ def get(connection: Connection, digest: Digest) -> LeaseRow | None:
     return record(LeaseRow, connection.execute(query).mappings().first())
 
 
-def lock_row(connection: Connection, digest: Digest) -> LeaseRow | None:
-    """Like `get`; the row cannot change until the transaction ends."""
-    query = sa.select(schema.leases).where(_leases.digest == digest).with_for_update()
-    return record(LeaseRow, connection.execute(query).mappings().first())
-
-
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:
     """Returns those of the leases that exist."""
     query = sa.select(schema.leases).where(_leases.digest.in_(list(digests)))
@@ -133,27 +128,32 @@ def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Addre
 def with_failures(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
     """Returns those of `nodes` that have an open lease, or one that ended without an accepted or
     pending file and is not excused."""
-    query = (
-        sa.select(_leases.node)
-        .distinct()
-        .where(
-            _leases.node.in_(list(nodes)),
-            _leases.status.in_(("open", "expired", "rejected", "void")),
-            _leases.excused == 0,
-        )
+    tallies = schema.tallies.c
+    without_file = sa.select(_leases.node).where(
+        _leases.node.in_(list(nodes)),
+        _leases.status.in_(("open", "expired")),
+        _leases.excused == 0,
     )
-    return frozenset(Address(node) for node in connection.execute(query).scalars())
+    ended_badly = sa.select(tallies.node).where(
+        tallies.node.in_(list(nodes)), tallies.status.in_(("rejected", "void")), tallies.files > 0
+    )
+    found = connection.execute(without_file.union(ended_badly)).scalars()
+    return frozenset(Address(node) for node in found)
 
 
-def newest_of(connection: Connection, node: Address, limit: int) -> list[LeaseRow]:
-    """Returns the newest `limit` leases of `node` in any state, newest last."""
+def newest_of(
+    connection: Connection, node: Address, limit: int
+) -> list[tuple[LeaseRow, LeaseOutcome]]:
+    """Returns the newest `limit` leases of `node`, newest last, each with what became of it."""
     query = (
-        sa.select(schema.leases)
+        sa.select(schema.leases, sa.func.coalesce(_submissions.status, _leases.status))
+        .outerjoin(schema.submissions, _submissions.lease_digest == _leases.digest)
         .where(_leases.node == node)
         .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
         .limit(limit)
     )
-    return records(LeaseRow, connection.execute(query).mappings().all())[::-1]
+    found = [(LeaseRow(*row), outcome) for *row, outcome in connection.execute(query)]
+    return found[::-1]
 
 
 def overdue(connection: Connection, now: float) -> list[LeaseRow]:
@@ -277,7 +277,7 @@ def under_way(
     files bring no groups. An open lease is weighted by the share of leases that its provider's
     nodes kept recently, and counts as 0 if the node's latest lease expired.
     """
-    nodes, jobs, submissions = schema.nodes.c, schema.jobs.c, schema.submissions.c
+    nodes, jobs = schema.nodes.c, schema.jobs.c
     owners = _owners()
     share = (owners.c.kept + 1.0) / (owners.c.kept + owners.c.missed + 1.0)
     weight = sa.case((nodes.misses > 0, 0.0), else_=share)
@@ -295,14 +295,14 @@ def under_way(
         .group_by(_leases.policy_version)
     )
     judged_soon = (
-        sa.select(submissions.policy_version, sa.func.count())
-        .join(schema.jobs, jobs.submission_digest == submissions.digest)
+        sa.select(_submissions.policy_version, sa.func.count())
+        .join(schema.jobs, jobs.submission_digest == _submissions.digest)
         .where(
-            submissions.status == "submitted",
-            submissions.shadow.is_(False),
+            _submissions.status == "submitted",
+            _submissions.shadow.is_(False),
             jobs.status.in_(("open", "full")),
         )
-        .group_by(submissions.policy_version)
+        .group_by(_submissions.policy_version)
     )
     found = [*connection.execute(held), *connection.execute(judged_soon)]
     return sorted((int(version), float(n)) for version, n in found)
@@ -354,11 +354,8 @@ def latest_by_target(
     ones. Expired: without an excuse."""
     latest = (
         sa.select(
-            _leases.target,
-            _leases.status,
-            _leases.deadline,
-            _leases.created_at,
-            _leases.excused,
+            *(_leases.digest, _leases.target, _leases.status),
+            *(_leases.deadline, _leases.created_at, _leases.excused),
         )
         .where(_leases.shadow.is_(shadow))
         .order_by(_leases.created_at.desc(), _leases.digest)
@@ -368,13 +365,17 @@ def latest_by_target(
     held = sa.and_(
         latest.c.status == "open", latest.c.deadline >= now, latest.c.created_at >= younger_than
     )
-    under_way = sa.or_(held, latest.c.status == "submitted")
+    under_way = sa.or_(held, _submissions.status == "submitted")
     expired = sa.and_(latest.c.status == "expired", latest.c.excused == 0)
     counted = (
         sa.func.sum(sa.case((condition, 1), else_=0))
-        for condition in (under_way, latest.c.status == "accepted", expired)
+        for condition in (under_way, _submissions.status == "accepted", expired)
     )
-    query = sa.select(latest.c.target, sa.func.count(), *counted).group_by(latest.c.target)
+    query = (
+        sa.select(latest.c.target, sa.func.count(), *counted)
+        .outerjoin(schema.submissions, _submissions.lease_digest == latest.c.digest)
+        .group_by(latest.c.target)
+    )
     return {
         int(target): (int(asked), int(waiting), int(accepted), int(late))
         for target, asked, waiting, accepted, late in connection.execute(query)
@@ -384,12 +385,11 @@ def latest_by_target(
 def shadow_under_way(connection: Connection, *, now: float) -> int:
     """Returns the number of shadow leases in the pool that are open or whose files await a
     verdict."""
-    submissions = schema.submissions.c
     held = sa.select(sa.func.count()).where(
         _leases.shadow.is_(True), _leases.status == "open", _leases.deadline >= now
     )
     waiting = sa.select(sa.func.count()).where(
-        submissions.shadow.is_(True), submissions.status == "submitted"
+        _submissions.shadow.is_(True), _submissions.status == "submitted"
     )
     return int(connection.execute(held).scalar_one() + connection.execute(waiting).scalar_one())
 

@@ -151,7 +151,7 @@ submissions = Table(
     Column("body", Text, nullable=False),  # JSON of SignedSubmission
     Column("receipt", Text, nullable=False),  # JSON of ReceiptAnswer
     Column("received_at", Float, nullable=False),
-    Column("status", Text, nullable=False),  # LeaseStatus: submitted, accepted, rejected, void
+    Column("status", Text, nullable=False),  # SubmissionStatus
     Column("reason", Integer, nullable=False, default=0),
     Column("units", BigInteger, nullable=False, default=0),
     Column("prompt_units", BigInteger, nullable=False, default=0, server_default=text("0")),
@@ -180,7 +180,7 @@ tallies = Table(  # judged submissions by node; triggers on submissions keep it 
     metadata,
     Column("node", Text, nullable=False),
     Column("shadow", Boolean, nullable=False),
-    Column("status", Text, nullable=False),  # LeaseStatus but submitted
+    Column("status", Text, nullable=False),  # SubmissionStatus but submitted
     Column("files", BigInteger, nullable=False),
     Column("units", BigInteger, nullable=False),
     PrimaryKeyConstraint("node", "shadow", "status"),

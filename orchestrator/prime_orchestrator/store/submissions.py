@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
-from prime_core.task import LeaseStatus
+from prime_core.task import SubmissionStatus
 from prime_core.verdict import POOLS_FAULT, Reason
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import record, records
@@ -37,7 +37,7 @@ class SubmissionRow:
     body: str
     receipt: str
     received_at: float
-    status: LeaseStatus
+    status: SubmissionStatus
     reason: int
     units: int
     prompt_units: int
@@ -124,7 +124,7 @@ class Wanted:
     """Filter for submissions; None matches all. `since` is the earliest arrival in Unix seconds."""
 
     since: float | None = None
-    status: LeaseStatus | None = None
+    status: SubmissionStatus | None = None
     node: Address | None = None
 
     def _conditions(self) -> list[sa.ColumnElement[bool]]:
@@ -213,7 +213,7 @@ def upload_is_paid(connection: Connection, deadline: int, sha256: Digest) -> boo
         sa.select(_submissions.shadow)
         .join(schema.leases, leases.digest == _submissions.lease_digest)
         .where(
-            leases.status.in_(("submitted", "accepted", "rejected", "void")),  # uses the index
+            leases.status == "submitted",  # uses the index
             leases.deadline == deadline,
             _submissions.sha256 == sha256,
         )
@@ -225,7 +225,7 @@ def upload_is_paid(connection: Connection, deadline: int, sha256: Digest) -> boo
 def judge(
     connection: Connection,
     digest: Digest,
-    status: LeaseStatus,
+    status: SubmissionStatus,
     *,
     reason: int,
     units: int = 0,
@@ -264,7 +264,7 @@ def void(
     digest: Digest,
     reason: int,
     *,
-    of: Collection[LeaseStatus],
+    of: Collection[SubmissionStatus],
     judged_at: float,
 ) -> bool:
     """Voids a submission whose status is one of `of`. Returns False if it is not."""
