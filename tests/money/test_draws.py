@@ -28,8 +28,9 @@ from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease
 from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason
-from prime_orchestrator.manager.draws import EPOCHS_AHEAD, listing, reveal_second, second_secret
+from prime_orchestrator.manager.draws import EPOCHS_AHEAD, reveal_second
 from prime_orchestrator.store import leases
+from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.audit import REVEAL_PATIENCE, check_draw
 

@@ -10,7 +10,7 @@ import pytest
 from money_kit import ManagerSide, key, open_manager
 
 from prime_core.verdict import Reason
-from prime_orchestrator.manager.voids import void
+from prime_orchestrator.manager.settlement import void
 from prime_orchestrator.store import jobs, submissions
 
 NODE = key(10)

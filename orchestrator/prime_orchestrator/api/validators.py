@@ -57,6 +57,7 @@ from prime_orchestrator.store import (
     row_marks,
     submissions,
 )
+from prime_orchestrator.store.draws import second_secret
 from prime_orchestrator.store.jobs import AssignmentRow, JobRow
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -205,7 +206,7 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
             raise FatalError(f"the store lacks submission {job.submission_digest} or its lease")
         listed = backend.draws.listed(backend.objects, promise.signed())
         if listed.second not in secrets:
-            secrets[listed.second] = draws.second_secret(connection, listed.second)
+            secrets[listed.second] = second_secret(connection, listed.second)
         secret, needed = secrets[listed.second], job.needed
         if needed is None:
             needed = first_needed(listed, secret, row.digest)
@@ -273,7 +274,7 @@ def _job(connection: Connection, backend: Backend, digest: Digest, now: float) -
     assert job is not None
     signed, lease = row.signed(), _lease(connection, row)
     listed = backend.draws.listed(backend.objects, lease)
-    second = file_secret(draws.second_secret(connection, listed.second), digest)
+    second = file_secret(second_secret(connection, listed.second), digest)
     run = revisions.history(connection, backend.context).of_lease(lease.lease)
     before = submissions.accepted_of(connection, row.node)
     whole = job.whole or backend.drifting.drifts(connection, row.node, now)

@@ -23,14 +23,12 @@ from prime_core.draws import (
 )
 from prime_core.errors import (
     ConflictError,
-    FatalError,
     MalformedError,
     NotFoundError,
     PolicyError,
     UntrustedError,
 )
 from prime_core.ids import Address, Digest
-from prime_core.messages import DrawInfo
 from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease
@@ -184,21 +182,3 @@ class DrawBoard:
         secret = ids.digest(self.random(32))
         commitment = _managers(context, epoch, secret).digest()
         return store_draws.second(connection, epoch, secret, commitment)
-
-
-def second_secret(connection: Connection, commitment: Digest) -> Digest:
-    """Returns the manager's secret for a list's `second`. Raises FatalError if the store lacks
-    it."""
-    secret = store_draws.second_secret(connection, commitment)
-    if secret is None:
-        raise FatalError("the store has lost the manager's second secret of a lease")
-    return secret
-
-
-def listing(connection: Connection) -> list[DrawInfo]:
-    """Returns the newest commitments, latest epoch first, and whether their secrets are
-    revealed."""
-    return [
-        DrawInfo(signed=signed, revealed=revealed)
-        for signed, revealed in store_draws.newest(connection, LISTED)
-    ]

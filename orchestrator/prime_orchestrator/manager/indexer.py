@@ -267,29 +267,15 @@ def derive_root(connection: Connection, root: Digest) -> None:
     root) gets a row if its submission is ours and has no root yet. Otherwise it is ignored, so that
     no submission is paid twice.
     """
-    first = next(iter(chain.events(connection, "RootPosted", subject=root)), None)
+    first = _first(connection, "RootPosted", root)
+    args = {} if first is None else first.arguments()
     if first is None:
         roots.drop_leaf(connection, root)
-        roots.set_posted(connection, root)
-        return
-    args = first.arguments()
-    if args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
-        _adopt_leaf(connection, root, first.block_time)
-    roots.set_posted(
-        connection,
-        root,
-        seq=args["seq"],
-        epoch=args["epoch"],
-        posted_at=first.block_time,
-        block=first.block,
-    )
-
-
-def _adopt_leaf(connection: Connection, leaf: Digest, posted_at: int) -> None:
-    """Adds the row of a single-leaf root that the node posted itself."""
-    submission = submissions.get(connection, leaf)
-    if submission is not None and not submission.shadow:
-        roots.add(connection, leaf, ZERO_DIGEST, [leaf], now=float(posted_at))
+    elif args["leaves_object"] == ZERO_DIGEST and args["count"] == 1:
+        submission = submissions.get(connection, root)
+        if submission is not None and not submission.shadow:
+            roots.add(connection, root, ZERO_DIGEST, [root], now=float(first.block_time))
+    roots.set_posted(connection, root, first)
 
 
 def derive_reward_root(connection: Connection, epoch: int) -> None:
@@ -336,52 +322,32 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
 
     A proposal by another validator gets a row if the submission is ours.
     """
-    proposed = next(iter(chain.events(connection, "SlashProposed", subject=leaf)), None)
+    proposed = _first(connection, "SlashProposed", leaf)
     row = slashes.get(connection, leaf)
     if proposed is None:
         if row is not None and row.propose_tx is not None:  # the proposal was retracted
-            slashes.change(
-                connection,
-                leaf,
-                status="queued",
-                executable_at=None,
-                propose_tx=None,
-                execute_tx=None,
-            )
+            gone = dict.fromkeys(("executable_at", "propose_tx", "execute_tx"))
+            slashes.change(connection, leaf, status="queued", **gone)
             refresh_credits(connection, row.node)
         return
     args = proposed.arguments()
-    reason = int(reason_of(args["reason"]) or Reason.NONE)
-    submission = submissions.get(connection, leaf)
+    node, reason = Address(args["node"]), int(reason_of(args["reason"]) or Reason.NONE)
     if row is None:
+        submission = submissions.get(connection, leaf)
         if submission is None:
             log.warning("a slash was proposed for %s, which this store does not know", leaf)
             return
-        row = SlashRow(
-            submission_digest=leaf,
-            node=Address(args["node"]),
-            validator=submission.validator or "",
-            evidence=Digest(args["evidence"]),
-            reason=reason,
-            amount=str(args["amount"]),
-            status="proposed",
-            created_at=now,
+        author = submission.validator or ""
+        slashes.add(
+            connection,
+            SlashRow(leaf, node, author, args["evidence"], reason, "0", "proposed", created_at=now),
         )
-        slashes.add(connection, row)
-    ended = {
-        name: _event_of_proposal(connection, name, leaf)
-        for name in ("SlashExecuted", "SlashCancelled")
-    }
-    status = "proposed"
-    if ended["SlashExecuted"] is not None:
-        status = "executed"
-    elif ended["SlashCancelled"] is not None:
-        status = "cancelled"
-    executed = ended["SlashExecuted"]
+    executed = _first(connection, "SlashExecuted", leaf)
+    cancelled = _first(connection, "SlashCancelled", leaf)
     slashes.change(
         connection,
         leaf,
-        status=status,
+        status="executed" if executed else "cancelled" if cancelled else "proposed",
         evidence=args["evidence"],
         reason=reason,
         amount=str(executed.arguments()["amount"] if executed else args["amount"]),
@@ -389,8 +355,8 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
         propose_tx=proposed.tx_hash,
         execute_tx=executed.tx_hash if executed else None,
     )
-    refresh_credits(connection, Address(args["node"]))
+    refresh_credits(connection, node)
 
 
-def _event_of_proposal(connection: Connection, name: str, leaf: Digest) -> EventRow | None:
-    return next(iter(chain.events(connection, name, subject=leaf)), None)
+def _first(connection: Connection, name: str, subject: Digest) -> EventRow | None:
+    return next(iter(chain.events(connection, name, subject=subject)), None)

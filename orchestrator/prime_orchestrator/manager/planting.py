@@ -33,6 +33,7 @@ from prime_orchestrator.store import (
     nodes,
     opinions,
     rewards,
+    roots,
     slashes,
     submissions,
 )
@@ -77,7 +78,7 @@ def reveal(
         with store.begin() as connection:
             lock(connection, CHAIN_LOCK)  # the indexer assigns roots to leaves posted by nodes
             nodes.lock_row(connection, node)
-            if submissions.has_root(connection, digest):
+            if roots.of(connection, digest) is not None:
                 continue
             if file.status != "submitted":
                 kind = planting.kind(planted.secret, file.lease_digest)
@@ -99,4 +100,4 @@ def _take_back(connection: Connection, digest: Digest, node: Address) -> None:
     slashes.drop(connection, digest)
     drift.forget(connection, node)
     intents.forget_waiting(connection, (f"propose:{digest}", f"eject:{node}:{digest}"))
-    submissions.set_shadow(connection, digest)
+    submissions.change(connection, digest, shadow=True)

@@ -62,7 +62,7 @@ def send_back(
 
 def uphold(connection: Connection, row: SubmissionRow, repeated_rows: int | None) -> None:
     """Records that an accepted file was sent back and that its verdict stands."""
-    submissions.set_repeated(connection, row.digest, max(1, repeated_rows or 0))
+    submissions.change(connection, row.digest, repeated_rows=max(1, repeated_rows or 0))
     log.info("submission %s was judged once more and stands", row.digest)
 
 

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
-from prime_core.rollout import SignedSubmission
 from prime_core.settlement import (
     LeafFact,
     RestoredFact,
@@ -36,13 +35,15 @@ from prime_core.settlement import (
     standing,
 )
 from prime_core.storage.base import ObjectStore, put_object
+from prime_core.task import SubmissionStatus
 from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
-from prime_orchestrator.manager.voids import void
 from prime_orchestrator.store import (
     Connection,
     chain,
+    groups,
+    jobs,
     opinions,
     rewards,
     roots,
@@ -343,22 +344,21 @@ def _leaves(
     the indexer waits meanwhile."""
     refused = {event.arguments()["leaf"] for event in chain.events(connection, "LeafRejected")}
     leaves, history = [], revisions.history(connection, context)
-    for row in roots.leaves(connection, turn.after, turn.epoch, names):
-        receipt = ReceiptAnswer.model_validate_json(row.receipt)
-        signed = SignedSubmission.model_validate_json(row.body)
+    for row, seq, posted_at in roots.leaves(connection, turn.after, turn.epoch, names):
+        receipt = row.receipt_answer()
         run = history.at(row.step)
         fact = LeafFact(
             submission_digest=row.digest,
             node=row.node,
-            root_seq=row.chain_seq,
-            expires=row.posted_at + context.run.validity_seconds,
+            root_seq=seq,
+            expires=posted_at + context.run.validity_seconds,
             received_at=receipt.receipt.received_at,
             receipt=Signature(receipt.signature),
             judged=None,
             refused=row.digest in refused,
             answered=answered_for(
-                rooted_at=row.posted_at,
-                valid_until=signed.submission.valid_until,
+                rooted_at=posted_at,
+                valid_until=row.signed().submission.valid_until,
                 accountable=context.deployment.periods.accountable,
             ),
             price=run.price_per_unit,
@@ -406,6 +406,26 @@ def refresh_credits(connection: Connection, node: Address) -> None:
         state, _ = standing(facts, node, row.earned_at)
         if names[state] != row.status:
             rewards.set_credit_status(connection, row.submission_digest, names[state])
+
+
+def void(
+    connection: Connection,
+    submission: Digest,
+    reason: Reason,
+    now: float,
+    *,
+    of: Sequence[SubmissionStatus] = ("submitted",),
+) -> None:
+    """Ends a submission whose status is one of `of`, with its job. If it was
+    accepted, also deletes its credit and its groups that no batch has taken; otherwise the
+    scheduler would wait for a batch that is never sealed."""
+    # Lock the job first, as recording a verdict does; another order could deadlock.
+    jobs.lock_row(connection, submission)
+    if not submissions.void(connection, submission, int(reason), of=of, judged_at=now):
+        return
+    jobs.change(connection, submission, status="done")
+    rewards.drop_credits(connection, [submission])
+    groups.drop_free(connection, submission)
 
 
 def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:

@@ -6,7 +6,9 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.draws import SignedDrawCommitment
+from prime_core.errors import FatalError
 from prime_core.ids import Address, Digest
+from prime_core.messages import DrawInfo
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_new
 
@@ -46,13 +48,13 @@ def of_epoch(connection: Connection, epoch: int, limit: int) -> list[SignedDrawC
     return [SignedDrawCommitment.model_validate_json(body) for body in bodies]
 
 
-def newest(connection: Connection, limit: int) -> list[tuple[SignedDrawCommitment, bool]]:
+def listing(connection: Connection, limit: int = 256) -> list[DrawInfo]:
     """Returns the newest commitments, latest epoch first, and whether their secrets are
     published."""
     query = sa.select(_commitments.body, _commitments.revealed)
     query = query.order_by(_commitments.epoch.desc(), _commitments.validator).limit(limit)
     return [
-        (SignedDrawCommitment.model_validate_json(body), bool(revealed))
+        DrawInfo(signed=SignedDrawCommitment.model_validate_json(body), revealed=revealed)
         for body, revealed in connection.execute(query)
     ]
 
@@ -68,11 +70,13 @@ def second(connection: Connection, epoch: int, secret: Digest, commitment: Diges
     return Digest(connection.execute(query).scalar_one())
 
 
-def second_secret(connection: Connection, commitment: Digest) -> Digest | None:
-    """Returns the manager's secret for a commitment, or None."""
+def second_secret(connection: Connection, commitment: Digest) -> Digest:
+    """Returns the manager's secret for a list's `second`. Raises FatalError if it is not there."""
     query = sa.select(_second.secret).where(_second.commitment == commitment)
     secret = connection.execute(query).scalar()
-    return None if secret is None else Digest(secret)
+    if secret is None:
+        raise FatalError("the store has lost the manager's second secret of a lease")
+    return Digest(secret)
 
 
 def unrevealed_seconds(connection: Connection) -> list[tuple[int, Digest]]:

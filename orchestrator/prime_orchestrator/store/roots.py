@@ -9,9 +9,11 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core import encoding
-from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.ids import ZERO_DIGEST, Digest
 from prime_orchestrator.store import schema
+from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.rows import record
+from prime_orchestrator.store.submissions import SubmissionRow
 
 _roots = schema.roots.c
 _submissions = schema.submissions.c
@@ -102,17 +104,15 @@ def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Dige
     return root.chain_seq, encoding.merkle_proof(leaves, leaves.index(submission))
 
 
-def set_posted(
-    connection: Connection,
-    root: Digest,
-    *,
-    seq: int | None = None,
-    epoch: int | None = None,
-    posted_at: int | None = None,
-    block: int | None = None,
-) -> None:
-    """Writes what the chain says of a root; by default that it is not on chain."""
-    values = {"chain_seq": seq, "epoch": epoch, "posted_at": posted_at, "block": block}
+def set_posted(connection: Connection, root: Digest, posted: EventRow | None) -> None:
+    """Writes what a RootPosted says of a root; None: it is not on chain."""
+    args = {} if posted is None else posted.arguments()
+    values = {
+        "chain_seq": args.get("seq"),
+        "epoch": args.get("epoch"),
+        "posted_at": posted and posted.block_time,
+        "block": posted and posted.block,
+    }
     connection.execute(sa.update(schema.roots).where(_roots.root == root).values(**values))
 
 
@@ -139,34 +139,13 @@ def first_epoch(connection: Connection, after: int, until: int) -> int | None:
     return connection.execute(query).scalar()
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A submission in a confirmed root. `body` is JSON of SignedSubmission, `receipt` of
-    ReceiptAnswer; `verdict` None: not judged."""
-
-    digest: Digest
-    node: Address
-    step: int
-    receipt: str
-    body: str
-    verdict: Digest | None
-    units: int
-    prompt_units: int
-    chain_seq: int
-    posted_at: int
-
-
 def leaves(
     connection: Connection, after: int, until: int, names: Collection[Digest]
-) -> Iterator[Leaf]:
-    """Yields the leaves of confirmed roots of the epochs after + 1 to `until`, and those of
-    `names` in any confirmed root."""
+) -> Iterator[tuple[SubmissionRow, int, int]]:
+    """Yields (submission, number of its root, the root's block time) for confirmed roots: the
+    leaves of the epochs after + 1 to `until`, and those of `names` in any epoch."""
     query = (
-        sa.select(
-            *(_submissions.digest, _submissions.node, _submissions.step, _submissions.receipt),
-            *(_submissions.body, _submissions.verdict, _submissions.units),
-            *(_submissions.prompt_units, _roots.chain_seq, _roots.posted_at),
-        )
+        sa.select(schema.submissions, _roots.chain_seq, _roots.posted_at)
         .join(schema.roots, _roots.id == _submissions.root_id)
         .where(
             _roots.chain_seq.is_not(None),
@@ -174,5 +153,5 @@ def leaves(
         )
         .execution_options(yield_per=_AT_ONCE)
     )
-    for row in connection.execute(query).mappings():
-        yield Leaf(**row)
+    for *row, seq, posted_at in connection.execute(query):
+        yield SubmissionRow(*row), seq, posted_at

@@ -276,27 +276,17 @@ def void(
     return done.rowcount == 1
 
 
+def change(connection: Connection, digest: Digest, **values: object) -> None:
+    """Sets columns of a submission."""
+    mine = _submissions.digest == digest
+    connection.execute(sa.update(schema.submissions).where(mine).values(**values))
+
+
 def withdraw(connection: Connection, digest: Digest) -> None:
     """Reverts a submission's verdict; it counts as one with repeated rows."""
-    empty = dict.fromkeys(
-        ("verdict", "verdict_table", "evidence", "validator", "judged_at", "compute_share")
-    )
-    change = {"status": "submitted", "units": 0, "prompt_units": 0, "repeated_rows": 1, **empty}
-    connection.execute(
-        sa.update(schema.submissions).where(_submissions.digest == digest).values(**change)
-    )
-
-
-def set_repeated(connection: Connection, digest: Digest, rows: int) -> None:
-    """Records how many rows of a submission are in earlier files, too."""
-    mine = _submissions.digest == digest
-    connection.execute(sa.update(schema.submissions).where(mine).values(repeated_rows=rows))
-
-
-def set_shadow(connection: Connection, digest: Digest) -> None:
-    """Makes a submission a shadow one."""
-    mine = _submissions.digest == digest
-    connection.execute(sa.update(schema.submissions).where(mine).values(shadow=True))
+    verdict = ("verdict", "verdict_table", "evidence", "validator", "judged_at", "compute_share")
+    empty = {"status": "submitted", "units": 0, "prompt_units": 0, "repeated_rows": 1}
+    change(connection, digest, **empty, **dict.fromkeys(verdict))
 
 
 def unjudged(connection: Connection, *, rooted_before: float, shadow_before: float) -> list[Digest]:
@@ -392,12 +382,6 @@ class UnsettledFiles:
     units: int
     prompt_units: int
     opinions: int
-
-
-def has_root(connection: Connection, digest: Digest) -> bool:
-    """Whether a root lists the file, whether or not the root is on chain yet."""
-    query = sa.select(_submissions.root_id).where(_submissions.digest == digest)
-    return connection.execute(query).scalar() is not None
 
 
 def unsettled(

@@ -42,8 +42,7 @@ from prime_orchestrator.api.routes.http import (
     signed_by,
     takes,
 )
-from prime_orchestrator.manager import draws
-from prime_orchestrator.store import Connection, batches, policies
+from prime_orchestrator.store import Connection, batches, draws, policies
 from prime_orchestrator.store.batches import BatchRow
 
 BATCH_URL_SECONDS = 3600
@@ -148,7 +147,7 @@ def router(backend: Backend) -> APIRouter:
     def draw_list() -> Response:
         """Validators' commitments to their draws: an epoch's are signed before its leases."""
         with backend.store.read() as connection:
-            return answer(list(draws.listing(connection)))
+            return answer(draws.listing(connection))
 
     @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
     async def node_list(after: str = "", provider: str = "") -> Response:
