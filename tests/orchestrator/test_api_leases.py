@@ -219,6 +219,9 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
                 judged_at=world.clock(),  # type: ignore[arg-type]
             )
 
+    given = world.http.get(f"/v1/nodes/{ours.account.address}/leases").json()
+    assert [lease["status"] for lease in given] == ["void", "accepted"]
+
     def reported(heard_at: int) -> list[dict[str, Any]]:
         body = b'{"policy_version":0,"heard_at":%d}' % heard_at
         ends: list[dict[str, Any]] = world.post("/v1/heartbeat", body, ours).json()["endings"]

@@ -25,6 +25,7 @@ from prime_orchestrator.store import (
     groups,
     intents,
     jobs,
+    leases,
     lock,
     meta,
     nodes,
@@ -86,6 +87,28 @@ def test_tallies_are_what_counting_gives_after_any_change(either_store: Store) -
             by_node = submissions.counts_by_node(connection, [NODE], shadow=shadow)[NODE]
             assert by_node["units"] == found.get("accepted", (0, 0))[1]
             assert by_node.get("rejected", 0) == counts.get("rejected", 0)
+
+
+def test_what_became_of_a_lease_is_what_became_of_its_file(either_store: Store) -> None:
+    files = ("submitted", "accepted", "rejected", "void")
+    nodes = {one: signer(at).address for at, one in enumerate(("open", "expired", *files), 1)}
+    with either_store.begin() as connection:
+        for at, (one, node) in enumerate(nodes.items()):
+            place = {"node": node, "step": 0, "policy_version": 0, "body": ""}
+            lease = {"digest": name(at), "lease_index": at, "deadline": 10, "created_at": 9.0}
+            lease |= {"shadow": False, "target": 8, "status": "submitted" if one in files else one}
+            connection.execute(sa.insert(schema.leases).values(**place, **lease))
+            if one in files:
+                file = {"digest": name(at), "lease_digest": name(at), "sha256": name(at), "size": 1}
+                file |= {"receipt": "", "received_at": 9.5, "status": one}
+                connection.execute(sa.insert(schema.submissions).values(**place, **file))
+    with either_store.read() as connection:
+        for one, node in nodes.items():
+            assert [outcome for _, outcome in leases.newest_of(connection, node, 9)] == [one]
+        failed = leases.with_failures(connection, nodes.values())
+        assert failed == {nodes[one] for one in ("open", "expired", "rejected", "void")}
+        shares = leases.latest_by_target(connection, 9, shadow=False, now=9.0, younger_than=8.0)
+        assert shares == {8: (6, 2, 1, 1)}
 
 
 def test_a_status_reads_neither_all_void_files_nor_all_intents(store: Store) -> None:
