@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,7 +16,9 @@ from prime_core.ids import Digest
 from prime_core.messages import Heartbeat
 from prime_core.node import Hardware
 from prime_orchestrator.api.liveness import LifeTicks, heartbeats
-from prime_orchestrator.store import leases, lock, nodes, open_store
+from prime_orchestrator.manager.indexer import derive
+from prime_orchestrator.store import chain, leases, lock, nodes, open_store
+from prime_orchestrator.store.chain import EventRow
 
 
 def lives(world: World, life: LifeTicks, seconds: int) -> str:
@@ -112,19 +115,22 @@ def test_heartbeats_of_two_machines_in_one_batch_differ(world: World) -> None:
 
 
 @pytest.mark.postgres
-def test_expiry_waits_for_leases_that_are_issued_without_a_deadlock(
-    world: World, empty_postgres: str
+@pytest.mark.parametrize("other", ["issues leases", "takes files in"])
+@pytest.mark.parametrize("waits", ["expiry", "the indexer"])
+def test_what_ends_several_leases_waits_for_other_writers_without_a_deadlock(
+    world: World, empty_postgres: str, waits: str, other: str
 ) -> None:
     """Issuing leases writes rows of nodes in the order of the requests, here against the order of
-    the leases that expire."""
+    the leases that end; files are taken in by the order of their leases."""
     session = world.member(1)
     row = leases.new_row(Digest("0x" + "00" * 32), world.lease(session), now=world.clock())
     row = replace(row, deadline=int(world.clock()) - 1)
     store = open_store(empty_postgres)
     store.migrate()
     backend = replace(world.backend, store=store)
-    accounts = [signer(number).address for number in (1, 2, 3)]
+    accounts = sorted(signer(number).address for number in (1, 2, 3))
     digests = [Digest("0x" + f"{number:02x}" * 32) for number in (3, 2, 1)]
+    left: list[EventRow] = []
     with store.begin() as connection:
         for account, digest in zip(accounts, digests, strict=True):
             nodes.admit(
@@ -133,27 +139,43 @@ def test_expiry_waits_for_leases_that_are_issued_without_a_deadlock(
             )  # fmt: skip
             one = replace(row, digest=digest, node=account, lease_index=digests.index(digest))
             leases.add(connection, [one])
-    ticking = threading.Thread(target=LifeTicks(backend).tick)
+            args = {"pool": backend.context.pool, "node": account}
+            place: dict[str, Any] = {
+                "block_hash": digest, "log_index": 0, "block": 1, "block_time": 1,
+                "tx_hash": digest,
+            }  # fmt: skip
+            left.append(chain.event_row(name="NodeLeft", args=args, **place))
+            chain.add_event(connection, **place, name="NodeLeft", args=args)
+
+    order = -1 if other == "issues leases" else 1
+
+    def read_leaving() -> None:
+        with store.begin() as connection:
+            derive(connection, backend.context, left[::order], world.clock())
+
+    ending = threading.Thread(target=LifeTicks(backend).tick if waits == "expiry" else read_leaving)
     try:
         with store.begin() as connection:
-            assert [one.digest for one in leases.overdue(connection, world.clock())] == [
-                *reversed(digests)
-            ]
-        with store.begin() as connection:
-            lock(connection, "leases")
-            nodes.set_class(connection, accounts[0], 2)
-            ticking.start()
-            waits = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            if other == "issues leases":
+                lock(connection, "leases")
+                nodes.set_class(connection, accounts[0], 2)
+            else:
+                leases.lock_rows(connection, digests[2:])
+            ending.start()
+            blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
             for _ in range(2000):
-                if connection.execute(waits).scalar_one():
+                if connection.execute(blocked).scalar_one():
                     break
                 threading.Event().wait(0.01)
-            nodes.set_class(connection, accounts[2], 2)
-        ticking.join(20)
+            if other == "issues leases":
+                nodes.set_class(connection, accounts[2], 2)
+            else:
+                leases.lock_rows(connection, digests[:1])
+        ending.join(20)
         with store.read() as connection:
             after = leases.those(connection, digests)
         assert {one.status for one in after.values()} == {"expired"}
     finally:
-        if ticking.is_alive():
-            ticking.join(20)
+        if ending.is_alive():
+            ending.join(20)
         store.close()

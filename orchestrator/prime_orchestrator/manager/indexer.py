@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from prime_chain.events import Event, RootPosted
 from prime_chain.watcher import BlockRef, Confirmed, Watcher
@@ -29,7 +30,9 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     checks,
+    leases,
     meta,
+    nodes,
     rewards,
     roots,
     slashes,
@@ -244,7 +247,12 @@ def _note_seen(store: Store, now: float) -> None:
 def derive(
     connection: Connection, context: PoolContext, events: Sequence[EventRow], now: float
 ) -> None:
-    """Recomputes the columns of every subject that `events` (added or retracted) refer to."""
+    """Recomputes the columns of every subject that `events` (added or retracted) refer to.
+
+    Submissions are written before rows of nodes are locked, as verdicts do, and several nodes' rows
+    are locked in order, so that no writer of the same rows waits for another in a circle.
+    """
+    of_nodes: list[tuple[str, dict[str, Any]]] = []
     for event in events:
         args = event.arguments()
         if event.name == "RootPosted":
@@ -252,11 +260,18 @@ def derive(
         elif event.name in ("RewardRootPosted", "RewardRootDisabled"):
             for epoch in range(int(args["epoch"]), int(args.get("last", args["epoch"])) + 1):
                 derive_reward_root(connection, epoch)
-        elif event.name in MEMBERSHIP_EVENTS:
-            derive_node(connection, context, Address(args["node"]), now)
-        elif event.name in SLASH_EVENTS:
+        elif event.name in (*MEMBERSHIP_EVENTS, *SLASH_EVENTS):
+            of_nodes.append((event.name, args))
+    if not of_nodes:
+        return
+    lock(connection, "leases")  # issuing leases writes rows of several nodes
+    touched = nodes.lock_rows(connection, {Address(args["node"]) for _, args in of_nodes})
+    held = leases.open_among(connection, touched).values()
+    leases.lock_rows(connection, [lease.digest for some in held for lease in some])
+    for name, args in of_nodes:
+        if name in SLASH_EVENTS:
             derive_slash(connection, context, Digest(args["leaf"]), now)
-            derive_node(connection, context, Address(args["node"]), now)
+        derive_node(connection, context, Address(args["node"]), now)
 
 
 def derive_root(connection: Connection, root: Digest) -> None:

@@ -29,6 +29,7 @@ from prime_orchestrator.store import (
     drift,
     groups,
     intents,
+    jobs,
     leases,
     nodes,
     opinions,
@@ -76,6 +77,7 @@ def reveal(
     for file in waiting:
         digest, node = file.digest, file.node
         with store.begin() as connection:
+            jobs.lock_row(connection, digest)  # a verdict locks the file before its node
             lock(connection, CHAIN_LOCK)  # the indexer assigns roots to leaves posted by nodes
             nodes.lock_row(connection, node)
             if roots.of(connection, digest) is not None:

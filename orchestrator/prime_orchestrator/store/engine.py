@@ -162,7 +162,9 @@ def lock(connection: Connection, name: str) -> None:
     """Holds the named lock until the transaction ends, so that only one such decision runs at a
     time.
 
-    A no-op on SQLite, whose write transactions are already serialized.
+    Whoever takes several locks takes them in this order, so that no two transactions wait for each
+    other: the row of a job, "chain", "leases", rows of submissions, of nodes by address, of leases
+    by digest. A no-op on SQLite, whose write transactions are already serialized.
     """
     if connection.dialect.name == "postgresql":
         number = zlib.crc32(f"prime/{name}".encode())

@@ -59,6 +59,19 @@ def lock_row(connection: Connection, address: Address) -> NodeRow | None:
     return record(NodeRow, connection.execute(query).mappings().first())
 
 
+def lock_rows(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
+    """Like `lock_row`, for those of the nodes that were ever admitted. They are locked in order, so
+    that two processes cannot deadlock."""
+    query = (
+        sa.select(schema.nodes)
+        .where(_nodes.address.in_(list(addresses)))
+        .order_by(_nodes.address)
+        .with_for_update()
+    )
+    rows = connection.execute(query).mappings().all()
+    return {row.address: row for row in records(NodeRow, rows)}
+
+
 def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
     """Like `lock_row`, but only for rows that no other transaction holds; never waits."""
     query = (
