@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,16 @@ PER_SOURCE = 2
 """Connections per source: while one chunk is hashed and written, the next one is received."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How hard a fetch tries: connections in all and per source, and the seconds without a verified
+    chunk after which it gives up."""
+
+    parallel: int = 4
+    per_source: int = PER_SOURCE
+    patience: float = PATIENCE
+
+
 class ChunkFetcher:
     """Fetches every chunk of `items` from `urls` into the files `folder/<item name>`. When `run`
     returns, each file matches its manifest entry.
@@ -78,28 +89,23 @@ class ChunkFetcher:
         folder: Path,
         urls: Sequence[str],
         book: SourceBook,
+        pace: Pace,
         *,
-        parallel: int = 4,
-        per_source: int = PER_SOURCE,
-        patience: float = PATIENCE,
         last_resort: str | None = "origin",
         stop: Callable[[], bool] = lambda: False,
         on_chunk: Callable[[Item, int], None] = lambda item, index: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._items = items
         self._folder = folder
         self._book = book
         self._urls = book.urls(urls)
-        self._workers = max(1, min(parallel, len(self._urls) * per_source))
-        self._per_source = per_source
-        self._patience = patience
+        self._workers = max(1, min(pace.parallel, len(self._urls) * pace.per_source))
+        self._pace = pace
         self._last_resort = last_resort
         self._stop = stop
         self._on_chunk = on_chunk
         self._progress = progress
-        self._clock = clock
         self._change = threading.Condition()
         self._over = threading.Event()
         self._queue: deque[Task] = deque()
@@ -109,12 +115,12 @@ class ChunkFetcher:
         self._links: list[Link] = []
         self._total = sum(item.size for item in items)
         self._done, self._usual = 0, 0.0
-        self._begun = self._last_success = clock()
+        self._begun = self._last_success = time.monotonic()
         self.stats = ChunkStats()
 
     def run(self) -> ChunkStats:
         """Returns the statistics once every chunk is on disk. Raises UnavailableError, with each
-        source's last failure, if no chunk is verified for `patience` seconds, if all sources are
+        source's last failure, if no chunk is verified for the pace's patience, if all sources are
         banned, or if the disk fails."""
         self._look_around()
         if not self._open:
@@ -125,7 +131,7 @@ class ChunkFetcher:
         threads += [self._worker(number) for number in range(self._workers)]
         for thread in threads:
             thread.start()
-        most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._per_source))
+        most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._pace.per_source))
         try:
             while not self._over.wait(0.1):  # only the last chunk wakes this thread
                 if self._stop():
@@ -155,7 +161,7 @@ class ChunkFetcher:
     @property
     def idle_seconds(self) -> float:
         """Seconds since the last verified chunk (or the start)."""
-        return self._clock() - self._last_success
+        return time.monotonic() - self._last_success
 
     def _look_around(self) -> None:
         """Creates the files, keeps the chunks that verify, and queues the rest in order."""
@@ -202,7 +208,7 @@ class ChunkFetcher:
             with self._change:
                 self._links.append(link)
             offset, length = task.item.span(task.index)
-            buffer, begun = memoryview(bytearray(length)), self._clock()
+            buffer, begun = memoryview(bytearray(length)), time.monotonic()
             try:
                 source.role = link.role()
                 if source.role == self._last_resort:
@@ -225,7 +231,7 @@ class ChunkFetcher:
                     self._book.bad(source, str(error), pause=error.pause)
             else:
                 if blake3(buffer).digest() == to_bytes(task.item.chunks[task.index]):
-                    self._book.good(source, length, self._clock() - begun)
+                    self._book.good(source, length, time.monotonic() - begun)
                 else:
                     reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
                     self._book.lied(source, reason)
@@ -268,7 +274,7 @@ class ChunkFetcher:
                 choice = self._choose()
                 if choice is not None:
                     task, source = choice
-                    task.running[source.url] = Asked(self._clock())
+                    task.running[source.url] = Asked(time.monotonic())
                     return choice
                 if self._hopeless():
                     self._error = missing_chunks_error(self._open, self._urls, self._book)
@@ -293,7 +299,7 @@ class ChunkFetcher:
         return self._book.pick(
             self._urls,
             task.excluded,
-            self._per_source,
+            self._pace.per_source,
             asked=task.running,
             unproven=unproven,
             length=task.item.span(task.index)[1],
@@ -304,11 +310,11 @@ class ChunkFetcher:
     def _starving(self) -> bool:
         """Whether nothing arrives."""
         asked = (asked for task in self._open for asked in task.running.values())
-        return self.idle_seconds > STARVING and all_silent(asked, self._clock())
+        return self.idle_seconds > STARVING and all_silent(asked, time.monotonic())
 
     def _hedge(self) -> tuple[Task, Source] | None:
         """Returns a chunk in flight that is late, and one more source to ask for it."""
-        now, limit = self._clock(), max(HEDGE_AFTER, 3 * self._usual)
+        now, limit = time.monotonic(), max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
             if not task.running:
                 continue
@@ -324,7 +330,7 @@ class ChunkFetcher:
         """Whether nothing is in flight and no source can be asked in time."""
         if any(task.running for task in self._open):
             return False
-        if self._clock() - self._last_success > self._patience:
+        if time.monotonic() - self._last_success > self._pace.patience:
             return True
         chances = [self._book.next_chance(self._urls, t.excluded) for t in self._open]
         return all(chance is None for chance in chances)
@@ -356,8 +362,8 @@ class ChunkFetcher:
                     cancelled=lambda: self._unneeded(task, source, begun),
                 )
                 if landing.digest() == to_bytes(task.item.chunks[task.index]):
-                    self._book.good(source, length - have, self._clock() - begun)
-                    self._store(task, source, landing, length - have, self._clock() - begun)
+                    self._book.good(source, length - have, time.monotonic() - begun)
+                    self._store(task, source, landing, length - have, time.monotonic() - begun)
                 else:
                     self._note_lie(task, source, have)
         except WholeOnlyError:
@@ -373,14 +379,14 @@ class ChunkFetcher:
     def _stream(self, task: Task, source: Source, link: Link, asked: Asked) -> None:
         """Reads the whole file that contains the chunk `task` and keeps every chunk that is still
         missing."""
-        item, begun, index = task.item, self._clock(), 0
+        item, begun, index = task.item, time.monotonic(), 0
         buffer = memoryview(bytearray(min(item.chunk_size, item.size)))
         try:
             with link.reading(item.address, item.size) as fill:
                 for index, digest in enumerate(item.chunks):
                     length = item.span(index)[1]
                     view = buffer[:length]
-                    since = self._clock()
+                    since = time.monotonic()
                     fill(view, lambda: self._error is not None)
                     asked.received += length
                     if blake3(view).digest() != to_bytes(digest):
@@ -392,7 +398,7 @@ class ChunkFetcher:
                         with self._change, contextlib.suppress(ValueError):
                             self._queue.remove(found)
                         with found.landing(self._folder, view, 0, early=False) as landing:
-                            self._store(found, source, landing, length, self._clock() - since)
+                            self._store(found, source, landing, length, time.monotonic() - since)
                     if not any(one.item is item for one in self._open):
                         break
         except TransferError as error:
@@ -403,13 +409,13 @@ class ChunkFetcher:
             raise
         self._put_back(task, source)
         self._book.good(
-            source, min(item.size, (index + 1) * item.chunk_size), self._clock() - begun
+            source, min(item.size, (index + 1) * item.chunk_size), time.monotonic() - begun
         )
 
     def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
         """Returns true once another source delivered the chunk. Raises TransferError if the source
         is much slower than usual while others deliver."""
-        spent, usual = self._clock() - begun, self._usual
+        spent, usual = time.monotonic() - begun, self._usual
         if usual and spent > max(TOO_SLOW, 10 * usual) and len(self._urls) > 1:
             raise TransferError(f"it is slow: {spent:.1f} s where {usual:.1f} s are usual", 10.0)
         return task.done or self._error is not None
@@ -430,7 +436,7 @@ class ChunkFetcher:
         landing.finish()
         self._on_chunk(task.item, task.index)
         with self._change:
-            now = self._clock()
+            now = time.monotonic()
             task.done = True
             self._open.discard(task)
             self._done += task.item.span(task.index)[1]
@@ -446,7 +452,7 @@ class ChunkFetcher:
         self._progress(done, self._total)
 
     def _note_failure(self, task: Task, source: Source, asked: Asked, error: TransferError) -> None:
-        now = self._clock()
+        now = time.monotonic()
         silent = asked.silent(now)
         if task.done or self._error is not None:
             self._put_back(task, source)

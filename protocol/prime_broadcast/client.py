@@ -19,12 +19,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from prime_broadcast import delta as deltas
-from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher
+from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Pace
 from prime_broadcast.durable import appear
 from prime_broadcast.files import (
     DiskError,
@@ -106,7 +106,6 @@ def fetch(
     patience: float = PATIENCE,
     progress: Progress = lambda done, total: None,
     on_fault: Callable[[Fault], None] = lambda fault: None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> FetchStats:
     """Fetches the policy of an already trusted `manifest` into the folder `dest` from the base URLs
     `sources`. A signed manifest is written next to the files. `on_fault` is called once per fault,
@@ -119,7 +118,7 @@ def fetch(
     signed = manifest if isinstance(manifest, SignedManifest) else None
     policy = check_manifest(signed.manifest if signed else manifest)  # type: ignore[arg-type]
     stats = FetchStats(policy.version, policy_bytes=total_size(policy))
-    begun = clock()
+    begun = time.monotonic()
     make_folder(dest.parent)
     with _locked(dest):
         if dest.exists():
@@ -130,10 +129,10 @@ def fetch(
         files = partial / "files"
         make_folder(files)
         book = book or SourceBook()
-        options = {"parallel": parallel, "per_source": per_source, "progress": progress}
+        pace = Pace(parallel, per_source, patience)
         plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
         try:
-            _Arriving(policy, sources, partial, files, stats, book, options, patience).run(
+            _Arriving(policy, sources, partial, files, stats, book, pace, progress).run(
                 plan, chain or {}
             )
         finally:
@@ -143,7 +142,7 @@ def fetch(
             replace_file(files / MANIFEST_NAME, signed_bytes(signed), durable=False)
         appear(files, dest)
         remove_folder(partial)
-    stats.seconds = clock() - begun
+    stats.seconds = time.monotonic() - begun
     return stats
 
 
@@ -155,15 +154,15 @@ class _Arriving:
     files: Path
     stats: FetchStats
     book: SourceBook
-    options: dict[str, Any]
-    patience: float
+    pace: Pace
+    progress: Progress
 
     def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
         """Follows the plan. If it fails, fetches the whole policy, or else an older one and
         deltas."""
         if plan.hops and plan.start is not None and self._fits(plan):
             try:
-                self._by_deltas(plan.start, plan, min(self.patience, DELTA_PATIENCE))
+                self._by_deltas(plan.start, plan, min(self.pace.patience, DELTA_PATIENCE))
                 return
             except DiskError:  # the delta is not at fault, and the whole needs as much room
                 raise
@@ -194,13 +193,13 @@ class _Arriving:
                 self._whole(plan.anchor, folder)
             except GoneError:
                 continue
-            self._by_deltas(Base(folder, plan.anchor), plan, self.patience)
+            self._by_deltas(Base(folder, plan.anchor), plan, self.pace.patience)
             return
 
     def _whole(self, policy: Manifest, folder: Path) -> None:
         have = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
         require_space(folder, total_size(policy) - have)
-        self._get(file_items(policy), folder, self.patience)
+        self._get(file_items(policy), folder, self.pace.patience)
 
     def _needs(self, plan: Plan) -> int:
         return plan.cost + min(2, len(plan.hops)) * total_size(self.policy)
@@ -233,9 +232,8 @@ class _Arriving:
             folder, manifest = target, hop.target
 
     def _get(self, items: Sequence[Item], folder: Path, patience: float) -> None:
-        fetcher = ChunkFetcher(
-            items, folder, self.sources, self.book, patience=patience, **self.options
-        )
+        pace = replace(self.pace, patience=patience)
+        fetcher = ChunkFetcher(items, folder, self.sources, self.book, pace, progress=self.progress)
         try:
             fetcher.run()
         finally:

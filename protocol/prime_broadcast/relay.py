@@ -29,7 +29,7 @@ from prometheus_client.core import Metric
 from prime_broadcast import delta as deltas
 from prime_broadcast import files, layout
 from prime_broadcast.access import Rules
-from prime_broadcast.chunks import ChunkFetcher
+from prime_broadcast.chunks import ChunkFetcher, Pace
 from prime_broadcast.content import LiveContent, LiveVersion, live_version
 from prime_broadcast.durable import appear, settle
 from prime_broadcast.files import (
@@ -297,14 +297,12 @@ class Relay:
         book: SourceBook | None = None,
         scrub_rate: float = RATE,
         on_event: Callable[[RelayEvent], None] = lambda event: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root
         self._trust = trust
         self._keep = keep
-        self._book = book or SourceBook(clock)
+        self._book = book or SourceBook()
         self._tell = on_event
-        self._clock = clock
         self._content = LiveContent()
         self._server = Server(
             self._content,
@@ -314,7 +312,6 @@ class Relay:
             public_url=public_url,
             rules=rules,
             more_metrics=self._metrics,
-            clock=clock,
         )
         self._received = Received()
         self._scrubber = Scrubber(self._list_versions, self._rotted, rate=scrub_rate)
@@ -547,15 +544,15 @@ class Relay:
             live.folder,
             urls,
             self._book,
+            Pace(patience=PATIENCE),
             # A relay feeds from the origin: other relays may be waiting for this one.
             last_resort="relay" if len(groups) == 1 else None,
-            patience=PATIENCE,
             stop=lambda: (
                 self._stopping or self._better_elsewhere(fetcher, groups) or self._gives_way(live)
             ),
             on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
         )
-        begun = self._clock()
+        begun = time.monotonic()
         try:
             fetcher.run()
         except UnavailableError as error:
@@ -565,7 +562,7 @@ class Relay:
                 raise SourcesChangedError("other sources are known now") from error
             raise
         finally:
-            self._received.add(fetcher.stats, self._clock() - begun)
+            self._received.add(fetcher.stats, time.monotonic() - begun)
             for fault in fetcher.stats.faults:
                 version = live.signed.manifest.version
                 self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))

@@ -53,11 +53,12 @@ SETTINGS = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""Environment required before vLLM is imported: the model runner version, and the engine in this
-process."""
+"""Environment required before vLLM is imported: the model runner version, the engine in this
+process, 1 GiB of key-value cache on a CPU."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
 GENERATES_ONLY = "the vLLM engine has no proof pass: its files are judged by statistics"
@@ -76,10 +77,10 @@ def _prepare_environment() -> None:
 class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together; `cache_gib` (CPU) and `memory_share` (GPU) limit the
-    key-value cache. `tensor_parallel` cards hold the model together; 0 takes as many of this
-    process's cards as the model can be split over (one on CPUs). `max_length` limits rows; 0 takes
-    what the cards hold, by `sizing`. `rank` is set by `Ranks` only.
+    `batch_rows` rows are generated together; `memory_share` limits the key-value cache on a GPU.
+    `tensor_parallel` cards hold the model together; 0 takes as many of this process's cards as the
+    model can be split over (one on CPUs). `max_length` limits rows; 0 takes what the cards hold, by
+    `sizing`. `rank` is set by `Ranks` only.
 
     Raises UnavailableError if vLLM is missing, uses another model runner, does not run on `device`,
     or does not compute with exactly the folder's weights; UserError if the model does not fit on
@@ -94,7 +95,6 @@ class VllmEngine(PolicyFacts):
         dtype: str = "float32",
         device: str = "cpu",
         batch_rows: int = 64,
-        cache_gib: int = 1,
         memory_share: float = MEMORY_SHARE,
         tensor_parallel: int = 0,
         max_length: int = 0,
@@ -103,7 +103,6 @@ class VllmEngine(PolicyFacts):
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the vLLM engine computes in float32 or bfloat16, not {dtype}")
         _prepare_environment()
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib))
         try:
             import vllm
             from vllm.platforms import current_platform
@@ -140,8 +139,8 @@ class VllmEngine(PolicyFacts):
         if tensor_parallel > 1 and rank == 0:
             options = {
                 "noise": noise, "dtype": dtype, "device": device, "batch_rows": batch_rows,
-                "cache_gib": cache_gib, "memory_share": memory_share,
-                "tensor_parallel": tensor_parallel, "max_length": positions,
+                "memory_share": memory_share, "tensor_parallel": tensor_parallel,
+                "max_length": positions,
             }  # fmt: skip
             self._ranks = Ranks(tensor_parallel, VllmEngine, folder, options)
         try:

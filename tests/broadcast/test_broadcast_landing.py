@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_broadcast import chunks, landing
-from prime_broadcast.chunks import ChunkFetcher
+from prime_broadcast.chunks import ChunkFetcher, Pace
 from prime_broadcast.client import fetch
 from prime_broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
 from prime_broadcast.layout import file_items
@@ -168,12 +168,17 @@ def test_a_fetch_that_was_stopped_writes_nothing_over_what_the_next_one_verified
     with monkeypatch.context() as patched:
         patched.setattr(chunks, "Link", _SlowLink)
         stopped = ChunkFetcher(
-            items, tmp_path, ["http://127.0.0.1:1"], book, per_source=1, stop=_SlowLink.asked.is_set
+            items,
+            tmp_path,
+            ["http://127.0.0.1:1"],
+            book,
+            Pace(per_source=1),
+            stop=_SlowLink.asked.is_set,
         )
         with pytest.raises(UnavailableError, match="stopped"):
             stopped.run()
     with Origin(run.root) as origin:
-        ChunkFetcher(items, tmp_path, [origin.url], SourceBook()).run()
+        ChunkFetcher(items, tmp_path, [origin.url], SourceBook(), Pace()).run()
     _SlowLink.late.set()
     until(lambda: set(threading.enumerate()) <= before, "the stopped fetch's thread ends")
     assert (tmp_path / "model.safetensors").read_bytes() == run.file(0)

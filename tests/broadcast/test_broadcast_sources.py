@@ -243,7 +243,12 @@ def test_a_small_fetch_waits_neither_for_tarpits_nor_for_a_source_that_turned(
         def small_fetch(folder: Path) -> chunks.ChunkFetcher:
             folder.mkdir()
             return chunks.ChunkFetcher(
-                [item], folder, [*urls, mirror], book, stop=lambda: book.clock() > until
+                [item],
+                folder,
+                [*urls, mirror],
+                book,
+                chunks.Pace(),
+                stop=lambda: book.clock() > until,
             )
 
         for number in range(2):
