@@ -58,9 +58,9 @@ class Claim:
 
 
 class Landing:
-    """Where one chunk of `length` bytes, at `offset` of the file `path`, comes down: what is
-    received into `room()` is hashed and written in pieces of the size of `buffer`, while it is in
-    the processor's cache. The chunk's first `begun` bytes lie there already and are hashed first.
+    """Receives one chunk of `length` bytes at `offset` of the file `path`: the bytes put into
+    `room()` are hashed and written in pieces of the size of `buffer`, while they are in the
+    processor's cache. The chunk's first `begun` bytes are in the file already and are hashed first.
 
     `early` False: another fetch is writing; the chunk is held in memory (in `buffer` if it fits),
     and nothing of it written before it is verified. `clock` in seconds, monotonic."""
@@ -113,7 +113,7 @@ class Landing:
         return self._buffer[self._held : self._length - self._landed]
 
     def arrived(self, count: int) -> None:
-        """So many bytes were put into `room()`."""
+        """`count` bytes were put into `room()`."""
         self._held += count
         if self._early and (
             self._held == len(self._buffer) or self._clock() - self._written_at >= EARLY_SECONDS
@@ -129,7 +129,7 @@ class Landing:
         return self._hasher.digest()
 
     def finish(self) -> None:
-        """The chunk is verified, and this fetch took it: what is not written yet is."""
+        """Writes the rest of the chunk, which this fetch has verified and claimed."""
         if not self._early:
             write_at(self._fd, self._buffer, self._offset)
 
@@ -146,7 +146,7 @@ class Landing:
 
 
 def verified_chunks(path: Path, item: Item) -> Iterator[int]:
-    """Indices of the chunks of a partial file that are there and right; holes cost nothing."""
+    """Indices of the chunks of a partial file that are present and correct; holes are not read."""
     with open_regular(path) as fd:
         for index, digest in enumerate(item.chunks):
             offset, length = item.span(index)
@@ -162,8 +162,8 @@ def verified_chunks(path: Path, item: Item) -> Iterator[int]:
 
 
 def beginning(path: Path, offset: int, length: int) -> int:
-    """How many bytes of a chunk that does not verify an earlier fetch left at its beginning; they
-    are as good as who sent them."""
+    """How many bytes an earlier fetch left at the beginning of an unverified chunk. They may be
+    wrong."""
     with path.open("rb") as file, contextlib.suppress(OSError):  # ENXIO: nothing; or no such seek
         if os.lseek(file.fileno(), offset, os.SEEK_DATA) == offset:
             hole = os.lseek(file.fileno(), offset, os.SEEK_HOLE)

@@ -8,7 +8,7 @@ bucket can mirror them.
 
 A version's folder appears by one rename, after its manifest is signed, and never changes after;
 but an origin may thin out old ones: it keeps an anchor every few versions, and of those between
-only the deltas and manifests, from which anybody makes the files again.
+only the deltas and manifests, from which any client can make the files again.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _bases_needed(root: Path, kept: Collection[int]) -> set[int]:
 
 def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
     """Removes all but the newest `keep` versions, the pinned ones, and what thin ones among them
-    are made from; returns what went. Open files stay readable to who has them open."""
+    are made from; returns what went. Files that a reader has open stay readable."""
     present = versions(root)
     kept = set(present[max(0, len(present) - keep) :]) | set(pinned)
     kept |= _bases_needed(root, kept & set(present))

@@ -59,22 +59,22 @@ from prime_core.ids import to_bytes
 
 
 def partial_folder(root: Path, signed: SignedManifest) -> Path:
-    """Where a version lies while it arrives."""
+    """The folder of a version while it arrives."""
     manifest = signed.manifest
     return root / layout.POLICIES / f".partial-{manifest.version}-{manifest.digest()[2:18]}"
 
 
 def make_folder(live: LiveVersion, root: Path) -> None:
-    """The folder of an arriving version: what rotted, if that is still in its place. Raises
-    DiskError."""
+    """Makes the folder of an arriving version, or takes back that of a damaged version that is
+    still in its place. Raises DiskError."""
     if layout.version_folder(root, live.signed.manifest.version).exists():
         take_aside(live.signed, root)
     files.make_folder(live.folder)
 
 
 def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
-    """Those of `items` that are not wholly there. Raises DiskError if what is missing of them does
-    not fit."""
+    """Returns those of `items` that are incomplete. Raises DiskError if the missing bytes do not
+    fit on the disk."""
     missing = [item for item in items if not live.arrivals[item.name].complete or not item.size]
     with disk_errors():
         there = [path for item in missing if (path := live.folder / item.name).exists()]
@@ -84,8 +84,8 @@ def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
 
 
 def restored(root: Path, trust: Trust, history: History, keep: int) -> list[LiveVersion]:
-    """The versions that are wholly there; what kills left of versions that are no longer among the
-    newest `keep` goes. Raises UserError if they are another run's."""
+    """Returns the complete versions. Removes what killed fetches left of versions that are no
+    longer among the newest `keep`. Raises UserError if they are another run's."""
     with disk_errors():
         settle(layout.policies_folder(root))
     found = []
@@ -126,7 +126,7 @@ def to_read(content: LiveContent, versions: Iterable[int]) -> list[tuple[int, Pa
 
 
 def take_aside(signed: SignedManifest, root: Path) -> bool:
-    """A complete version becomes one that is arriving; False if it was dropped meanwhile. Raises
+    """Turns a complete version into an arriving one; False if it was dropped meanwhile. Raises
     DiskError."""
     partial = partial_folder(root, signed)
     with disk_errors():
@@ -139,7 +139,7 @@ def take_aside(signed: SignedManifest, root: Path) -> bool:
 
 
 def outlived(present: Iterable[int], keep: int, floor: int) -> list[int]:
-    """Which of the versions `present` go, oldest first: all but the newest `keep`, and what is
+    """The versions among `present` to drop, oldest first: all but the newest `keep`, and those
     older than `floor`."""
     ordered = sorted(present)
     kept = ordered[max(0, len(ordered) - keep) :]
@@ -186,7 +186,7 @@ def make_from_delta(
 
 
 RATE = 8e6
-"""Bytes a second that are read again: a hundredth of a disk, a few thousandths of a core."""
+"""Bytes per second that are read again: about 1 % of a disk's rate, less than 1 % of a core."""
 IDLE = 1.0
 """Seconds between looks while there is nothing to read."""
 
@@ -195,8 +195,8 @@ ListVersions = Callable[[], Sequence[tuple[int, Path, Sequence[Item]]]]
 
 
 def first_rotten(folder: Path, items: Iterable[Item], pause: Callable[[int], bool]) -> str | None:
-    """Which chunk does not hash any more, in words; None if all do. `pause(bytes)` is called before
-    each chunk and ends the reading by returning True."""
+    """Names the first damaged chunk or unreadable file; None if all are right. `pause(bytes)` is
+    called before each chunk; if it returns True, reading ends."""
     for item in items:
         try:
             with open_regular(folder / item.name) as fd:
@@ -262,7 +262,7 @@ class RelayEvent:
 
 
 class SourcesChangedError(UnavailableError):
-    """Try again at once, with the sources that are known now."""
+    """The fetch starts again at once, with the sources that are known now."""
 
 
 class GivesWayError(UnavailableError):
@@ -573,8 +573,8 @@ class Relay:
 
     def _gives_way(self, live: LiveVersion) -> bool:
         """True for a fetch while a newer version is wanted whose deltas do not start from it. Only
-        one gives way until some version is complete: else, where the trainer is quicker than the
-        link, none ever would be."""
+        one gives way until a version is complete: otherwise none ever would be where the trainer
+        publishes faster than the link transfers."""
         if self._gave_way:
             return False
         manifest = live.signed.manifest
@@ -586,7 +586,7 @@ class Relay:
         return all(entry.base != manifest.version for entry in newer.deltas)
 
     def _rank(self, version: int) -> tuple[int, int]:
-        """What is fetched first: what failed least, then the newest."""
+        """Sort key of the next fetch: fewest failures first, then the newest."""
         return (self._failures.get(version, 0), -version)
 
     def _from_delta(self, live: LiveVersion) -> bool:

@@ -1,8 +1,8 @@
-"""One HTTP connection to one source: asks for ranges, reads them straight into a buffer.
+"""One HTTP connection to one source: requests ranges and reads them directly into a buffer.
 
 Small objects are read by http.client; files directly from its socket, in as few calls as the
-kernel allows (answers.py, deadline.py). Redirects are not followed, answers of any other shape than
-the one asked for are refused, and every read has a deadline.
+kernel allows. Redirects are not followed, an answer of another shape than requested is refused, and
+every read has a deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TimedSocket:
         sock.settimeout(silence)
 
     def within(self, seconds: float | None) -> None:
-        """All reads from now on end in `seconds` together; None: only silence ends them."""
+        """Limits all following reads to `seconds` together; None: only silence ends them."""
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._sock.settimeout(self._silence)
         self._waits = False
@@ -61,13 +61,13 @@ class TimedSocket:
         return self._sock.recv_into(buffer)
 
     def receive_into(self, raw: io.RawIOBase, buffer: Buffer) -> int | None:
-        """The same through `raw`, the file that http.client reads from."""
+        """Like `receive`, through `raw`, the file that http.client reads from."""
         self._mind_deadline()
         return raw.readinto(buffer)
 
     def fill(self, buffer: memoryview) -> int | None:
-        """Reads until `buffer` is full, PATIENCE is over or the stream ends: how many bytes came;
-        0 at the end of the stream, None if nothing came in time. No deadline holds here."""
+        """Reads until `buffer` is full, PATIENCE is over or the stream ends: returns the number of
+        bytes; 0 at the end of the stream, None if nothing came in time. Ignores the deadline."""
         try:
             if self._encrypted:
                 return self._sock.recv_into(buffer)
@@ -194,7 +194,7 @@ SMALL_TIMEOUT = 30.0
 FIRST_PIECE = 256 << 10
 LARGEST_PIECE = 4 << 20
 PIECE_SECONDS = 0.1
-"""A body is read in pieces that come in about this time, as far as was seen; the first is small."""
+"""Pieces of a body are sized to arrive in about this time at the measured rate."""
 SLOWEST = 32 << 10
 """Bytes per second below which a chunk is fetched elsewhere, after GRACE seconds."""
 GRACE = 20.0
@@ -202,8 +202,8 @@ MAX_HEALTH = 1 << 20
 
 
 class TransferError(UnavailableError):
-    """The source did not deliver. `pause`: seconds to leave it alone; `waiting`: it asked for
-    patience itself (503 or 429 with Retry-After), which is no fault; `gone`: it will never have
+    """The source did not deliver. `pause`: seconds before it is asked again; `waiting`: it asked
+    for patience itself (503 or 429 with Retry-After), which is no fault; `gone`: it will never have
     the object again (410); `missing`: it does not have it now (404; 403 from a bucket)."""
 
     def __init__(
@@ -263,7 +263,7 @@ class Into:
 
 
 class Link:
-    """A kept-alive connection. Not thread-safe: one thread has it at a time. `authorization` gives
+    """A kept-alive connection. Not thread-safe: one thread uses it at a time. `authorization` gives
     the Authorization field of each request, or None; with `public_only`, private addresses are not
     connected to."""
 
@@ -292,7 +292,7 @@ class Link:
             self._connection = None
 
     def abort(self) -> None:
-        """Ends a read that another thread is in, and asks nothing again."""
+        """Ends a read in another thread; this connection sends no further request."""
         self._aborted = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
@@ -410,13 +410,13 @@ class Link:
             raise TransferError(_say(error)) from error
 
     def role(self) -> str:
-        """What the source says it is ("relay", "origin"); "mirror" for any other HTTP server.
+        """The role that the source states ("relay", "origin"); "mirror" for any other HTTP server.
         Raises TransferError without an answer."""
         role = self.health().get("role")
         return role if role == "relay" or role == "origin" else "mirror"
 
     def health(self) -> dict[str, object]:
-        """What the source says of itself: nothing, if it is any other HTTP server. Raises
+        """What the source states about itself; empty for any other HTTP server. Raises
         TransferError without an answer."""
         try:
             health = json.loads(self.read_small("/healthz", MAX_HEALTH))

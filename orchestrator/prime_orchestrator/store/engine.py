@@ -162,7 +162,7 @@ def lock(connection: Connection, name: str) -> None:
     """Holds the named lock until the transaction ends, so that only one such decision runs at a
     time.
 
-    Whoever takes several locks takes them in this order, so that no two transactions wait for each
+    A transaction takes several locks in this order, so that no two transactions wait for each
     other: the row of a job, "chain", "leases", rows of submissions, of nodes by address, of leases
     by digest. A no-op on SQLite, whose write transactions are already serialized.
     """
