@@ -32,6 +32,7 @@ BENCHES = {
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "proofs": "Cost and soundness of activation proofs",
+    "multiturn": "What conversations cost to verify, and honest ones of which none is rejected",
     "attacks": "What attacks on the chain layer and on leases cost an honest party",
     "strangers": "What parties without stake cost an orchestrator and a fetch",
     "orchestrator": "What two API processes carry: heartbeats, files, verdicts, watchers, history",

@@ -156,7 +156,7 @@ class Bench:
         rows = build.assemble_rows(lease.signed, plan, generations, rewards, proofs)
         if change is not None:
             rows = change(rows, plan)
-        data = write_rollout_file(rows, build.metadata_of(lease.lease_digest, engine))
+        data = write_rollout_file(rows, build.metadata_of(lease.lease_digest, engine, self.run))
         return replace(lease, data=data)
 
     def honest(self, number: int, engine: Engine) -> HonestFile:

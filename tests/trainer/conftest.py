@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,18 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kit.tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao, from a folder of its own: transformers imports it wherever it is installed."""
+    home = os.environ.get("PRIME_TORCHAO_HOME", "")
+    if not Path(home, "torchao").is_dir():
+        pytest.skip(
+            "needs torchao: pip install --no-deps --target DIR torchao==0.18.0, and "
+            "PRIME_TORCHAO_HOME=DIR"
+        )
+    monkeypatch.syspath_prepend(home)
 
 
 @pytest.fixture

@@ -47,8 +47,10 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, world: World, optimizer: str
+    tmp_path: Path, world: World, optimizer: str, request: pytest.FixtureRequest
 ) -> None:
+    if optimizer == "adamw8bit":
+        request.getfixturevalue("torchao")
     model = write_tiny_model(tmp_path / "model", hidden=64, layers=2)
     changes = {"optimizer": optimizer}
     straight = kit.learner(model, tmp_path / "straight", world, RUN, **changes)

@@ -52,19 +52,17 @@ def test_with_offload_a_device_holds_only_the_layers_in_use(model: Path, tmp_pat
     assert (off.gathered, off.reduced) == (on.gathered, on.reduced)
 
 
+@pytest.mark.usefixtures("torchao")
 def test_moments_in_8_bits_take_a_quarter(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", hidden=256, layers=2)
-    run, found = kit.run_definition(), {}
-    for optimizer in ("adamw", "adamw8bit"):
-        settings = kit.settings(model, tmp_path, optimizer=optimizer)
-        found[optimizer] = [plan_step(run, settings, ranks=ranks, **TOKENS) for ranks in (1, 2)]
-        with joined_world() as world:
-            real = counted_step(run, settings, world, 48, 8, fill_weights, nullcontext())
-        assert abs(found[optimizer][0].kept - real.kept) < 0.01 * real.kept
-    weights = parameters_of(model)
-    for ranks, plain, small in zip((1, 2), found["adamw"], found["adamw8bit"], strict=True):
-        assert plain.kept == pytest.approx(12 * weights / ranks, rel=0.01)
-        assert small.kept == pytest.approx(6.05 * weights / ranks, rel=0.02)
+    model = write_tiny_model(tmp_path / "model", hidden=256, layers=1)
+    run, settings = kit.run_definition(), kit.settings(model, tmp_path, optimizer="adamw8bit")
+    with joined_world() as world:
+        real = counted_step(run, settings, world, 48, 8, fill_weights, nullcontext())
+    weights = parameters_of(model)  # 4 bytes each, and twice 1 byte and a scale every 256
+    for ranks in (1, 2):
+        planned = plan_step(run, settings, ranks=ranks, **TOKENS)
+        assert planned.kept == pytest.approx(real.kept / ranks, rel=0.02)
+        assert planned.kept == pytest.approx(6.05 * weights / ranks, rel=0.03)
 
 
 def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None:
