@@ -82,30 +82,13 @@ class EventRow:
         return parsed
 
 
-def add_event(
-    connection: Connection,
-    *,
-    block_hash: Digest,
-    log_index: int,
-    block: int,
-    block_time: int,
-    tx_hash: Digest,
-    name: str,
-    args: Mapping[str, Any],
-) -> bool:
-    """Writes an event, or applies it to the state. Returns False if it is known already."""
+def add_event(connection: Connection, *, name: str, args: Mapping[str, Any], **head: Any) -> bool:
+    """Writes an event, or applies it to the state; `head`: the other columns of EventRow. Returns
+    False if it is known already."""
     if name in STATE_EVENTS:
-        fold(connection, [(block, name, args)])
+        fold(connection, [(head["block"], name, args)])
         return True
-    row = event_row(
-        block_hash=block_hash,
-        log_index=log_index,
-        block=block,
-        block_time=block_time,
-        tx_hash=tx_hash,
-        name=name,
-        args=args,
-    )
+    row = event_row(name=name, args=args, **head)
     return insert_new(connection, schema.chain_events, vars(row))
 
 

@@ -12,7 +12,7 @@ from prime_core.ids import Address, Digest
 from prime_core.task import LeaseOutcome, LeaseStatus, SignedLease
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.nodes import owner_column
-from prime_orchestrator.store.rows import record, records
+from prime_orchestrator.store.rows import record, records, update_each
 
 _leases = schema.leases.c
 _submissions = schema.submissions.c
@@ -226,30 +226,12 @@ def set_status(
 def announce_uploads(connection: Connection, rows: Sequence[LeaseRow]) -> None:
     """Writes which files nodes are about to upload, and how many were announced for each lease. The
     caller has locked the rows."""
-    names = ("upload_sha256", "upload_size", "uploads")
-    _update_all(connection, rows, names)
+    update_each(connection, schema.leases, rows, ("upload_sha256", "upload_size", "uploads"))
 
 
 def set_statuses(connection: Connection, rows: Sequence[LeaseRow]) -> None:
     """Writes the statuses of leases. The caller has locked the rows."""
-    _update_all(connection, rows, ("status", "excused"))
-
-
-def _update_all(connection: Connection, rows: Sequence[LeaseRow], names: Sequence[str]) -> None:
-    if not rows:
-        return
-    statement = (
-        sa.update(schema.leases)
-        .where(_leases.digest == sa.bindparam("of"))
-        .values({name: sa.bindparam(f"new_{name}") for name in names})
-    )
-    connection.execute(
-        statement,
-        [
-            {"of": row.digest} | {f"new_{name}": getattr(row, name) for name in names}
-            for row in rows
-        ],
-    )
+    update_each(connection, schema.leases, rows, ("status", "excused"))
 
 
 def next_index(connection: Connection, step: int) -> int:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address
 from prime_core.node import Hardware, NodeStatus
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record, records, upsert
+from prime_orchestrator.store.rows import record, records, update_each, upsert
 
 _nodes = schema.nodes.c
 
@@ -263,20 +263,7 @@ def live_rates(connection: Connection) -> dict[Address, tuple[float | None, floa
 
 def store_heartbeats(connection: Connection, rows: Sequence[NodeRow]) -> None:
     """Writes what heartbeats changed: status, time and the reported machine state."""
-    if not rows:
-        return
     names = (
         "status", "last_heartbeat", "policy_version", "tokens_per_second", "runtime", "instance",
     )  # fmt: skip
-    statement = (
-        sa.update(schema.nodes)
-        .where(_nodes.address == sa.bindparam("of"))
-        .values({name: sa.bindparam(f"new_{name}") for name in names})
-    )
-    connection.execute(
-        statement,
-        [
-            {"of": row.address} | {f"new_{name}": getattr(row, name) for name in names}
-            for row in rows
-        ],
-    )
+    update_each(connection, schema.nodes, rows, names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, RowMapping, Table
+from sqlalchemy import Connection, Row, RowMapping, Table, bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
@@ -79,6 +79,23 @@ def add_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, An
         statement.on_conflict_do_update(index_elements=keys, set_=sums),
         [dict(row) for row in rows],
     )
+
+
+def update_each(
+    connection: Connection, table: Table, rows: Sequence[object], names: Sequence[str]
+) -> None:
+    """Writes the columns `names` of these rows, dataclasses with the table's column names, with one
+    prepared statement."""
+    if not rows:
+        return
+    (key,) = table.primary_key.columns
+    statement = table.update().where(key == bindparam("of"))
+    statement = statement.values({name: bindparam(f"new_{name}") for name in names})
+    values = [
+        {"of": getattr(row, key.name)} | {f"new_{name}": getattr(row, name) for name in names}
+        for row in rows
+    ]
+    connection.execute(statement, values)
 
 
 def _insert(connection: Connection, table: Table) -> Any:
