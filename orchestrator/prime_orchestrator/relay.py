@@ -30,8 +30,6 @@ from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import KEEP, Relay, RelayEvent
 from prime_broadcast.server import Limits
 from prime_broadcast.sources import SourceBook, normal_url
-from prime_chain.client import ChainClient
-from prime_chain.contracts import Pools
 from prime_chain.keystore import open_keystore
 from prime_core import ids
 from prime_core.checkpoint import SignedManifest
@@ -312,6 +310,9 @@ def _trust(
     if rpc:
         if deployment is None:
             raise UserError("--rpc needs --deployment FILE", hint="or leave both out")
+        from prime_chain.client import ChainClient
+        from prime_chain.contracts import Pools
+
         known = Deployment.load(deployment)
         if known.domain("pools") != domain:
             raise UserError(

@@ -23,9 +23,6 @@ from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Address
 from prime_core.printing import printable
 from prime_core.times import utc
-from prime_envs.registry import environment_for
-from prime_envs.samples import reward_text, sample_text, styled
-from prime_orchestrator import rollouts
 from prime_orchestrator.cli.storage import (
     Bucket,
     Data,
@@ -35,13 +32,12 @@ from prime_orchestrator.cli.storage import (
     Region,
     opened,
 )
-from prime_orchestrator.rollouts import FileFacts, Sample
-from prime_orchestrator.store import Store, backup, sqlite_file, submissions
-from prime_orchestrator.store.submissions import Wanted
-from prime_verify.rollout_file import FileError
 
 if TYPE_CHECKING:
     from prime_orchestrator.config import Settings
+    from prime_orchestrator.rollouts import FileFacts, Sample
+    from prime_orchestrator.store import Store
+    from prime_orchestrator.store.submissions import Wanted
 
 MOST = 1000
 VERDICTS = ("submitted", "accepted", "rejected", "void")
@@ -75,6 +71,9 @@ def list_files(
     json_output: Json = False,
 ) -> None:
     """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
+    from prime_orchestrator import rollouts
+    from prime_orchestrator.store import submissions
+
     wanted = _wanted(since, verdict, node)
     with _pool(locals(), config) as (_, store), store.read() as connection:
         older = None if before is None else rollouts.find(connection, before)
@@ -140,6 +139,11 @@ def show(
     json_output: Json = False,
 ) -> None:
     """A rollout file: its verdict, what became of its groups, texts and rewards of its rows."""
+    from prime_envs.registry import environment_for
+    from prime_orchestrator import rollouts
+    from prime_orchestrator.store import backup
+    from prime_verify.rollout_file import FileError
+
     if grade and model is None:
         raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
     with _pool(locals(), config) as (settings, store):
@@ -206,6 +210,8 @@ def _file_text(one: FileFacts, detail: str, damage: str) -> str:
 
 
 def _sample_text(one: Sample) -> str:
+    from prime_envs.samples import reward_text, sample_text, styled
+
     where = f"row {one.row} (group {one.group}, sample {one.sample}), {printable(one.problem)}: "
     claimed = "" if one.reward is not None else ", claimed by the node and not verified"
     reward = one.claimed if one.reward is None else one.reward
@@ -237,6 +243,9 @@ def export(
     json_output: Json = False,
 ) -> None:
     """Rollouts as one Parquet file (columns: docs/tutorial.md), with texts if --model is given."""
+    from prime_orchestrator import rollouts
+    from prime_orchestrator.store import backup
+
     wanted = _wanted(since, "accepted" if accepted else None, node)
     target = out / "rollouts.parquet" if out.is_dir() else out
     terminal = Console(stderr=True)
@@ -275,6 +284,7 @@ def _pool(flags: dict[str, Any], config: Path | None) -> Iterator[tuple[Settings
     """The pool's settings and database. Raises UserError if there is no pool: a folder that was
     mistyped is not made."""
     from prime_orchestrator.config import Settings, load
+    from prime_orchestrator.store import backup, sqlite_file
 
     named = {name: flags[name] for name in Settings.model_fields if name in flags}
     file = sqlite_file(load(named, config).database_url)
@@ -290,6 +300,8 @@ def _pool(flags: dict[str, Any], config: Path | None) -> Iterator[tuple[Settings
 
 def _wanted(since: str | None, verdict: str | None, node: str | None) -> Wanted:
     """The filters. Raises UserError for one that cannot be read."""
+    from prime_orchestrator.store.submissions import Wanted
+
     if verdict is not None and verdict not in VERDICTS:
         raise UserError(f"the verdict {verdict!r} is none of {', '.join(VERDICTS)}")
     account: Address | None = None
