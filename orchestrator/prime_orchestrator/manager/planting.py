@@ -82,7 +82,8 @@ def reveal(
             nodes.lock_row(connection, node)
             if roots.of(connection, digest) is not None:
                 continue
-            if file.status != "submitted":
+            judged = submissions.get(connection, digest)
+            if judged is not None and judged.status != "submitted":
                 kind = planting.kind(planted.secret, file.lease_digest)
                 opinions.plant(connection, digest, kind, now=now())
             _take_back(connection, digest, node)
