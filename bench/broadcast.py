@@ -1,14 +1,15 @@
 """The broadcast compared with SHARDCAST: `python -m bench broadcast [--json] [--quick]`;
 some parts alone by `python -m bench.broadcast whole clients …`, one row a line.
 
-Every figure is of separate processes on this machine, each repetition of ours followed at once by
-the peer's and the limits' (cp; curl twice, over a server that only calls sendfile), medians of all.
+Every figure is a median of separate processes on this machine. Each repetition of ours is followed
+at once by one of the peer's and one of the limits' (cp; curl twice, from a server that only calls
+sendfile).
 
 whole     1 GiB origin → relay → client. The clock starts when the relay hears of a version that
           the origin serves and ends when the client's folder is there, verified. The peer's client
           starts when its relay has every shard: it cannot start earlier without waiting longer.
           Next to it, the processor seconds of all processes, and those of a bare loop that
-          receives, hashes and writes: where cores are few, they are what limits everybody.
+          receives, hashes and writes: with few cores, they limit every program.
 clients   the same for 16 clients through two relays. The peer runs with 16, 4 and 1; its best
           counts. Clients of the peer share two files on a machine; here each has its own.
           16 curls from two sendfile servers, without relays, show what unverified bytes cost.

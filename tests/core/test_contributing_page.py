@@ -43,3 +43,10 @@ def test_a_cited_commit_is_in_this_history() -> None:
 def test_the_count_of_a_row_is_every_source_file_of_its_commit(commit: str, count: str) -> None:
     files = git("show", "--format=", "--name-only", commit).splitlines()
     assert len([file for file in files if not NO_SOURCE.match(file)]) == int(count)
+
+
+def test_a_named_file_exists() -> None:
+    names = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|sol))`", PAGE))
+    assert len(names) > 10
+    existing = [f"/{name}" for name in git("ls-files").splitlines()]
+    assert not [name for name in names if not any(one.endswith(f"/{name}") for one in existing)]
