@@ -30,7 +30,7 @@ _EXTRAS = {
     "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
     "bm25s": "search-tool",
     "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
-    "wandb": "wandb", "trackio": "trackio",
+    "torchao": "trainer-8bit", "wandb": "wandb", "trackio": "trackio",
 }  # fmt: skip
 """Package → the extra of pyproject.toml that installs it."""
 _OWN = {
