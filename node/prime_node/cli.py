@@ -353,8 +353,6 @@ app.command("appeal")(appeal)
 
 def _logging(verbose: bool) -> None:
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
-    for noisy in ("httpx", "httpcore", "urllib3", "web3", "docker"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def main() -> None:

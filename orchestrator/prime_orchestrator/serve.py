@@ -144,9 +144,6 @@ def run(settings: Settings) -> None:
 def set_up_logging(level: str) -> None:
     """Logs to stderr, one line per event. Every long-running program here uses it."""
     log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    # Their routine messages are noise, and boto3's debug logs contain signatures.
-    for name in ("alembic", "boto3", "botocore", "httpx", "s3transfer", "urllib3", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 async def _serve(

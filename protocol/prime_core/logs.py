@@ -17,6 +17,11 @@ from prime_core.errors import UserError
 from prime_core.printing import printable
 
 FORMAT_VARIABLE = "PRIME_LOG_FORMAT"
+LOUD = (
+    "alembic", "boto3", "botocore", "docker", "httpcore", "httpx", "s3transfer", "urllib3",
+    "uvicorn", "web3",
+)  # fmt: skip
+"""Libraries of which only warnings are shown. boto3's debug logs contain signatures."""
 LINE = "%(asctime)s %(levelname)-7s %(message)s"
 
 
@@ -54,7 +59,7 @@ def json_formatter() -> logging.Formatter:
 
 
 def log_to_stderr(level: int | str, line: str = LINE) -> None:
-    """Sets up the root logger, unless it already has a handler.
+    """Sets up the root logger, unless it already has a handler. Libraries write warnings only.
 
     `level` is a number or a name; `line` is the format of text lines. Raises UserError if
     PRIME_LOG_FORMAT is neither `text` nor `json`.
@@ -69,3 +74,5 @@ def log_to_stderr(level: int | str, line: str = LINE) -> None:
     logging.basicConfig(
         level=level.upper() if isinstance(level, str) else level, handlers=[handler]
     )
+    for library in LOUD:
+        logging.getLogger(library).setLevel(logging.WARNING)

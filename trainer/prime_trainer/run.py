@@ -118,7 +118,6 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     User errors are detected before torch is loaded.
     """
     log_to_stderr(settings.log_level)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     url = settings.need("orchestrator")
     settings.need("model")
     leads = os.environ.get("RANK", "0") == "0"

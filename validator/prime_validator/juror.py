@@ -414,7 +414,6 @@ class PoolReplays:
 def run(settings: JurorSettings) -> None:
     """Judges disputes until SIGTERM. Raises the first defect."""
     log_to_stderr(settings.log_level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     stop = until_stopped()
     with ExitStack() as stack:
         wallet = needed(settings, "wallet")

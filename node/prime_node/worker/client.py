@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
+
+import httpx
 
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
 from prime_core.gateway import GatewayAnswer, GatewayCall
@@ -30,24 +29,19 @@ from prime_node.bridge_messages import (
 Answer = TypeVar("Answer", bound=Strict)
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout: float) -> None:
-        super().__init__("bridge", timeout=timeout)
-        self._path = str(path)
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
 class BridgeClient:
     """Raises UnavailableError if the agent does not answer, the error named by its problem document
     if it refuses, and PolicyError if the agent is too old for this worker."""
 
     def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
-        self._socket_path = socket_path
-        self._timeout = timeout
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(
+                uds=str(socket_path), limits=httpx.Limits(max_keepalive_connections=0)
+            ),
+            base_url="http://bridge",
+            headers={HEADER: str(SPOKEN[-1])},
+            timeout=timeout,
+        )
 
     def run(self) -> RunDefinition:
         return RunDefinition.parse(self._request("GET", "/run", b""))
@@ -81,24 +75,21 @@ class BridgeClient:
             raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
-        connection = _UnixConnection(self._socket_path, self._timeout)
+        content = b""
         try:
-            with contextlib.suppress(BrokenPipeError):  # it may answer without reading the body
-                connection.request(method, path, body or None, {HEADER: str(SPOKEN[-1])})
-            response = connection.getresponse()
-            content = response.read(MAX_ANSWER_BYTES + 1)
-        except (OSError, http.client.HTTPException) as error:
+            with self._http.stream(method, path, content=body or None) as response:
+                for part in response.iter_bytes():
+                    content += part
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise MalformedError("the agent's answer is too long")
+        except httpx.HTTPError as error:
             raise UnavailableError(f"the agent does not answer on its socket: {error}") from error
-        finally:
-            connection.close()
-        if len(content) > MAX_ANSWER_BYTES:
-            raise MalformedError("the agent's answer is too long")
-        if response.status == HTTPStatus.NOT_IMPLEMENTED:
+        if response.status_code == HTTPStatus.NOT_IMPLEMENTED:
             raise PolicyError(
                 f"the agent on this machine is older than this image: it knows no {method}; "
                 "a newer prime-node works with it"
             )
-        if response.status != 200:
-            raise from_problem(response.status, content)
-        check_answer(response.getheader(HEADER), SPOKEN[-1], "the agent")
+        if response.status_code != 200:
+            raise from_problem(response.status_code, content)
+        check_answer(response.headers.get(HEADER), SPOKEN[-1], "the agent")
         return content
