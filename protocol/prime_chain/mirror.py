@@ -61,7 +61,13 @@ from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import PoolInfo, SubmissionInfo
 from prime_core.printing import printable
 from prime_core.rollout import MAX_FILE_BYTES, Submission, decode_leaves
-from prime_core.settlement import SettledFile, Settlement, SettlementPage, is_full
+from prime_core.settlement import (
+    SettledFile,
+    Settlement,
+    SettlementPage,
+    is_full,
+    parse_settlement,
+)
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.task import SignedLease
@@ -393,7 +399,7 @@ class Mirror:
     def _reward_root(self, event: Event) -> bool:
         if not isinstance(event, RewardRootPosted):
             return False
-        settlement = self._parsed(Settlement, event.object)
+        settlement = self._read(event.object, parse_settlement, "Settlement")
         if settlement is None:
             return False
         held = self._verdicts(settlement.files)
@@ -468,13 +474,16 @@ class Mirror:
     # -- copying --------------------------------------------------------------------------------
 
     def _parsed(self, kind: type[M], digest: Digest) -> M | None:
+        return self._read(digest, kind.model_validate_json, kind.__name__)
+
+    def _read(self, digest: Digest, parse: Callable[[bytes], T], kind: str) -> T | None:
         data = self._object(digest)
         if data is None:
             return None
         try:
-            return kind.model_validate_json(data)
+            return parse(data)
         except ValueError:
-            self._pass.missing[str(digest)] = f"it is no {kind.__name__}"
+            self._pass.missing[str(digest)] = f"it is no {kind}"
             return None
 
     def _object(

@@ -241,12 +241,15 @@ class Rebuilder:
             )
         self._check_block(epoch, as_of_block, previous, as_of_block)
         settled: dict[Digest, SettledFile] = {}
+        charged: set[Digest] = set()
         for _, one in history:
             settled |= _files_of(one)
+            charged |= {Digest(fault.opinion.opinion.submission) for fault in one.faults}
         claims: dict[Digest, _Claim] = {}
         found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
         for root, leaf in self._open_leaves(epoch, as_of_block, previous, settled, claims=None):
-            found[leaf.digest] = (root, leaf)
+            if not (is_own(root) and leaf.digest in charged):  # anyone can post a planted file
+                found[leaf.digest] = (root, leaf)
         for digest in found:
             claims[digest] = _claim_of(submission(digest))
         restored = self._restored(settled)
@@ -445,7 +448,7 @@ class Rebuilder:
         for root in reward_events.roots_until(self._events, block):
             if root.epoch > epoch:
                 continue
-            for leaf in self._leaves_of(root, claims):
+            for leaf in self._leaves_of(root, claims, names):
                 if leaf.digest not in decided and (root.epoch > after or leaf.digest in names):
                     found.setdefault(leaf.digest, (root, leaf))
         return list(found.values())
@@ -482,16 +485,23 @@ class Rebuilder:
             restored=restored,
         )
 
-    def _leaves_of(self, root: RootPosted, claims: Mapping[Digest, _Claim] | None) -> list[_Leaf]:
+    def _leaves_of(
+        self,
+        root: RootPosted,
+        claims: Mapping[Digest, _Claim] | None,
+        held: Set[Digest] = frozenset(),
+    ) -> list[_Leaf]:
         """The leaves of a root. Each list is checked against its root, each leaf against its node,
         once.
 
         A root without leaves object was posted by a node for its own leaf, which is the root. It
-        counts if `claims` settle the leaf by it. Without `claims` every root counts.
+        counts if `claims` settle the leaf by it, or leave a `held` one out. Without `claims` every
+        root counts.
         """
         if is_own(root):
             claim = None if claims is None else claims.get(root.root)
-            if claims is not None and (claim is None or claim.root_seq != root.seq):
+            left_out = claim is None and root.root not in held
+            if claims is not None and (left_out or (claim and claim.root_seq != root.seq)):
                 return []
             return [_Leaf(reward_events.poster(self._events, root), root.root, None)]
         if root.root not in self._leaves:

@@ -7,11 +7,13 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import World
 from fastapi.testclient import TestClient
@@ -19,7 +21,8 @@ from money_kit import RUN, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.contracts import Claim
-from prime_chain.events import EVENTS
+from prime_chain.event import Event
+from prime_chain.events import EVENTS, FileRestored, RootPosted
 from prime_chain.history import read_events, read_slashes
 from prime_chain.mirror import (
     AnnouncedMirrors,
@@ -41,6 +44,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_core.verdict import Reason
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.manager.indexer import _take
 from prime_orchestrator.store import schema
 
 pytestmark = needs_anvil
@@ -120,22 +124,39 @@ def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirro
     assert c.token.balance_of(OWNER.address) - before == amount
 
 
+def _restore_the_unjudged_file(world: World) -> FileRestored:
+    """The event as if the arbiter had it paid."""
+    events = read_events(world.client, world.deployment)
+    root = [event for event in events if isinstance(event, RootPosted)][-1]
+    place = {f.name: getattr(root, f.name) for f in fields(Event)} | {"log_index": 900}
+    with world.mgr.store.begin() as connection:
+        query = sa.select(schema.submissions).where(schema.submissions.c.status == "submitted")
+        row = connection.execute(query).mappings().one()
+        restored = FileRestored(
+            **place, leaf=row["digest"], pool=1, node=row["node"], step=row["step"], amount=5
+        )
+        _take(connection, [restored])
+    return restored
+
+
 def test_a_mirrors_settlement_is_the_managers_own(
     worked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 1)
     world, source = worked, Orchestrator(worked)
+    restored = _restore_the_unjudged_file(world)
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
     world.ticks(4)
     published = settled(world)
-    events = read_events(world.client, world.deployment)
+    assert [one.submission_digest for one in published.restored] == [restored.leaf]
+    events = [*read_events(world.client, world.deployment), restored]
     until_then = [e for e in events if e.block <= published.as_of_block]
     runs = history_of(events, 1, source.run)
     books = Rebuilder(until_then, world.deployment, 1, runs, source._client)
     mine = books.settle(published.epoch, source.submission, published.as_of_block)
     assert mine.digest() == published.digest()
 
-    follower(world, source).tick()
+    assert follower(world, source).tick().missing == {}
     copy = DirectoryStore(world.folder / "mirror")
     kept = load_settlement(published.digest(), lambda name: copy.get(digest_key(name), 10**6))
     assert len(kept.files) == 3

@@ -9,8 +9,9 @@ import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import ARBITER, World, make_world
+from fastapi.testclient import TestClient
 from money_kit import RUN, TOKEN, VALIDATOR
-from walk_kit import HONEST, LIAR, OWNER, Published, one, rebuild_root, settled
+from walk_kit import HONEST, LIAR, OTHER, OWNER, Published, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
 from prime_chain.event import Event
@@ -18,6 +19,7 @@ from prime_chain.events import FileRestored, LeafPosted, RootPosted
 from prime_chain.explain import ROOTED_LATE, explain
 from prime_chain.history import read_appeals, read_events
 from prime_chain.leaves import find_leaf
+from prime_chain.mirror import HttpSource
 from prime_chain.rewards import Rebuilder
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.encoding import sha256
@@ -26,11 +28,14 @@ from prime_core.fees import FAULT_FEES
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import SubmissionInfo
 from prime_core.revisions import RunHistory
+from prime_core.storage.base import put_object
+from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
+from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager import loops, revisions
 from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
-from prime_orchestrator.manager.settlement import settle_epochs
+from prime_orchestrator.manager.settlement import _leaves, _Turn, settle_epochs
 from prime_orchestrator.store import chain, leases, rewards, runs, schema
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
@@ -402,6 +407,11 @@ def _a_file_that_is_settled_after_it_was_charged_is_refused(
             with pytest.raises(UntrustedError, match="is rooted"):
                 rebuilder.rebuild(later.epoch)
             assert rebuilder.rebuild(before).match, "it was not rooted then"
+    until_then = [event for event in by_node if event.block <= later.as_of_block]
+    table = Rebuilder(until_then, world.deployment, 1, runs, Published(world)).settle(
+        later.epoch, _no_record, later.as_of_block
+    )
+    assert table.files == (), "a table leaves a planted file out that someone posted"
 
 
 def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: Path) -> None:
@@ -557,6 +567,62 @@ def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) ->
     rebuilt = rebuild_root(world, settled(world).epoch)
     assert rebuilt.problems == ()
     assert rebuilt.settlement.amounts() == {HONEST.address: 20 * TOKEN // 1000}
+
+    # The manager may not leave it out while it is held.
+    (file,) = rebuilt.settlement.files
+    held = rebuilt.settlement.model_copy(
+        update={"files": (file.model_copy(update={"state": "held"}),)}
+    )
+    found = _rebuilder(world)._open_leaves(
+        held.epoch + 1, held.as_of_block, held, {row.digest: held.files[0]}, claims={}
+    )
+    assert [leaf.digest for _, leaf in found] == [row.digest]
+
+
+def test_a_leaf_that_a_table_settled_before_the_manager_rooted_it_is_not_settled_again(
+    members: World,
+) -> None:
+    world, mgr = members, members.mgr
+    world.start_of_an_epoch()
+    twice, other = mgr.submit(HONEST), mgr.submit(HONEST)
+    mgr.judge(twice)
+    mgr.judge(other)
+    world.forward(RUN.epoch_seconds + 1)
+    world.loops.money_tick()  # taken into a root that is not sent for long
+    post_own_leaf(world, twice)
+    silent = world.contracts.rewards.silent_from(1)
+    assert silent is not None
+    world.forward(silent - world.client.block("latest").time)
+
+    books = _rebuilder(world)
+    (own,) = [event for event in books._events if isinstance(event, RootPosted)]
+    with TestClient(create_app(mgr.backend), follow_redirects=False) as http:
+        client = OrchestratorClient("http://testserver")
+        client._http = http
+        table = books.settle(own.epoch, HttpSource(client).submission)
+    assert table.amounts() == {HONEST.address: 20 * TOKEN // 1000}
+    put_object(mgr.objects, table.canonical())
+    said = table.table()
+    signature = VALIDATOR.sign(said, world.deployment.domain_of(said))
+    world.send(OTHER, world.contracts.rewards.post_table(said, [signature]))
+
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    world.anvil.mine(2)
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    turn = _Turn(own.epoch + 1, own.epoch, table.digest(), True)
+    with mgr.store.begin() as connection:
+        (held,) = _leaves(connection, turn, table.files, mgr.context)
+    assert (held.fact.root_seq, held.fact.expires) == (
+        own.seq, own.block_time + RUN.validity_seconds,
+    ), "a file that it held comes up by the root that it was settled by"  # fmt: skip
+
+    world.ticks()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.ticks(4)
+    last = settled(world)
+    assert [file.submission_digest for file in last.files] == [other.digest]
+    assert last.amounts() == {HONEST.address: 2 * 20 * TOKEN // 1000}
+    assert rebuild_root(world, last.epoch).problems == ()
 
 
 def test_a_leaf_posted_by_node_and_manager_is_paid_by_the_managers_root_alone(

@@ -21,7 +21,7 @@ from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key, put_object
-from prime_core.task import SignedLease
+from prime_core.task import SignedLease, shadow_pool
 from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
 from prime_envs.base import Problem, TaskScore
 from prime_envs.reverse import Reverse
@@ -69,6 +69,12 @@ def test_a_lie_is_rejected_on_evidence_that_an_auditor_replays(
     row = panel.judged(panel.tampered, LIAR)
     names = [encoding.sha256(data) for data in held]
     assert [names[0], names[-1], len(names)] == [row.sha256, row.evidence, 3]
+    with panel.mgr.store.read() as connection:
+        lease = leases.get(connection, row.lease_digest)
+    assert lease is not None
+    shadow = lease.signed().lease.model_copy(update={"pool": shadow_pool(1)})
+    panel.validator.validator._keep_for_strangers(shadow, b"a lie that costs nothing")
+    assert len(held) == 3
     assert (row.status, row.reason) == ("rejected", Reason.TAMPERED_REWARD)
     assert panel.mgr.node_status(LIAR.address) == "quarantined"
     evidence = panel.evidence(row)

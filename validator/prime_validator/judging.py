@@ -31,6 +31,7 @@ from prime_core.errors import (
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.rollout import Receipt
 from prime_core.signing import Signer
+from prime_core.task import Lease
 from prime_core.validator_messages import Job
 from prime_core.verdict import (
     Evidence,
@@ -259,7 +260,7 @@ class Validator:
                 seen=partial(self._seen, digest),
             )
             if finding.outcome is Outcome.REJECTED:
-                self._hold(data)
+                self._keep_for_strangers(promise, data)
             return finding
         except UnavailableError as error:
             raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
@@ -272,6 +273,13 @@ class Validator:
             raise _AbstainError(
                 Reason.VALIDATOR_CRASHED, f"{type(error).__name__}: {error}"
             ) from error
+
+    def _keep_for_strangers(self, promise: Lease, *data: bytes) -> None:
+        """Holds what an opinion accuses with. Shadow work costs its node no stake, and anyone can
+        hand it in: it would fill the mirror."""
+        if not promise.shadow:
+            for one in data:
+                self._hold(one)
 
     def _seen(self, digest: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
         return self._api.rows_seen(digest, marks)
@@ -292,8 +300,7 @@ class Validator:
         if finding.outcome is Outcome.REJECTED:
             stated = self._evidence(job, draw, finding)
             evidence = encoding.canonical_json(stated.model_dump(mode="json"))
-            self._hold(table)
-            self._hold(evidence)
+            self._keep_for_strangers(promise, table, evidence)
         law = Law(
             lease=claim.lease_digest,
             run=promise.run_digest,

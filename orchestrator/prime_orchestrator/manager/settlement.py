@@ -9,7 +9,7 @@ since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,11 +196,14 @@ def _settle(
         lock(connection, CHAIN_LOCK)  # reads facts and block number at one instant
         clock = chain_clock(connection)
         assert clock is not None
-        rooted = _leaves(connection, turn, names, context)
+        rooted = _leaves(connection, turn, held, context)
+        posted_before = _posted_before(connection, rooted)
         slash_facts = _slash_facts(connection)
         lies, faults = _planted(connection, context, turn)
         granted = _restored(connection, context)
-    leaves = _judged(objects, rooted)
+    earlier_files = _settled_before(objects, turn.previous, posted_before - set(names))
+    final = {name for name, file in earlier_files.items() if file.state != "held"}
+    leaves = _judged(objects, [one for one in rooted if one.digest not in final])
     settled_now = {leaf.submission_digest for leaf in leaves}
     earlier = [f for f in granted if f.leaf not in settled_now and not f.is_known_to(previous)]
     granted = [fact for fact in granted if fact.leaf in settled_now]
@@ -277,19 +280,28 @@ def _as_settled(
     objects: ObjectStore, newest: Digest | None, facts: Sequence[RestoredFact]
 ) -> list[RestoredFact]:
     """Returns the facts with how the files stand in the settlement `newest` and those before it."""
-    names, found = {fact.leaf for fact in facts}, dict[Digest, SettledFile]()
-    while newest is not None and newest != ZERO_DIGEST and names > found.keys():
-        settlement = load_settlement(newest, partial(read_object, objects))
-        for settled in settlement.files:
-            if settled.submission_digest in names:
-                found.setdefault(Digest(settled.submission_digest), settled)
-        newest = Digest(settlement.previous)
+    found = _settled_before(objects, newest, {fact.leaf for fact in facts})
     return [
         replace(fact, settled_as=file.state, received_at=file.received_at)
         if (file := found.get(fact.leaf))
         else fact
         for fact in facts
     ]
+
+
+def _settled_before(
+    objects: ObjectStore, newest: Digest | None, names: Set[Digest]
+) -> dict[Digest, SettledFile]:
+    """Returns those files of `names` that the settlement `newest` or one before it has, each as the
+    latest of them has it."""
+    found: dict[Digest, SettledFile] = {}
+    while newest is not None and newest != ZERO_DIGEST and names > found.keys():
+        settlement = load_settlement(newest, partial(read_object, objects))
+        for settled in settlement.files:
+            if settled.submission_digest in names:
+                found.setdefault(Digest(settled.submission_digest), settled)
+        newest = Digest(settlement.previous)
+    return found
 
 
 def _queue(
@@ -336,15 +348,39 @@ class _Rooted:
     units: int
     prompt_units: int
 
+    @property
+    def digest(self) -> Digest:
+        return self.fact.submission_digest
+
+
+def _posted_before(connection: Connection, leaves: Sequence[_Rooted]) -> set[Digest]:
+    """Returns the leaves that their nodes posted before the manager's root: a table of validators
+    may have settled them by the earlier root."""
+    posted = (event.arguments() for event in chain.events(connection, "LeafPosted"))
+    seqs = {args["leaf"]: args["seq"] for args in posted}
+    return {
+        one.digest for one in leaves if seqs.get(one.digest, one.fact.root_seq) < one.fact.root_seq
+    }
+
 
 def _leaves(
-    connection: Connection, turn: _Turn, names: Sequence[Digest], context: PoolContext
+    connection: Connection, turn: _Turn, held: Sequence[SettledFile], context: PoolContext
 ) -> list[_Rooted]:
-    """Returns the leaves of a turn and those of `names`, all in confirmed roots. Reads no object:
-    the indexer waits meanwhile."""
+    """Returns the leaves of a turn, in confirmed roots, and the `held` files, each by the root that
+    it was settled by. Reads no object: the indexer waits meanwhile."""
+    seqs = {Digest(file.submission_digest): file.root_seq for file in held}
     refused = {event.arguments()["leaf"] for event in chain.events(connection, "LeafRejected")}
     leaves, history = [], revisions.history(connection, context)
-    for row, seq, posted_at in roots.leaves(connection, turn.after, turn.epoch, names):
+    posted = {
+        seq: chain.events(connection, "RootPosted", second=seq)[0].block_time
+        for seq in set(seqs.values())
+    }
+    for row, seq, posted_at in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
+        if row.digest in seqs:
+            seq = seqs[row.digest]
+            posted_at = posted[seq]
+        assert seq is not None
+        assert posted_at is not None
         receipt = row.receipt_answer()
         run = history.at(row.step)
         fact = LeafFact(

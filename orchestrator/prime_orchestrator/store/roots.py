@@ -141,15 +141,17 @@ def first_epoch(connection: Connection, after: int, until: int) -> int | None:
 
 def leaves(
     connection: Connection, after: int, until: int, names: Collection[Digest]
-) -> Iterator[tuple[SubmissionRow, int, int]]:
-    """Yields (submission, number of its root, the root's block time) for confirmed roots: the
-    leaves of the epochs after + 1 to `until`, and those of `names` in any epoch."""
+) -> Iterator[tuple[SubmissionRow, int | None, int | None]]:
+    """Yields (submission, number of its root, the root's block time): the leaves of confirmed roots
+    of the epochs after + 1 to `until`, and those of `names`, with None if no root is confirmed."""
     query = (
         sa.select(schema.submissions, _roots.chain_seq, _roots.posted_at)
-        .join(schema.roots, _roots.id == _submissions.root_id)
+        .outerjoin(schema.roots, _roots.id == _submissions.root_id)
         .where(
-            _roots.chain_seq.is_not(None),
-            sa.or_(_roots.epoch.between(after + 1, until), _submissions.digest.in_(names)),
+            sa.or_(
+                sa.and_(_roots.chain_seq.is_not(None), _roots.epoch.between(after + 1, until)),
+                _submissions.digest.in_(names),
+            ),
         )
         .execution_options(yield_per=_AT_ONCE)
     )
