@@ -351,8 +351,8 @@ class Mirror:
         self.store.put("pool", mine.model_dump_json().encode())
 
     def hold(self, data: bytes) -> None:
-        """Stores an object that its owner has and the source may never serve. Raises
-        UnavailableError if the disk takes nothing; a full mirror only says so in the log."""
+        """Stores an object that its owner has and the source may never serve. If mirror or disk is
+        full, only the log says so."""
         with self._writing:
             key = digest_key(sha256(data))
             if self.store.exists(key):
@@ -360,7 +360,11 @@ class Mirror:
             if self.held + len(data) > self._max_bytes:
                 log.warning("%s is not kept: %s", key, self._full)
                 return
-            self.store.put(key, data)
+            try:
+                self.store.put(key, data)
+            except UnavailableError as error:
+                log.warning("%s is not kept: %s", key, error)
+                return
             self.held += len(data)
 
     @property

@@ -199,10 +199,7 @@ class Validator:
         if finding.outcome is Outcome.ABSTAINED:
             kind = _LaterError if finding.reason is Reason.POLICY_MISSING else _AbstainError
             raise kind(finding.reason, finding.detail)
-        try:
-            return self._opinion(job, draw, finding)
-        except UnavailableError as error:
-            raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
+        return self._opinion(job, draw, finding)
 
     def _check(self, job: Job) -> None:
         """Checks the job's signatures, because evidence will include them."""

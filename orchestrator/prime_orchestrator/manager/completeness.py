@@ -37,10 +37,12 @@ from prime_orchestrator.store.engine import Store, lock
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS = 300.0
-"""Least time between two comparisons."""
+CHECK_SECONDS, RETRY_SECONDS = 300.0, 60.0
+"""Least time between two comparisons, and after one that found a difference that stays."""
 IN_TURN = 4
 """Subjects of each kind that are compared at a time."""
+MOST_VALIDATORS = 255
+"""Validators over a pool's life (Pools.setValidator)."""
 MOST_NAMED = 6
 """Most differences in one message."""
 _SEATED: tuple[NodeStatus, ...] = ("admitted", "active", "silent", "quarantined")
@@ -66,13 +68,16 @@ def check_events(
     """Compares the stored events with the contracts every CHECK_SECONDS; see the module's
     docstring. Costs about ten reads, and at most ten for each of IN_TURN. Returns the events found.
 
-    Raises UnavailableError if no endpoint shows what is missing; then the next call compares again.
+    Raises UnavailableError if no endpoint shows what is missing, until a comparison finds it.
     """
     moment = now()
     with store.read() as connection:
         cursor = chain.cursor(connection, CURSOR)
         progress = checks.load(connection)
-    if cursor is None or 0 <= moment - progress.at < CHECK_SECONDS:
+    pause = RETRY_SECONDS if progress.unexplained else CHECK_SECONDS
+    if cursor is not None and 0 <= moment - progress.at < pause and progress.unexplained:
+        raise UnavailableError(progress.unexplained)
+    if cursor is None or 0 <= moment - progress.at < pause:
         return []
     block = cursor[0]
     if not has_state(contracts.client, block):
@@ -98,13 +103,24 @@ def check_events(
             log.error("%d events were missing", len(taken))
             count_gap(store)
         if any(check.differs() for _, check in wrong if check.certain):
-            raise UnavailableError(f"{why}; no endpoint shows the missing events")
+            said = f"{why}; no endpoint shows the missing events"
+            _keep_unexplained(store, moment, said)
+            raise UnavailableError(said)
     compared.keep_elsewhere()
     compared.correct_states(watcher)
-    progress.at, progress.block = moment, block
+    progress.at, progress.block, progress.unexplained = moment, block, ""
     with store.begin() as connection:
         checks.save(connection, progress)
     return taken
+
+
+def _keep_unexplained(store: Store, moment: float, said: str) -> None:
+    """Notes a comparison that ended without the missing events: the chain loop reports it until one
+    finds them, and the events are not read again at once."""
+    with store.begin() as connection:
+        progress = checks.load(connection)
+        progress.at, progress.unexplained = moment, said
+        checks.save(connection, progress)
 
 
 class _Compared:
@@ -149,11 +165,12 @@ class _Compared:
             yield self._check(name, said, known)
         with self._store.read() as connection:
             number = len(_validators(connection)) + 1
-        yield self._check(
-            f"the account appointed as number {number}",
-            pools.validator_at(pool, number, block),
-            lambda c: _validator_at(c, number),
-        )
+        if number <= MOST_VALIDATORS:
+            yield self._check(
+                f"the account appointed as number {number}",
+                pools.validator_at(pool, number, block),
+                lambda c: _validator_at(c, number),
+            )
 
     def _check(
         self,

@@ -25,6 +25,7 @@ class Turn(BaseModel):
 class Progress(BaseModel):
     """`at`: Unix seconds of the last comparison. `block`: the one at which the facts of the whole
     pool were last found equal. `elsewhere`: open proposals of a validator that are not the pool's.
+    `unexplained`: the difference that the last comparison could not resolve.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -33,6 +34,7 @@ class Progress(BaseModel):
     block: int = 0
     turns: dict[str, Turn] = {}
     elsewhere: dict[str, int] = {}
+    unexplained: str = ""
 
 
 def load(connection: Connection) -> Progress:
