@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -408,6 +409,21 @@ def test_a_silent_gateway_takes_at_most_a_part_of_a_lease(
     kit.open_lease.signed = later
     assert kit.broker.call(call).reason == "it does not answer"
     assert asked[-1] == later
+
+
+def test_a_file_is_sent_without_holding_it_in_memory(kit: Kit, tmp_path: Path) -> None:
+    """Neither end holds it: a worker's memory is its model's."""
+    take_lease(kit)
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        file.truncate(16 << 20)
+    tracemalloc.start()
+    try:
+        kit.client.send_file(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_an_answer_to_a_body_that_nobody_reads_is_heard(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from prime_core.messages import Heartbeat
 from prime_core.node import Hardware
 from prime_orchestrator.api.liveness import LifeTicks, heartbeats
 from prime_orchestrator.manager.indexer import derive
+from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.store import chain, leases, lock, nodes, open_store
 from prime_orchestrator.store.chain import EventRow
 
@@ -115,13 +116,14 @@ def test_heartbeats_of_two_machines_in_one_batch_differ(world: World) -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("other", ["issues leases", "takes files in"])
+@pytest.mark.parametrize("other", ["issues leases", "takes files in", "rejects a file"])
 @pytest.mark.parametrize("waits", ["expiry", "the indexer"])
 def test_what_ends_several_leases_waits_for_other_writers_without_a_deadlock(
     world: World, empty_postgres: str, waits: str, other: str
 ) -> None:
     """Issuing leases writes rows of nodes in the order of the requests, here against the order of
-    the leases that end; files are taken in by the order of their leases."""
+    the leases that end; files are taken in by the order of their leases; a verdict locks a node,
+    then ends that node's leases."""
     session = world.member(1)
     row = leases.new_row(Digest("0x" + "00" * 32), world.lease(session), now=world.clock())
     row = replace(row, deadline=int(world.clock()) - 1)
@@ -159,8 +161,10 @@ def test_what_ends_several_leases_waits_for_other_writers_without_a_deadlock(
             if other == "issues leases":
                 lock(connection, "leases")
                 nodes.set_class(connection, accounts[0], 2)
-            else:
+            elif other == "takes files in":
                 leases.lock_rows(connection, digests[2:])
+            else:
+                nodes.lock_row(connection, accounts[2])
             ending.start()
             blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
             for _ in range(2000):
@@ -169,8 +173,12 @@ def test_what_ends_several_leases_waits_for_other_writers_without_a_deadlock(
                 threading.Event().wait(0.01)
             if other == "issues leases":
                 nodes.set_class(connection, accounts[2], 2)
-            else:
+            elif other == "takes files in":
                 leases.lock_rows(connection, digests[:1])
+            else:
+                apply_node_event(
+                    connection, backend.context, accounts[2], "rejected", world.clock()
+                )
         ending.join(20)
         with store.read() as connection:
             after = leases.those(connection, digests)
@@ -178,4 +186,45 @@ def test_what_ends_several_leases_waits_for_other_writers_without_a_deadlock(
     finally:
         if ending.is_alive():
             ending.join(20)
+        store.close()
+
+
+@pytest.mark.postgres
+def test_a_file_that_is_taken_in_while_its_node_is_quarantined_keeps_its_lease(
+    world: World, empty_postgres: str
+) -> None:
+    """Another file of the node is rejected meanwhile: that ends its open leases only."""
+    lease = world.lease(world.member(1))
+    row = leases.new_row(Digest("0x" + "01" * 32), lease, now=world.clock())
+    store = open_store(empty_postgres)
+    store.migrate()
+    with store.begin() as connection:
+        nodes.admit(
+            connection, row.node, now=world.clock(), status="active", runtime="process",
+            hardware=Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=()),
+        )  # fmt: skip
+        leases.add(connection, [row])
+
+    def reject() -> None:
+        with store.begin() as other:
+            apply_node_event(other, world.backend.context, row.node, "rejected", world.clock())
+
+    rejecting = threading.Thread(target=reject)
+    try:
+        with store.begin() as connection:
+            leases.lock_rows(connection, [row.digest])
+            leases.set_statuses(connection, [replace(row, status="submitted")])
+            rejecting.start()
+            blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            while rejecting.is_alive() and not connection.execute(blocked).scalar_one():
+                rejecting.join(0.01)
+        rejecting.join(20)
+        with store.read() as connection:
+            after = leases.get(connection, row.digest)
+            node = nodes.get(connection, row.node)
+        assert after is not None
+        assert node is not None
+        assert (after.status, node.status) == ("submitted", "quarantined")
+    finally:
+        rejecting.join(20)
         store.close()

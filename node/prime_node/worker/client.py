@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import httpx
 
@@ -52,10 +52,10 @@ class BridgeClient:
     def send_file(self, path: Path) -> None:
         """Sends a finished file's bytes; `submit` then refers to it by its name."""
         try:
-            content = path.read_bytes()
+            with path.open("rb") as content:  # bytes would be copied once per piece that is sent
+                self._request("PUT", FILES + path.name, content)
         except OSError as error:
             raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
-        self._request("PUT", FILES + path.name, content)
 
     def submit(self, body: HandIn) -> HandInAnswer:
         return self._post("/submit", body, HandInAnswer)
@@ -74,7 +74,7 @@ class BridgeClient:
         except ValueError as error:
             raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
 
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | IO[bytes]) -> bytes:
         content = b""
         try:
             with self._http.stream(method, path, content=body or None) as response:

@@ -225,7 +225,10 @@ class LifeTicks:
             self._up_since = now
         with backend.store.begin() as connection:
             lock(connection, "leases")  # issuing leases also writes rows of several nodes
-            for node in nodes.active_before(connection, now - backend.context.run.death_seconds):
+            quiet = nodes.active_before(connection, now - backend.context.run.death_seconds)
+            late = leases.late_nodes(connection, now)
+            # A verdict locks its node, then that node's leases.
+            for node in nodes.lock_rows(connection, late | {one.address for one in quiet}).values():
                 state, _ = step_node(
                     NodeState(node.status, node.last_heartbeat),
                     "tick",

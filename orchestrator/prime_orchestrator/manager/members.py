@@ -160,5 +160,5 @@ def apply_node_event(
         log.info("node %s: %s → %s (%s)", node, row.status, state.status, event)
     nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
     if "release_leases" in effects:
-        for lease in leases.open_of(connection, node):
+        for lease in leases.lock_open(connection, node):
             expire(connection, lease, context.run.lease_seconds, excused=event != "left")

@@ -102,12 +102,13 @@ def lock_rows(connection: Connection, digests: Collection[Digest]) -> dict[Diges
     return {row.digest: row for row in rows}
 
 
-def open_of(connection: Connection, node: Address) -> list[LeaseRow]:
-    """Returns the open leases of `node`, oldest first."""
+def lock_open(connection: Connection, node: Address) -> list[LeaseRow]:
+    """Returns the open leases of `node`, locked as by `lock_rows`."""
     query = (
         sa.select(schema.leases)
         .where(_leases.node == node, _leases.status == "open")
-        .order_by(_leases.created_at, _leases.lease_index)
+        .order_by(_leases.digest)
+        .with_for_update()
     )
     return records(LeaseRow, connection.execute(query).mappings().all())
 
@@ -146,14 +147,26 @@ def newest_of(
 ) -> list[tuple[LeaseRow, LeaseOutcome]]:
     """Returns the newest `limit` leases of `node`, newest last, each with what became of it."""
     query = (
-        sa.select(schema.leases, sa.func.coalesce(_submissions.status, _leases.status))
-        .outerjoin(schema.submissions, _submissions.lease_digest == _leases.digest)
+        sa.select(schema.leases)
         .where(_leases.node == node)
         .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
         .limit(limit)
     )
-    found = [(LeaseRow(*row), outcome) for *row, outcome in connection.execute(query)]
-    return found[::-1]
+    rows = records(LeaseRow, connection.execute(query).mappings().all())[::-1]
+    # A join would read the files of all the node's leases before it leaves out the older ones.
+    named = _submissions.lease_digest.in_([row.digest for row in rows])
+    files = connection.execute(
+        sa.select(_submissions.lease_digest, _submissions.status).where(named)
+    )
+    endings = {Digest(lease): status for lease, status in files}
+    return [(row, endings.get(row.digest, row.status)) for row in rows]
+
+
+def late_nodes(connection: Connection, now: float) -> frozenset[Address]:
+    """Returns the nodes with open leases whose deadline has passed."""
+    late = sa.and_(_leases.status == "open", _leases.deadline < now)
+    found = connection.execute(sa.select(_leases.node).distinct().where(late)).scalars()
+    return frozenset(Address(node) for node in found)
 
 
 def overdue(connection: Connection, now: float) -> list[LeaseRow]:
