@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from money_kit import TRAINER, ManagerSide, key, open_manager
 
 from prime_core.checkpoint import PolicyStatement
 from prime_core.encoding import sha256
+from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
+from prime_core.storage.base import put_object
 from prime_core.verdict import Reason
-from prime_orchestrator.manager.settlement import settle_epochs
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, settle_epochs
 from prime_orchestrator.manager.transactions import REST_SECONDS, requeue_wanted
-from prime_orchestrator.store import chain, intents, nodes, schema
+from prime_orchestrator.store import chain, intents, meta, nodes, rewards, schema
 from prime_orchestrator.store.intents import IntentKind, queue_intent
 
 NODE = key(10)
@@ -182,3 +185,35 @@ def test_a_reward_root_below_a_table_that_others_posted_is_settled_again(mgr: Ma
         with mgr.store.read() as connection:
             epochs = connection.execute(sa.select(table.c.epoch).order_by(table.c.epoch)).scalars()
             assert list(epochs) == ([4, 5] if kept else [4])
+
+    # A root whose base was disabled while it waits, or failed for lack of funds, is not posted.
+    for ended in (False, True):
+        with mgr.store.begin() as connection:
+            payload = {"previous": "o4"}
+            name = queue_intent(connection, kind="reward_root", key="5:o5", payload=payload, now=0)
+            row = rewards.RewardRootRow(5, Digest("r"), "110", Digest("o5"), 0.0)
+            rewards.add_root(connection, row)
+            if ended:
+                intents.fail(connection, name, "InsufficientFunds()", now=0)
+        for standing in (True, False):
+            with mgr.store.begin() as connection:
+                if not standing:
+                    rewards.drop_root(connection, 4)
+            assert settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now) is None
+            with mgr.store.read() as connection:
+                assert (rewards.root_of(connection, 5) is not None) == standing
+                found = intents.get(connection, name)
+            assert found is None or standing or found.status == "failed"
+        with mgr.store.begin() as connection:
+            connection.execute(sa.delete(schema.intents))
+            rewards.put_root(connection, replace(row, epoch=4, object=Digest("o4"), claimable_at=1))
+
+    # Its object may be missing, or be none: that is no defect of the process.
+    junk = put_object(mgr.objects, b"junk")
+    for name, why in ((sha256(b"unpublished"), "no object"), (junk, "is no settlement")):
+        with mgr.store.begin() as connection:
+            connection.execute(sa.update(table).values(object=name))
+            for place, value in ((CHAIN_BLOCK, 9), (CHAIN_TIME, int(mgr.now()))):
+                meta.put(connection, place, str(value))
+        with pytest.raises(UnavailableError, match=why):
+            settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now)

@@ -16,6 +16,7 @@ from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
@@ -50,6 +51,7 @@ from prime_orchestrator.store import (
     slashes,
     submissions,
 )
+from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store import meta as store_meta
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent, requeue_failed
@@ -125,7 +127,8 @@ def settle_epochs(
     Due is the oldest unsettled epoch with work on chain, once its leaves are past their validity.
     Without new work, it is an epoch in which a held credit was decided. The settlement object is
     written first; then one transaction writes the row and queues the intent. A reward root that
-    failed (for example, for lack of funds) is queued again.
+    failed (for example, for lack of funds) is queued again. Raises UnavailableError while a
+    settlement that it builds on cannot be read.
     """
     with store.begin() as connection:
         turn = _next_turn(connection, context, now())
@@ -133,7 +136,7 @@ def settle_epochs(
         return None
     previous = None
     if turn.previous is not None:
-        previous = load_settlement(turn.previous, partial(read_object, objects))
+        previous = _load(objects, turn.previous)
     held = [f for f in previous.files if f.state == "held"] if previous else []
     settlement = None
     if turn.new_leaves or held or _was_restored(store, context, previous):
@@ -159,6 +162,9 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
             rewards.drop_root(connection, last.epoch)
             return None
         intent = f"reward_root:{last.epoch}:{last.object}"
+        if _is_stale(connection, intent, promised.object if promised else ZERO_DIGEST):
+            rewards.drop_root(connection, last.epoch)
+            return None
         requeue_failed(connection, intent, now, not_before=now - run.epoch_seconds)
         return None
     if clock is None:
@@ -179,6 +185,25 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         previous=None if last is None else Digest(last.object),
         new_leaves=with_work is not None or looked.waits,
     )
+
+
+def _is_stale(connection: Connection, intent: str, newest: Digest) -> bool:
+    """Whether the reward root of an intent follows another settlement than `newest`, the one of the
+    newest root on chain: that root was disabled, or a table came between. Then it is not sent any
+    more. False if the sender has it already."""
+    row = store_intents.get(connection, intent)
+    if row is None or row.arguments().get("previous", newest) == newest:
+        return False  # before it was noted, intents did not say what they follow
+    return row.status == "failed" or store_intents.forget_waiting(connection, [intent]) > 0
+
+
+def _load(objects: ObjectStore, name: Digest) -> Settlement:
+    """Returns the settlement `name` with all its files. Raises UnavailableError if an object of it
+    is missing or is no settlement, as one of a table that others posted may be."""
+    try:
+        return load_settlement(name, partial(read_object, objects))
+    except (NotFoundError, MalformedError) as error:
+        raise UnavailableError(f"no settlement can follow {name}: {error}") from error
 
 
 def _settle(
@@ -296,7 +321,7 @@ def _settled_before(
     latest of them has it."""
     found: dict[Digest, SettledFile] = {}
     while newest is not None and newest != ZERO_DIGEST and names > found.keys():
-        settlement = load_settlement(newest, partial(read_object, objects))
+        settlement = _load(objects, newest)
         for settled in settlement.files:
             if settled.submission_digest in names:
                 found.setdefault(Digest(settled.submission_digest), settled)
@@ -324,6 +349,7 @@ def _queue(
                 "cumulative_total": total,
                 "object": digest,
                 "as_of_block": settlement.as_of_block,
+                "previous": settlement.previous,
             },
             now=now,
         )

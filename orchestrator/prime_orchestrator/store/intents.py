@@ -38,7 +38,7 @@ IntentKind = Literal[
 join           {"invite": Invite, "signature"}                        id join:<node>:<deadline>
 policy         {"statement": PolicyStatement, "signature"}            id policy:<version>
 root           {"root", "count", "leaves_object"}                     id root:<root>
-reward_root    {"epoch", "root", "cumulative_total", "object", "as_of_block"}
+reward_root    {"epoch", "root", "cumulative_total", "object", "as_of_block", "previous"}
                                                                  id reward_root:<epoch>:<object>
 eject          {"node"}                                               id eject:<node>:<why>
 propose        {"submission_digest"}                                  id propose:<digest>
@@ -167,9 +167,10 @@ def fail(connection: Connection, intent_id: str, why: str, *, now: float) -> Non
     )
 
 
-def forget_waiting(connection: Connection, ids: Collection[str]) -> None:
-    """Deletes those of the intents that still wait for their call."""
-    connection.execute(sa.delete(_table).where(_intents.id.in_(ids), _intents.status == "waiting"))
+def forget_waiting(connection: Connection, ids: Collection[str]) -> int:
+    """Deletes those of the intents that still wait for their call, and returns how many."""
+    waiting = sa.delete(_table).where(_intents.id.in_(ids), _intents.status == "waiting")
+    return connection.execute(waiting).rowcount
 
 
 def waiting_of(connection: Connection, kind: IntentKind) -> list[IntentRow]:
