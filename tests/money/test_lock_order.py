@@ -15,8 +15,8 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Reason
 from prime_orchestrator.manager.indexer import derive
 from prime_orchestrator.manager.planting import Planted, reveal
-from prime_orchestrator.manager.settlement import void
-from prime_orchestrator.store import chain, jobs, nodes, submissions
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void, void_unjudged
+from prime_orchestrator.store import chain, jobs, lock, meta, nodes, submissions
 
 NODE = key(10)
 
@@ -54,6 +54,39 @@ def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(
     ending.join(30)
     assert not failures
     assert mgr.row(row.digest).status == "accepted"
+
+
+@pytest.mark.postgres
+def test_files_that_end_together_wait_for_a_claim_of_several(mgr: ManagerSide) -> None:
+    files = [mgr.submit(NODE, shadow=True).digest for _ in range(2)]
+    failures: list[Exception] = []
+
+    def end() -> None:
+        try:
+            void_unjudged(mgr.store, mgr.context, mgr.now)
+        except Exception as error:
+            failures.append(error)
+
+    mgr.now.time += RUN.validity_seconds + 1
+    with mgr.store.begin() as connection:
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(int(mgr.now())))
+        first, second = submissions.unjudged(
+            connection, rooted_before=0, shadow_before=mgr.now() - RUN.validity_seconds
+        )
+    assert {first, second} == {*files}
+    ending = threading.Thread(target=end)
+    with mgr.store.begin() as connection:
+        lock(connection, "assignments")
+        jobs.lock_row(connection, second)
+        ending.start()
+        blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        while ending.is_alive() and not connection.execute(blocked).scalar_one():
+            ending.join(0.01)
+        jobs.lock_row(connection, first)
+    ending.join(30)
+    assert not failures
+    assert {mgr.row(digest).status for digest in files} == {"void"}
 
 
 @pytest.mark.postgres

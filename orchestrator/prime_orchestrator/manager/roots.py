@@ -125,12 +125,13 @@ def void_unrooted(
         clock = chain_clock(connection)
         if clock is None:
             return 0
-        ended = 0
-        for row in never_rooted(connection, context, clock.time, without):
-            if row.status in _UNPUNISHED:
-                void(connection, row.digest, Reason.UNROOTED, now(), of=_UNPUNISHED)
-                ended += 1
-        return ended
+        late = never_rooted(connection, context, clock.time, without)
+        ending = [row.digest for row in late if row.status in _UNPUNISHED]
+        if ending:
+            lock(connection, "assignments")  # claims lock several jobs, too
+        for digest in ending:
+            void(connection, digest, Reason.UNROOTED, now(), of=_UNPUNISHED)
+        return len(ending)
 
 
 def _write(

@@ -504,6 +504,8 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
         late = submissions.unjudged(
             connection, rooted_before=clock.time - validity, shadow_before=now() - validity
         )
+        if late:
+            lock(connection, "assignments")  # claims lock several jobs, too
         for digest in late:
             void(connection, digest, Reason.UNAVAILABLE, now())
         return len(late)
