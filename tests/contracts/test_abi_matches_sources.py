@@ -46,10 +46,12 @@ def test_stale_names_a_file_that_differs_is_missing_or_too_many(
     monkeypatch.setattr(build, "artifacts", lambda: {"A.json": "a", "B.json": "b", "C.json": "c"})
     monkeypatch.setattr(build, "LAYOUT", tmp_path / "elsewhere" / "layout.json")
     monkeypatch.setattr(build, "layout", lambda: "slots")
+    monkeypatch.setattr(build, "KINDS", tmp_path / "elsewhere" / "kinds.py")
+    monkeypatch.setattr(build, "event_kinds", lambda: "classes")
     (tmp_path / "A.json").write_text("a")
     (tmp_path / "B.json").write_text("other")
     (tmp_path / "D.json").write_text("d")
-    assert build.stale() == ["B.json", "C.json", "D.json", "layout.json"]
+    assert build.stale() == ["B.json", "C.json", "D.json", "kinds.py", "layout.json"]
 
 
 @pytest.mark.parametrize("name", _script().CONTRACTS)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
-from chain_kit import World
+from chain_kit import World, run_indexer_tick
 from fastapi.testclient import TestClient
 from money_kit import RUN, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OWNER, one, settled
@@ -45,7 +45,8 @@ from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_core.verdict import Reason
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager.indexer import _take
-from prime_orchestrator.store import schema
+from prime_orchestrator.manager.settlement import settle_epochs
+from prime_orchestrator.store import roots, schema
 
 pytestmark = needs_anvil
 STRANGER = key(30)
@@ -315,3 +316,25 @@ def unused_url() -> str:
     """Of a port at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_store_that_lacks_a_root_settles_nothing_of_its_epoch(worked: World) -> None:
+    """As after the restore of a backup that was made before the root: its files are rooted again
+    with later work, and would be paid a second time after a table of the validators."""
+    world, mgr = worked, worked.mgr
+    with mgr.store.begin() as connection:
+        newest = connection.execute(sa.select(sa.func.max(schema.roots.c.id))).scalar_one()
+        mine = schema.submissions.c.root_id == newest
+        connection.execute(
+            sa.update(schema.submissions).where(mine).values(root_id=None, leaf_index=None)
+        )
+        connection.execute(sa.delete(schema.roots).where(schema.roots.c.id == newest))
+        ((seq, epoch),) = roots.unknown(connection)
+    assert world.contracts.work.root_of(1, seq) is not None
+    mgr.submit(HONEST)
+    world.until_rooted()
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    world.anvil.mine(2)
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    with pytest.raises(UnavailableError, match=f"root {seq} of epoch {epoch} is on chain and not"):
+        settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now)

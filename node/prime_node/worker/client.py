@@ -39,7 +39,6 @@ class BridgeClient:
                 uds=str(socket_path), limits=httpx.Limits(max_keepalive_connections=0)
             ),
             base_url="http://bridge",
-            headers={HEADER: str(SPOKEN[-1])},
             timeout=timeout,
         )
 
@@ -75,9 +74,9 @@ class BridgeClient:
             raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
 
     def _request(self, method: str, path: str, body: bytes | IO[bytes]) -> bytes:
-        content = b""
+        content, headers = b"", {HEADER: str(SPOKEN[-1])}
         try:
-            with self._http.stream(method, path, content=body or None) as response:
+            with self._http.stream(method, path, content=body or None, headers=headers) as response:
                 for part in response.iter_bytes():
                     content += part
                     if len(content) > MAX_ANSWER_BYTES:

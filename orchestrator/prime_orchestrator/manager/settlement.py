@@ -221,8 +221,18 @@ def _settle(
         lock(connection, CHAIN_LOCK)  # reads facts and block number at one instant
         clock = chain_clock(connection)
         assert clock is not None
+        unknown = roots.unknown(connection)
+        for seq, epoch in unknown:
+            if turn.after < epoch <= turn.epoch:
+                raise UnavailableError(
+                    f"work root {seq} of epoch {epoch} is on chain and not in this store, as after "
+                    "the restore of an older backup: the pool's validators can post a table for "
+                    "this epoch (docs/runbooks/restore.md)"
+                )
         rooted = _leaves(connection, turn, held, context)
         posted_before = _posted_before(connection, rooted)
+        if unknown:  # files of theirs may have been settled, and rooted again since
+            posted_before = {one.digest for one in rooted}
         slash_facts = _slash_facts(connection)
         lies, faults = _planted(connection, context, turn)
         granted = _restored(connection, context)
@@ -393,20 +403,28 @@ def _leaves(
     connection: Connection, turn: _Turn, held: Sequence[SettledFile], context: PoolContext
 ) -> list[_Rooted]:
     """Returns the leaves of a turn, in confirmed roots, and the `held` files, each by the root that
-    it was settled by. Reads no object: the indexer waits meanwhile."""
+    it was settled by. Reads no object: the indexer waits meanwhile. Raises UnavailableError if one
+    of these or its root is not known."""
     seqs = {Digest(file.submission_digest): file.root_seq for file in held}
     refused = {event.arguments()["leaf"] for event in chain.events(connection, "LeafRejected")}
     leaves, history = [], revisions.history(connection, context)
     posted = {
-        seq: chain.events(connection, "RootPosted", second=seq)[0].block_time
+        seq: event.block_time
         for seq in set(seqs.values())
+        for event in chain.events(connection, "RootPosted", second=seq)
     }
+    missing = {*seqs}
     for row, seq, posted_at in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
         if row.digest in seqs:
+            missing.discard(row.digest)
             seq = seqs[row.digest]
-            posted_at = posted[seq]
+            posted_at = posted.get(seq)
         assert seq is not None
-        assert posted_at is not None
+        if posted_at is None:
+            raise UnavailableError(
+                f"the settlement before holds {row.digest} by root {seq}, which is not on chain: "
+                "the arbiter must disable its reward root"
+            )
         receipt = row.receipt_answer()
         run = history.at(row.step)
         fact = LeafFact(
@@ -428,6 +446,12 @@ def _leaves(
             prompt_price=run.price_per_prompt_token,
         )
         leaves.append(_Rooted(fact, row.verdict, row.units, row.prompt_units))
+    if missing:
+        raise UnavailableError(
+            f"the settlement before holds {min(missing)}, which is not in this store, as after the "
+            "restore of an older backup: the pool's validators can post a table "
+            "(docs/runbooks/restore.md)"
+        )
     return leaves
 
 

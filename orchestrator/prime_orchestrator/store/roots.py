@@ -12,7 +12,7 @@ from prime_core import encoding
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.chain import EventRow
-from prime_orchestrator.store.rows import record
+from prime_orchestrator.store.rows import record, records
 from prime_orchestrator.store.submissions import SubmissionRow
 
 _roots = schema.roots.c
@@ -128,6 +128,18 @@ def drop_leaf(connection: Connection, leaf: Digest) -> None:
 
 
 # ── what settlements read ──
+
+
+def unknown(connection: Connection) -> list[tuple[int, int]]:
+    """Returns (number, epoch) of the manager's roots that are on chain and not in this store, as
+    after the restore of a backup that was made before them."""
+    known = sa.exists().where(
+        _roots.root == schema.chain_events.c.subject, _roots.chain_seq.is_not(None)
+    )
+    query = sa.select(schema.chain_events).where(schema.chain_events.c.name == "RootPosted", ~known)
+    found = records(EventRow, connection.execute(query).mappings().all())
+    args = [event.arguments() for event in found]
+    return [(one["seq"], one["epoch"]) for one in args if one["leaves_object"] != ZERO_DIGEST]
 
 
 def first_epoch(connection: Connection, after: int, until: int) -> int | None:
