@@ -65,9 +65,16 @@ CHEATS = (
     Cheat("int4", "4-bit weights", 0.75, 32, (1.0, 1.0), (1.0, 1.0)),
     Cheat("kv4", "a 4-bit cache", 0.75, 32, (1.0, 1.0), (1.0, 1.0)),
     Cheat("forged_by_copy", "proofs by a 4-bit copy", 0.75, 32, (1.0, 1.0), (1.0, 1.0)),
-    Cheat("shallow_model", "half the layers", 0.5, 128, (1.0, 1.0), (1.0, 1.0)),
-    Cheat("half_small", "a small model for half a row", 0.5, 256, (1.0, 1.0), (0.975, 0.975)),
-    Cheat("small_model", "a small model", 1.0, 256, (1.0, 1.0), (1.0, 1.0)),
+    Cheat("shallow_model", "half the layers", 0.5, 256, (1.0, 1.0), (1.0, 1.0)),
+    Cheat(
+        "half_small",
+        "a small model for half a row",
+        0.5,
+        256,
+        (1.0, 1.0),
+        (0.975, 0.9583333333333334),
+    ),
+    Cheat("small_model", "a small model", 1.0, 128, (1.0, 1.0), (1.0, 1.0)),
     Cheat("foreign5", "5 % foreign tokens", 0.05, 128, (1.0, 1.0), (1.0, 1.0)),
 )
 

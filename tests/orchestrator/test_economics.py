@@ -108,8 +108,8 @@ def blind(run: RunDefinition) -> dict[str, Prospect]:
 @pytest.mark.parametrize(
     ("run", "values", "cheat", "field"),
     [
-        (WORDS, {"slash_amount": 10**16}, "small_model plain", "slash_amount"),
-        (WORDS, {"stake_per_seat": 10**16}, "small_model vllm", "stake_per_seat"),
+        (WORDS, {"slash_amount": 10**16}, "shallow_model plain", "slash_amount"),
+        (WORDS, {"stake_per_seat": 10**16}, "shallow_model vllm", "stake_per_seat"),
         (SHORT, {"groups_per_lease": 1, "samples_per_group": 2}, "int8 plain", "groups_per_lease"),
     ],
 )
