@@ -13,28 +13,13 @@ from prime_core.ids import Digest
 from prime_core.run import Conversation, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
-from prime_envs.base import Problem
 from prime_envs.registry import BUILT_IN, environment_ref
-from prime_envs.reverse import Reverse
-from prime_envs.tools import Observation
 from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_file
-
-
-class Words(Reverse):
-    """Asks for the same word again after each turn, in the words of the prompt."""
-
-    name = "words"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)))
-
-    def observation_text(self, said: str) -> str:
-        return said
 
 
 @pytest.fixture
 def panel_run() -> Iterator[RunDefinition]:
-    BUILT_IN["words"] = f"{__name__}:Words"
+    BUILT_IN["words"] = "bench.multiturn:Words"
     run = small_run()
     yield run.model_copy(
         update={

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,7 @@ from prime_core.ids import digest
 from prime_core.run import Conversation
 from prime_core.verdict import Outcome, Reason
 from prime_engine.variants import VARIANTS
-from prime_envs.base import Problem
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
-from prime_envs.reverse import Reverse
-from prime_envs.tools import Observation
 from prime_verify.calibrate import HonestFile
 from prime_verify.canaries.lies import LIES
 from prime_verify.canaries.scene import Scene, Text
@@ -97,22 +94,10 @@ def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
     assert ended == due, (found.reason, found.detail)
 
 
-class Words(Reverse):
-    """Asks for the same word again after each turn, in the words of the prompt."""
-
-    name = "words"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)))
-
-    def observation_text(self, said: str) -> str:
-        return said
-
-
 @pytest.fixture(scope="module")
 def talking(small: Any) -> Iterator[Any]:
     """The same world in conversations of three turns."""
-    BUILT_IN["words"] = f"{__name__}:Words"
+    BUILT_IN["words"] = "bench.multiturn:Words"
     run = small.run.model_copy(
         update={
             "environment": environment_ref(

@@ -7,8 +7,8 @@ If the events of the pool say something else, they are read again from another e
 last comparison that found no difference. Events of other accounts are stored as current state only
 (`chain_state`): there the contract's answer replaces what is stored. Both count as gaps.
 
-The contracts keep no list of rejected leaves, proposals or appeals. Of a proposal that is not known
-the validators' open pledges tell; of a rejected leaf or an appeal nothing does.
+The contracts keep no list of rejected leaves, proposals or appeals. The validators' open pledges
+show that a proposal is missing. Nothing shows a missing rejection or appeal.
 """
 
 from __future__ import annotations
