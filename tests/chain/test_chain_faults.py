@@ -26,6 +26,9 @@ from prime_core.errors import FatalError, UnavailableError
 
 Open = Callable[..., FaultyRpc]
 
+#: Kinds that cost a time-out each. The others end by themselves: a busy machine gets time.
+SILENT = {"hang", "deaf", "drip"}
+
 
 @pytest.fixture
 def proxy(deployed: Deployed) -> Iterator[Open]:
@@ -69,14 +72,15 @@ def test_any_fault_of_one_endpoint_changes_nothing_of_what_is_read(
     fault = Fault(kind, seconds=0.05 if kind == "delay" else 60)  # type: ignore[arg-type]
     urls = [deployed.url, proxy().url]
     urls.insert(place, bad.url)
+    timeout = 3.0 if kind in SILENT else 30.0
     if place == 0 and kind != "lie":  # it goes wrong in a read that no quorum checks
-        client = ChainClient(urls, CHAIN_ID, timeout=0.5)
+        client = ChainClient(urls, CHAIN_ID, timeout=timeout)
         client.block_number()  # its chain is known to be ours
         bad.faults = (fault,)
         assert client.balance(signer.address, 3) == deployed.client.balance(signer.address, 3)
         client.close()
     bad.faults = (fault,)
-    client = ChainClient(urls, CHAIN_ID, timeout=0.5)
+    client = ChainClient(urls, CHAIN_ID, timeout=timeout)
     watcher = Watcher(client, deployed.deployment, max_span=3)
     assert _read_all(watcher) == true
     balance = client.agree(lambda one: one.balance(signer.address, 3))
@@ -107,7 +111,7 @@ def test_an_endpoint_that_hangs_costs_one_time_out(deployed: Deployed, proxy: Op
     """The background alone tests it again, at any time."""
     clock = [0.0]
     bad = proxy(Fault("hang"))
-    client = ChainClient([bad.url, deployed.url], CHAIN_ID, timeout=0.3, now=lambda: clock[0])
+    client = ChainClient([bad.url, deployed.url], CHAIN_ID, timeout=2, now=lambda: clock[0])
     caller = threading.get_ident()
     waited: list[int] = []
     post = client._pool.endpoints[0]._post
