@@ -24,7 +24,7 @@ def run(quick: bool) -> list[Row]:
     Raises UnavailableError if forge does not run or its figures are not the snapshot's.
     """
     if not quick:
-        measure_anew()
+        remeasure()
     gas = {name: int(value) for name, value in json.loads(SNAPSHOT.read_text()).items()}
     first_slash = gas["propose and execute, first of a provider"]
     return [
@@ -60,7 +60,7 @@ def run(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def measure_anew(snapshots: Path = SNAPSHOT.parent) -> None:
+def remeasure(snapshots: Path = SNAPSHOT.parent) -> None:
     """Runs forge and compares with the figures in `snapshots`, which it leaves as they are.
 
     Raises UnavailableError if they differ, or if forge does not run.

@@ -42,7 +42,7 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _beside(folder: Path) -> Path:
+def _sibling(folder: Path) -> Path:
     found = KIN / weights_digest(folder)[:12]
     found.mkdir(parents=True, exist_ok=True)
     return found
@@ -63,7 +63,7 @@ def _read(folder: Path) -> tuple[Any, Any, frozenset[int]]:
 def stepped(folder: Path) -> Path:
     """The folder with `older` and, for each age and rate, `1_1e4` to `10_1e6`: the policy so many
     optimizer steps later, all of them from `older` on the same text."""
-    root = _beside(folder)
+    root = _sibling(folder)
     done = root / "steps.json"
     if done.exists():
         return root
@@ -116,7 +116,7 @@ def _distance(one: Any, other: Any) -> float:
 
 def smaller(folder: Path, steps: int = STEPS) -> Path:
     """The folder of a small model for the tokenizer and end tokens of `folder`'s."""
-    root = _beside(folder) / "small"
+    root = _sibling(folder) / "small"
     if not root.exists():
         print(f"bench: training {root} (minutes, once)", file=sys.stderr, flush=True)
         torch.set_num_threads(1)

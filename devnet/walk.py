@@ -88,11 +88,11 @@ class Walk:
             names[node.node]: node.speed_class for node in status.nodes if node.node in names
         }
         slow = [node.name for node in self.network.plan.nodes if node.throttle > 1.0]
-        told_apart = slow and len({*classes.values()}) > 1
+        distinguished = slow and len({*classes.values()}) > 1
         words = ", ".join(f"{name} {number}" for name, number in sorted(classes.items()))
         asks = ", ".join(f"{share.target}: {share.asked}" for share in status.targets)
         self.note(f"leases by target length {asks}; speed classes: {words}")
-        if slow and not told_apart:
+        if slow and not distinguished:
             self.note(f"{', '.join(slow)} should be of a lower class, and is not seen to be (yet)")
 
     def bring_up(self) -> None:

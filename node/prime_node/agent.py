@@ -34,7 +34,7 @@ from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.waiting import StoppedError, until_answered, until_stopped
-from prime_envs.sources import BESIDE_POLICIES, bring_files
+from prime_envs.sources import DATASETS_FOLDER, bring_files
 from prime_node.api import NodeApi
 from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
 from prime_node.config import Settings
@@ -248,7 +248,7 @@ class Agent:
 
         def prepare(later: RunDefinition) -> None:
             runtime.check(later.task)  # pulls its image
-            folder = self._data.policies / BESIDE_POLICIES
+            folder = self._data.policies / DATASETS_FOLDER
             bring_files(later, folder, public_only=self._settings.public_only)
 
         return Revisions(
@@ -311,7 +311,7 @@ class Agent:
     def _bring_dataset(self, run: RunDefinition) -> bool:
         """Downloads the run's dataset and corpus, if any, for the worker, which has no network.
         Retries while a server is unavailable; returns False if stopped first."""
-        folder = self._data.policies / BESIDE_POLICIES
+        folder = self._data.policies / DATASETS_FOLDER
         public_only = self._settings.public_only
         brought = self._patiently(lambda: bring_files(run, folder, public_only=public_only))
         return brought is not None

@@ -31,7 +31,7 @@ MAX_REDIRECTS = 5
 SLOWEST = 32 << 10  # bytes per second; a server that is slower is given up
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
-BESIDE_POLICIES = "datasets"
+DATASETS_FOLDER = "datasets"
 """Folder for datasets within the folder of policies, which a node's agent mounts for its worker."""
 
 

@@ -111,7 +111,7 @@ def test_wrong_bytes_spoil_the_bench(tmp_path: Path) -> None:
         require_same(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_process_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_dead_process_is_reported_with_its_last_output(tmp_path: Path) -> None:
     code = "import sys; print('{}', flush=True); sys.exit('no such thing')"
     child = Child("victim", [sys.executable, "-c", code], tmp_path / "log")
     try:

@@ -83,7 +83,7 @@ def test_kept_work_is_taken_up_on_another_machine_but_not_by_other_statistics(
     assert empty.done(line) == 0
 
 
-def test_other_attacks_start_anew_and_honest_files_stay(
+def test_other_attacks_restart_and_honest_files_stay(
     units: Units, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lie, kept = Line("t09", 2, 1), tmp_path / "kept.json"
@@ -97,7 +97,7 @@ def test_other_attacks_start_anew_and_honest_files_stay(
     assert (units.done(lie), units.done(honest)) == (0, 1)
 
 
-def test_another_model_device_or_value_of_a_statistic_starts_anew(
+def test_another_model_device_or_value_of_a_statistic_restarts_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = SimpleNamespace(folder=tmp_path, device="cpu")
@@ -176,9 +176,7 @@ def test_an_honest_row_accused_alone_is_shown_even_if_its_file_was_accepted() ->
     assert measured["honest_rejected"].value == 0
 
 
-def test_costs_alone_are_measured_anew_and_kept(
-    units: Units, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_alone_are_remeasured_and_kept(units: Units, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "Units", lambda bench: units)
     monkeypatch.setattr(detection, "bench_of", lambda model, device: None)
     measured = iter(([("validate_ratio_b64", 4.0, "×", 5)], [("validate_ratio_b64", 6.0, "×", 5)]))

@@ -96,7 +96,7 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(
         assert "no model" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_costs_are_told_by_wall_time_and_for_files_that_are_replayed_twice(
+def test_costs_are_stated_by_wall_time_and_for_files_that_are_replayed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detection, "COST_TOKENS", 12)

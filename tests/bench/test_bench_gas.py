@@ -29,11 +29,11 @@ def _forge_is_here() -> None:
 def test_a_snapshot_that_the_sources_do_not_give_is_refused(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     shutil.copytree(gas.SNAPSHOT.parent, snapshots)
-    gas.measure_anew(snapshots)
+    gas.remeasure(snapshots)
     file = snapshots / gas.SNAPSHOT.name
     figures = json.loads(file.read_text())
     figures["reject of a leaf"] = str(int(figures["reject of a leaf"]) - 1)
     file.write_text(json.dumps(figures))
     with pytest.raises(UnavailableError, match="not the snapshot's"):
-        gas.measure_anew(snapshots)
+        gas.remeasure(snapshots)
     assert json.loads(file.read_text()) == figures, "the snapshot is left as it was"

@@ -24,7 +24,7 @@ FOUND: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_figure_says_what_ran_beside_it_and_that_its_bar_is_missed() -> None:
+def test_a_figure_states_the_load_and_that_its_bar_is_missed() -> None:
     page = section(FOUND)
     assert "2026-11-22, commit abc, 2 cores of a CPU (three others at work)." in page
     assert "| `build_ratio` | 4.4 × **not met** | ≥ 6 | 29 (toploc) |" in page

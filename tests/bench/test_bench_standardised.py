@@ -28,7 +28,7 @@ def test_a_scale_of_one_changes_nothing() -> None:
     assert distance(a, a, KEYS, None) == 0
 
 
-def test_what_changes_beside_an_outlier_is_seen_better_once_it_is_scaled_down() -> None:
+def test_changes_next_to_an_outlier_show_better_once_it_is_scaled_down() -> None:
     """That the comparison would show a gain if there were one: here noise is not relative."""
     true = states(100.0)
     every = np.concatenate(true)

@@ -36,7 +36,7 @@ def read(*parts: bytes) -> tuple[int, dict[str, str], int | None, bool, bytes]:
     return head.status, head.fields, head.length, head.closes, early
 
 
-def test_a_head_is_read_whatever_pieces_it_comes_in() -> None:
+def test_a_head_is_read_in_any_pieces() -> None:
     raw = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\nX-Y:  z \r\n\r\nabc"
     expected = (206, {"content-length": "5", "x-y": "z"}, 5, False, b"abc")
     assert read(raw) == expected
@@ -63,7 +63,7 @@ def test_interim_answers_are_passed_over() -> None:
         (b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\n\r\n", False),
     ],
 )
-def test_whether_another_answer_will_come_is_told_by_the_head(head: bytes, closes: bool) -> None:
+def test_the_head_tells_whether_another_answer_follows(head: bytes, closes: bool) -> None:
     assert parse_answer(head).closes is closes
 
 

@@ -88,7 +88,7 @@ def test_each_command_draws_its_bars_on_a_terminal(
         assert one in terminal.getvalue()
 
 
-def test_no_bar_is_drawn_where_nobody_watches_a_terminal(
+def test_no_bar_is_drawn_without_a_terminal(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, _ in commands(run, tmp_path).values():

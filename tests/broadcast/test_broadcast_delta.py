@@ -242,9 +242,7 @@ def test_one_steps_delta_is_small(tmp_path: Path, rate: float, least: float) -> 
     verify_folder(pair.result, pair.target)
 
 
-def test_memory_stays_bounded_whatever_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_stays_bounded_at_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK", 256 << 10)
     pair = step_pair(tmp_path, 6_000_000, 1e-6)  # 12 MB: 48 blocks
     tracemalloc.start()
@@ -274,7 +272,7 @@ def test_a_damaged_base_is_noticed(tmp_path: Path) -> None:
         pair.apply()
 
 
-def test_what_a_delta_makes_is_told_chunk_by_chunk_up_to_the_first_wrong_one(
+def test_a_deltas_result_is_reported_chunk_by_chunk_up_to_the_first_wrong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta, "BLOCK", 1000)

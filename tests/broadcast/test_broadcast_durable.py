@@ -33,7 +33,7 @@ def test_the_note_goes_once_the_bytes_are_on_disk(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"0"}
 
 
-def test_what_a_power_cut_damaged_is_removed_and_fetched_anew(run: Run, arrived: Path) -> None:
+def test_data_damaged_by_a_power_cut_is_removed_and_refetched(run: Run, arrived: Path) -> None:
     (arrived / f"{NOTE}0").write_text("another boot")
     with (arrived / "0" / "model.safetensors").open("r+b") as file:
         file.seek(5000)

@@ -28,9 +28,7 @@ MIB = 1 << 20
 WEIGHTS = "model.safetensors"
 
 
-def test_a_byte_that_flips_at_a_relay_names_that_relay_and_nobody_else(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_byte_that_flips_at_a_relay_blames_only_that_relay(run: Run, tmp_path: Path) -> None:
     signed = run.publish()
     with (
         Origin(run.root) as origin,

@@ -72,7 +72,7 @@ def test_what_had_arrived_of_a_chunk_is_not_fetched_again(
     assert (stats.refetched, stats.faults) == (0, [])
 
 
-def test_a_wrong_beginning_costs_one_chunk_and_nobody_the_blame(
+def test_a_wrong_beginning_costs_one_chunk_and_blames_no_server(
     big: tuple[Run, SignedManifest], tmp_path: Path
 ) -> None:
     run, signed = big
@@ -214,7 +214,7 @@ def test_an_aborted_link_asks_nothing_again(big: tuple[Run, SignedManifest]) -> 
     early=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_chunk_comes_down_whole_whatever_the_pieces(
+def test_a_chunk_arrives_whole_in_any_pieces(
     size: int, room: int, begun: int, counts: list[int], early: bool
 ) -> None:
     """Each byte is hashed and written once, for any buffer and any point of resumption."""

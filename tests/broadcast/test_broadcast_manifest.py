@@ -103,7 +103,7 @@ def test_files_with_odd_names_cannot_be_published(tmp_path: Path, name: str) -> 
         built(folder)
 
 
-def test_the_result_digest_is_the_same_whatever_order(tmp_path: Path) -> None:
+def test_the_result_digest_does_not_depend_on_order(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", a=os.urandom(9000), b=b"2", c=b"")
     made = built(folder)
     assert result_digest(reversed(made.files)) == made.result_digest

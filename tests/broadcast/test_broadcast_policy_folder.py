@@ -105,7 +105,7 @@ def test_a_version_that_was_here_cannot_come_back_as_another(
         folder.ensure(0, signed[0], [origin.url])
 
 
-def test_steps_never_run_backwards_whoever_brought_the_version_before(
+def test_steps_never_run_backwards_even_if_another_server_brought_the_previous_version(
     run: Run, folder: PolicyFolder
 ) -> None:
     signed = [run.publish() for _ in range(3)]
@@ -125,7 +125,7 @@ def test_steps_never_run_backwards_whoever_brought_the_version_before(
 
 
 @pytest.mark.parametrize("what", ["another pool's", "a digit flipped"])
-def test_a_manifest_on_disk_that_is_not_the_trainers_speaks_against_nobody(
+def test_a_foreign_manifest_on_disk_blames_no_server(
     run: Run, folder: PolicyFolder, what: str
 ) -> None:
     signed = [run.publish() for _ in range(4)]
@@ -153,7 +153,7 @@ def test_a_manifest_on_disk_that_is_not_the_trainers_speaks_against_nobody(
     assert folder.manifest(3) == signed[3]
 
 
-def test_what_never_arrived_speaks_against_nobody(run: Run, folder: PolicyFolder) -> None:
+def test_what_never_arrived_blames_no_server(run: Run, folder: PolicyFolder) -> None:
     signed = run.publish()
     with pytest.raises(UnavailableError):
         folder.ensure(0, restamped(signed, step=9), ["http://127.0.0.1:1"], patience=0.1)

@@ -350,7 +350,7 @@ def test_many_clients_at_once_all_finish(run: Run, tmp_path: Path) -> None:
     assert all(same_files(tmp_path / str(n) / "0", run, 0) for n in range(16))
 
 
-def test_a_byte_that_rots_on_a_relays_disk_is_found_and_fetched_anew(
+def test_a_corrupt_byte_on_a_relays_disk_is_detected_and_refetched(
     run: Run, tmp_path: Path
 ) -> None:
     signed = run.publish()

@@ -266,7 +266,7 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_half_written(
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_a_relay_process_that_may_write_no_large_file_goes_on_and_ends_when_told(
+def test_a_relay_process_that_may_write_no_large_file_goes_on_and_ends_when_asked(
     run: Run, tmp_path: Path
 ) -> None:
     """The system itself refuses here (RLIMIT_FSIZE: EFBIG), in a process of its own."""

@@ -152,7 +152,7 @@ def test_requests_on_one_connection_are_answered_in_order(origin: Origin, run: R
     assert bodies == [data[0:10], data[10:20], data[20:30]]
 
 
-def test_slowloris_is_cut_off_and_hinders_nobody(run: Run) -> None:
+def test_slowloris_is_cut_off_and_delays_no_other_client(run: Run) -> None:
     run.publish()
     with Origin(run.root, limits=Limits(request_timeout=2)) as server, ExitStack() as stack:
         slow = [

@@ -341,7 +341,7 @@ def test_pythons_http_server_on_a_plain_copy_is_a_mirror(run: Run, tmp_path: Pat
     assert not stats.faults
 
 
-def test_a_server_without_ranges_helps_beside_others_and_its_lies_are_noticed(
+def test_a_server_without_ranges_serves_along_with_others_and_its_lies_are_noticed(
     run: Run, tmp_path: Path
 ) -> None:
     signed = run.publish()

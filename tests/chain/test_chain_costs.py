@@ -53,7 +53,7 @@ def test_each_call_sees_what_the_ones_before_it_would_do(deployed: Deployed) -> 
         assert one.gas == pytest.approx(real, rel=0.02)
 
 
-def test_a_refusal_is_told_by_its_custom_error(deployed: Deployed) -> None:
+def test_a_refusal_is_named_by_its_custom_error(deployed: Deployed) -> None:
     c = deployed.contracts
     faucet, unbond = rehearse(
         deployed.client, [c.token.faucet(), c.vault.unbond(ETHER)], deployed.accounts[3].address

@@ -194,7 +194,7 @@ def test_roles_go_to_a_multisig_and_the_deployer_keeps_none(
     assert (mine.ok, mine.fault) == (False, False)
 
 
-def test_terms_that_nobody_may_move_are_deployed_with_no_governor(
+def test_immutable_terms_are_deployed_without_a_governor(
     deployed: Deployed, tmp_path: Path
 ) -> None:
     options = _options(governor=ZERO_ADDRESS)
@@ -233,7 +233,7 @@ def test_where_value_is_real_no_single_key_gets_a_role(deployed: Deployed, tmp_p
     client.close()
 
 
-def test_arguments_that_the_constructor_refuses_are_told(deployed: Deployed) -> None:
+def test_arguments_that_the_constructor_refuses_are_reported(deployed: Deployed) -> None:
     file = deployed.deployment
     none = "0x" + codec.encode(codec.artifact("Pools").constructor, (ZERO_ADDRESS,) * 2).hex()
     wrong = file.model_copy(update={"encoded_arguments": {**file.encoded_arguments, "pools": none}})

@@ -49,7 +49,7 @@ def test_a_sentence_names_only_fields_that_its_error_has(name: str) -> None:
     assert used <= set(known()[name])
 
 
-def test_amounts_are_told_in_tokens_and_times_are_left_out() -> None:
+def test_amounts_are_stated_in_tokens_and_times_are_left_out() -> None:
     assert sentence("StakeNotFree", {"available": 0, "asked": ETHER}) == (
         "only 0 PRIME is free: seats need or slashes hold the rest"
     )

@@ -166,7 +166,7 @@ def test_a_failed_intent_can_be_tried_again_once_its_cause_is_mended(
     assert vault.active(sender.address) == 7
 
 
-def test_a_mined_failure_tried_again_is_sent_anew(by_hand: Deployed, make: Make) -> None:
+def test_a_mined_failure_tried_again_is_sent_again(by_hand: Deployed, make: Make) -> None:
     sender = make()
     _allow(by_hand, 5)
     by_hand.anvil.mine()

@@ -241,7 +241,7 @@ def test_a_journal_of_another_account_is_refused(deployed: Deployed, make: Make)
         make(signer=deployed.accounts[4])
 
 
-def test_a_journal_of_a_chain_that_was_made_anew_is_refused(
+def test_a_journal_of_a_recreated_chain_is_refused(
     deployed: Deployed, make: Make, tmp_path: Path, clock: Clock
 ) -> None:
     sender = make()

@@ -110,7 +110,7 @@ contract BindingTest is Crook {
         assertBound(provider, manager, 0);
     }
 
-    function test_Join_ASeatThatNeedsNoStakeBindsNobody() public {
+    function test_Join_ASeatWithoutStakeBindsNoProvider() public {
         openCrooksPool(0);
         joinCrooksPool(provider, node);
         assertBound(provider, address(0), 0);

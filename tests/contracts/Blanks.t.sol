@@ -75,7 +75,7 @@ contract BlanksTest is Network {
         pools.expel(pool, node, provider);
     }
 
-    function test_Join_RefusesANodeOfNobody() public {
+    function test_Join_RefusesANodeWithoutOwner() public {
         Invite memory i = invite(node2);
         bytes memory signature = signed(i);
         expect(abi.encodeWithSelector(Errors.UnknownNode.selector, node2));

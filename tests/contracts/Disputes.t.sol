@@ -162,7 +162,7 @@ contract DisputesTest is Network {
         slasher.object(id);
     }
 
-    function test_Lapse_CancelsWhatNobodyJudgedInTime() public {
+    function test_Lapse_CancelsWhatWasNotJudgedInTime() public {
         bytes32 id = propose(1);
         vm.expectPartialRevert(Errors.WrongState.selector);
         slasher.lapse(id);

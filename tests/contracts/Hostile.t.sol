@@ -339,7 +339,7 @@ contract HostileTest is Network {
 
     // ------------------------------------------------------------------------------ hostile owner
 
-    function test_AHostileOwnerContractAdmitsNobodyAndChangesNothing() public {
+    function test_AHostileOwnerContractAdmitsNoNodeAndChangesNothing() public {
         register(provider, payout);
         stake(provider, STAKE);
         addNode(provider, NODE_KEY);

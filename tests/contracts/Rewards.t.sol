@@ -162,7 +162,7 @@ contract RewardsTest is Network {
 
     // ------------------------------------------------------------------------------------- claims
 
-    function test_Claim_PaysThePayoutAccountAfterTheCheck_WhoeverCalls() public {
+    function test_Claim_PaysThePayoutAccountAfterTheCheck_ForAnyCaller() public {
         post(E, 30, 10);
         uint256 from = postable(E) + DELAY;
         (bytes32 root, uint64 claimableAt, bool disabled) = rewards.rewardRoot(pool, E);
@@ -285,7 +285,7 @@ contract RewardsTest is Network {
 
     // ----------------------------------------------------------------------------------- disable
 
-    function test_Disable_GivesTheReserveBack_AndTheEpochCanBePostedAnew() public {
+    function test_Disable_GivesTheReserveBack_AndTheEpochCanBePostedAgain() public {
         post(E, 30, 10);
         disable(E);
         assertFunds(100, 0);

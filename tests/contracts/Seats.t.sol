@@ -35,7 +35,7 @@ contract SeatsTest is Network {
 
     // -------------------------------------------------------------------------------- the consent
 
-    function test_Join_WithoutTheProvidersConsentNobodyCommitsItsStake() public {
+    function test_Join_WithoutTheProvidersConsentNoAccountCommitsItsStake() public {
         uint256 trap = STAKE * 3;
         vm.prank(vm.addr(0xBAD));
         pool = pools.create(Pools.Config(trainer, RUN, uint88(trap), 0, 1, 2, LEASE));

@@ -236,7 +236,7 @@ contract SlasherTest is Network {
         slasher.propose(s, signature, seq, none(), rejections(s));
     }
 
-    function test_Propose_ARootLongAfterTheSubmissionsEndMakesNobodyAnswer() public {
+    function test_Propose_ARootLongAfterTheSubmissionsEndMakesNoNodeLiable() public {
         Submission memory s = submission(1);
         bytes32 leaf = work.submissionDigest(s);
         bytes memory signature = sign(NODE_KEY, leaf);

@@ -57,7 +57,7 @@ contract TermsTest is Network {
         slasher.applyTerms();
     }
 
-    function test_Announce_AgainStartsTheDelayAnew() public {
+    function test_Announce_AgainRestartsTheDelay() public {
         announce(7, 8);
         vm.warp(START + UNBONDING);
         announce(9, 10);

@@ -191,7 +191,7 @@ contract WorkTest is Network {
         postLeaf(x);
     }
 
-    function test_PostLeaf_OfASubmissionThatNobodyAnswersForIsRefused_AtTheEdge() public {
+    function test_PostLeaf_OfASubmissionWithoutALiableNodeIsRefused_AtTheEdge() public {
         Ignored memory x = ignored();
         x.submission.validUntil = START + 40;
         x.receipt.submissionDigest = work.submissionDigest(x.submission);

@@ -42,7 +42,7 @@ def test_silence_alone_never_quarantines(events: list[str]) -> None:
     assert _run(events).status in ("admitted", "active", "silent")
 
 
-def test_the_orchestrators_own_downtime_counts_against_nobody() -> None:
+def test_the_orchestrators_own_downtime_counts_against_no_node() -> None:
     state = NodeState("active", 0.0)
     kept, _ = step_node(state, "tick", 1000.0, death_seconds=60, orchestrator_up_since=990.0)
     dead, effects = step_node(state, "tick", 1000.0, death_seconds=60, orchestrator_up_since=0.0)

@@ -32,7 +32,7 @@ def test_errors_of_the_rooms_end_with_a_code_of_the_page() -> None:
         assert kind.exit_code in reported, kind
 
 
-def test_no_code_is_told_twice_for_other_things() -> None:
+def test_no_exit_code_has_two_meanings() -> None:
     unnamed = [int(code) for code, name, _ in ROWS if not name]
     assert unnamed == [0, 2, 130]
     assert not set(unnamed) & {kind.exit_code for kind in kinds(PrimeError)}

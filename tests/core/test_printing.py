@@ -28,7 +28,7 @@ def test_what_does_not_print_is_written_out() -> None:
     assert printable("two\nlines\x07", keep="\n") == "two\nlines\\x07"
 
 
-def test_a_log_has_one_line_an_event_whatever_is_logged() -> None:
+def test_a_log_has_one_line_for_each_event_of_any_content() -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(PlainFormatter(LINE))

@@ -67,7 +67,7 @@ def test_an_answer_in_time_counts_at_the_first_start_too() -> None:
     assert found == "here"
 
 
-def test_who_is_told_to_stop_waits_no_longer() -> None:
+def test_a_stop_ends_a_wait() -> None:
     stop, peer = Impatient(), Away(silent=1)
     stop.set()
     with pytest.raises(StoppedError):

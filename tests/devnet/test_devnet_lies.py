@@ -91,7 +91,7 @@ def test_a_record_says_which_file_was_the_first_found_and_how_often_which_reason
         ("old1_1e6", UNSEEN, files(Reason.NONE), ["mismatch"]),
     ],
 )
-def test_any_other_end_or_audit_is_told(
+def test_any_other_end_or_audit_is_reported(
     kind: str, facts: NodeFacts, its: list[JudgedFile], audits: list[str]
 ) -> None:
     found = lies.record(kind, its, facts, audits)
@@ -136,7 +136,7 @@ def whole() -> list[lies.Record]:
     return [{"liars": liars, "honest": [{"ok": True}]}]
 
 
-def test_all_is_as_listed_only_if_every_kind_was_played_and_nobody_honest_was_hurt() -> None:
+def test_all_is_as_listed_only_if_every_kind_was_played_and_no_honest_node_was_hurt() -> None:
     networks = whole()
     assert lies.all_as_listed(networks)
     assert not lies.all_as_listed([{**networks[0], "liars": networks[0]["liars"][1:]}])

@@ -117,7 +117,7 @@ def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_o
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_check_derives_the_findings_anew_from_a_run_that_has_ended(
+def test_check_rederives_the_findings_from_a_run_that_has_ended(
     ended: Ended, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"

@@ -76,7 +76,7 @@ def test_a_prompt_is_what_transformers_makes_of_the_conversation(place: Any, sys
     assert sentence not in TOKENIZER.decode(reverse.prompt_tokens(problem, 8, TOKENIZER))
 
 
-def test_a_run_without_chat_asks_in_plain_text_whatever_the_tokenizer_has() -> None:
+def test_a_run_without_chat_asks_in_plain_text_with_any_tokenizer() -> None:
     reverse = Reverse({}, BUDGETS)
     problem = reverse.problem(0)
     plain = TOKENIZER.encode(f"08|{problem.prompt}>", add_special_tokens=False)

@@ -128,7 +128,7 @@ def test_hedges_tricks_and_wrong_answers_score_nothing(
     assert not score.uncertain
 
 
-def test_an_answer_that_hangs_is_killed_and_accuses_nobody_and_two_processes_agree(
+def test_an_answer_that_hangs_is_killed_without_an_accusation_and_two_processes_agree(
     grader: Mathematics,
 ) -> None:
     other = Mathematics(cpu_seconds=1.0)

@@ -31,7 +31,7 @@ def test_thinking_has_a_color_of_its_own_and_strangers_have_none() -> None:
     )
 
 
-def test_a_reward_is_told_with_what_it_is_made_of() -> None:
+def test_a_reward_is_shown_with_its_components() -> None:
     assert reward_text(0.5, {"task_micro": 7, "length": 2}, "fine") == (
         "reward 0.500 (task_micro 7, length 2; fine)"
     )

@@ -124,7 +124,7 @@ def test_a_thread_bomb_is_stopped(sandbox: Sandbox) -> None:
         "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (-1, -1))",
     ],
 )
-def test_the_kernel_refuses_whatever_reaches_outside(sandbox: Sandbox, source: str) -> None:
+def test_the_kernel_refuses_calls_that_reach_outside(sandbox: Sandbox, source: str) -> None:
     outcome = run(sandbox, f"{source}\nprint('done')")
     assert outcome.status == "failed"
     assert outcome.output == ""
@@ -200,7 +200,7 @@ def test_a_program_that_patches_its_harness_only_changes_what_it_says(sandbox: S
     assert run(sandbox, "print(1)").output == "1\n"
 
 
-def test_exits_and_exceptions_are_told_apart(sandbox: Sandbox) -> None:
+def test_exits_and_exceptions_are_distinguished(sandbox: Sandbox) -> None:
     assert run(sandbox, "print(1)\nraise SystemExit").code == 0
     assert run(sandbox, "raise SystemExit(3)").code == 3
     assert run(sandbox, "raise SystemExit('no')").code == 1

@@ -94,7 +94,7 @@ def test_steps_sealed_one_after_another_take_every_group_at_most_once(
 
 
 @given(pools(), st.randoms())
-def test_manifest_is_the_same_whatever_the_order_of_its_groups(
+def test_manifest_does_not_depend_on_the_order_of_its_groups(
     free: list[FreeGroup], shuffle: random.Random
 ) -> None:
     if not free:

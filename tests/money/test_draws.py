@@ -310,7 +310,9 @@ def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(
     mgr.store.close()
 
 
-def test_a_validator_that_was_away_commits_anew_and_shows_what_was_due(mgr: ManagerSide) -> None:
+def test_a_validator_after_an_absence_commits_again_and_reveals_what_was_due(
+    mgr: ManagerSide,
+) -> None:
     mgr.bench.draws.prepare()
     mgr.now.time += 20 * mgr.context.run.epoch_seconds
     mgr.bench.draws.prepare()

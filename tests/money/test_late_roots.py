@@ -110,7 +110,7 @@ def test_what_waits_for_a_root_is_found_without_a_look_at_shadow_files(mgr: Mana
     assert all("submissions_unrooted (root_id=? AND shadow=?" in plan for plan in plans), plans
 
 
-def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: ManagerSide) -> None:
+def test_unrooted_work_ends_void_and_its_node_learns_why(mgr: ManagerSide) -> None:
     judged, waiting, bad = mgr.submit(NODE), mgr.submit(NODE), mgr.submit(PLANTED)
     mgr.judge(judged)
     with mgr.store.read() as connection:
@@ -135,7 +135,7 @@ def test_work_that_nobody_rooted_ends_void_and_its_node_is_told_why(mgr: Manager
     assert mgr.row(bad.digest).status == "submitted", "no party puts a planted file into a root"
 
 
-def test_groups_of_work_that_nobody_rooted_count_for_no_batch(mgr: ManagerSide) -> None:
+def test_groups_of_unrooted_work_count_for_no_batch(mgr: ManagerSide) -> None:
     """No batch takes them: counted as waiting, they would keep every node from its next lease."""
     row = mgr.submit(NODE)
     mgr.judge(row)
@@ -149,7 +149,7 @@ def test_groups_of_work_that_nobody_rooted_count_for_no_batch(mgr: ManagerSide) 
         assert groups.informative_share(connection, 9) == (1, 1), "what was trained on is kept"
 
 
-def test_a_lie_that_nobody_rooted_stays_a_lie(mgr: ManagerSide) -> None:
+def test_an_unrooted_lie_stays_a_lie(mgr: ManagerSide) -> None:
     row = mgr.submit(NODE)
     mgr.judge(row, Reason.WRONG_SAMPLING)
     chain_at(mgr, last_moment(mgr, row) + 2 * RUN.epoch_seconds)
@@ -157,7 +157,7 @@ def test_a_lie_that_nobody_rooted_stays_a_lie(mgr: ManagerSide) -> None:
     assert mgr.row(row.digest).status == "rejected"
 
 
-def test_the_slash_of_a_lie_that_nobody_rooted_is_given_up_and_its_node_ejected(
+def test_the_slash_of_an_unrooted_lie_is_given_up_and_its_node_ejected(
     mgr: ManagerSide,
 ) -> None:
     """It can never be proposed: left open, it would hold what the node earned, and keep its

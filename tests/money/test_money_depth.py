@@ -58,7 +58,7 @@ def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
     assert status("reward_root") in ("sent", "confirmed")
 
 
-def test_a_reward_root_whose_facts_left_the_chain_before_it_was_sent_is_settled_anew(
+def test_a_reward_root_whose_facts_left_the_chain_before_sending_is_settled_again(
     members: World,
 ) -> None:
     world, mgr = members, members.mgr

@@ -290,7 +290,7 @@ def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow,
     return late, good
 
 
-def test_validators_are_paid_for_each_judged_file_whatever_the_verdict(tmp_path: Path) -> None:
+def test_validators_are_paid_for_each_judged_file_with_any_verdict(tmp_path: Path) -> None:
     world = make_world(tmp_path, RUN.model_copy(update={"price_per_judged_file": TOKEN}))
     try:
         world.join(HONEST, OWNER)

@@ -198,7 +198,7 @@ def test_a_slash_that_came_too_late_gives_credits_back_and_ejects_without_burnin
     assert mgr.node_status(LIAR.address) == "ejected"
 
 
-def test_a_file_nobody_judged_in_time_is_void_by_our_fault(members: World) -> None:
+def test_a_file_not_judged_in_time_is_void_by_our_fault(members: World) -> None:
     world, mgr = members, members.mgr
     file = mgr.submit(HONEST)
     world.until_rooted()

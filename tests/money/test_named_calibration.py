@@ -95,7 +95,7 @@ def test_a_validator_that_could_judge_nothing_by_the_runs_calibration_does_not_s
     check_replay(shipped().model_copy(update={"replay_device": "an H200"}), "float32", "cuda:1")
 
 
-def test_a_processor_that_nobody_measured_judges_nothing_and_is_not_called_cpu(
+def test_an_unmeasured_processor_judges_nothing_and_is_not_called_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [cpu_name(), shipped().replay_device] == ["cpu", "cpu"]

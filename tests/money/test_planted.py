@@ -199,7 +199,7 @@ def test_planted_nodes_get_their_share_of_leases_and_no_more(mgr: ManagerSide) -
     assert may(NODE.address)
 
 
-def test_a_planted_file_that_nobody_judges_ends_without_a_mark(mgr: ManagerSide) -> None:
+def test_a_planted_file_without_opinions_ends_without_a_mark(mgr: ManagerSide) -> None:
     row = mgr.submit(NODE)
     mgr.now.time += RUN.validity_seconds + 1
     assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [row.digest]

@@ -142,7 +142,9 @@ def test_mistakes_are_one_sentence(session: ChainSession) -> None:
         session.create()
 
 
-def test_an_account_without_ether_is_told_at_once_but_may_rehearse(session: ChainSession) -> None:
+def test_an_account_without_ether_is_refused_at_once_but_may_rehearse(
+    session: ChainSession,
+) -> None:
     session.anvil.fund(MANAGER.address, 0)
     for command in (
         ("create", "--run", str(session.run_file), "--trainer", TRAINER.address),

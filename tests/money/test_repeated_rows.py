@@ -59,7 +59,7 @@ def test_a_row_copied_from_an_earlier_file_is_found_whichever_rows_are_drawn(
         assert submissions.repeating(connection) == {"rejected": 1}
 
 
-def test_a_copy_judged_beside_its_original_is_found_all_the_same(
+def test_a_copy_judged_together_with_its_original_is_found(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither was accepted when the other was looked at; the copied row is not drawn, and said to

@@ -102,7 +102,7 @@ def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World)
     assert liar.as_json()["files"][0]["amount"] == "0"
 
 
-def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
+def test_claims_are_shown_next_to_earnings(world: World) -> None:
     mgr = world.mgr
     mgr.judge(mgr.submit(HONEST))
     world.until_rooted()
@@ -121,7 +121,7 @@ def test_what_was_claimed_is_told_beside_what_was_earned(world: World) -> None:
     assert found.lines()[-1] == f"adds up to root {root} of epoch {settlement.epoch}: match"
 
 
-def test_a_settlement_whose_files_do_not_add_up_is_told(world: World) -> None:
+def test_a_settlement_whose_files_do_not_add_up_is_reported(world: World) -> None:
     """The manager credits more units than the verdict's table holds: the sum still fits here (the
     rebuild finds it), but an entry that its files do not earn is found at once."""
     mgr = world.mgr

@@ -570,7 +570,7 @@ def test_an_expired_permit_and_a_used_window_name_their_errors(office: Office) -
     )
 
 
-def test_no_wallet_and_no_account_are_told(office: Office) -> None:
+def test_a_missing_wallet_or_account_is_reported(office: Office) -> None:
     assert "no wallet is named" in office.refused("pool", "end", *office.number, who=None)
     said = office.refused("pool", "end", *office.number, "--calldata", who=None)
     assert "nothing says which account would send" in said

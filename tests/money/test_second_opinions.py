@@ -254,7 +254,7 @@ def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_i
 # ── opinions that do not count ──
 
 
-def signed_anew(bench: Bench, signed: SignedOpinion, **changes: Any) -> SignedOpinion:
+def resigned(bench: Bench, signed: SignedOpinion, **changes: Any) -> SignedOpinion:
     """The opinion with other fields, signed again."""
     return bench.sign(signed.opinion.model_copy(update=changes), signed.law)
 
@@ -271,23 +271,23 @@ HOSTILE: dict[str, tuple[Callable[[JudgedPool, SignedOpinion], SignedOpinion], t
         UntrustedError,
     ),
     "another pool": (
-        lambda panel, signed: signed_anew(panel.validator, signed, pool=2),
+        lambda panel, signed: resigned(panel.validator, signed, pool=2),
         ConflictError,
     ),
     "another outcome than its reason": (
-        lambda panel, signed: signed_anew(panel.validator, signed, outcome=int(V)),
+        lambda panel, signed: resigned(panel.validator, signed, outcome=int(V)),
         MalformedError,
     ),
     "evidence with an acceptance": (
-        lambda panel, signed: signed_anew(panel.validator, signed, evidence=sha256(b"e")),
+        lambda panel, signed: resigned(panel.validator, signed, evidence=sha256(b"e")),
         MalformedError,
     ),
     "another law than it states": (
-        lambda panel, signed: signed_anew(panel.validator, signed, law=sha256(b"l")),
+        lambda panel, signed: resigned(panel.validator, signed, law=sha256(b"l")),
         MalformedError,
     ),
     "from the future": (
-        lambda panel, signed: signed_anew(panel.validator, signed, judged_at=1 << 40),
+        lambda panel, signed: resigned(panel.validator, signed, judged_at=1 << 40),
         MalformedError,
     ),
 }
@@ -317,7 +317,7 @@ def test_an_opinion_is_no_opinion_on_another_file_and_counts_once(panel: JudgedP
     other = panel.mgr.submit(LIAR, make=panel.forged)
     next_job = panel.validator.claim()
     assert next_job is not None
-    moved = signed_anew(panel.validator, signed, submission=other.digest)
+    moved = resigned(panel.validator, signed, submission=other.digest)
     panel.validator.seal(moved)
     with pytest.raises(ConflictError, match="another file"):
         panel.validator.give(moved)
@@ -362,10 +362,10 @@ def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     if lie == "file":
         other = sha256(b"another")
         wrong = panel.validator.opinion(job.model_copy(update={"submission_digest": other}))
-        signed = signed_anew(panel.validator, signed, table=wrong.opinion.table)
+        signed = resigned(panel.validator, signed, table=wrong.opinion.table)
     if lie == "none":
         name = put_object(panel.mgr.objects, b"no table")
-        signed = signed_anew(panel.validator, signed, table=name)
+        signed = resigned(panel.validator, signed, table=name)
     if lie == "calibration":
         law = signed.law.model_copy(update={"verification_class": sha256(b"looser")})
         said_of = signed.opinion.model_copy(update={"law": law.struct_hash()})

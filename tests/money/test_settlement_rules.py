@@ -329,7 +329,7 @@ def test_a_settlement_is_known_as_one_object_and_as_pages(monkeypatch: pytest.Mo
         assert not run([leaf(i) for i in range(4)]).is_named(single)
 
 
-def test_work_that_nobody_answers_for_is_void_and_unpaid_however_good() -> None:
+def test_work_without_a_liable_node_is_void_and_unpaid_however_good() -> None:
     settlement = run([leaf(0, answered=False), leaf(1)])
     assert (state_of(settlement, 0), state_of(settlement, 1)) == ("void", "paid")
     assert settlement.amounts() == {NODES[0]: 70}
@@ -347,7 +347,7 @@ def test_somebody_answers_until_slash_and_dispute_window_after_the_submissions_e
     assert answered_for(rooted_at=rooted_at, valid_until=1000, accountable=140) is answered
 
 
-def test_who_judged_a_file_in_time_is_paid_once_whatever_came_of_it() -> None:
+def test_a_timely_judge_is_paid_once_for_any_verdict() -> None:
     """Also where a held file comes up again."""
     judges = (name(7)[:42], name(8)[:42])
     accounts = tuple(sorted(address(one) for one in judges))

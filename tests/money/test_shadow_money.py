@@ -49,7 +49,7 @@ def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: ManagerS
         assert submissions.counts(connection, shadow=True) == {"accepted": 2}
 
 
-def test_a_rejected_shadow_file_slashes_nothing_and_ejects_nobody(pool: ManagerSide) -> None:
+def test_a_rejected_shadow_file_slashes_nothing_and_ejects_no_node(pool: ManagerSide) -> None:
     row = pool.submit(SHADOW, shadow=True)
     pool.judge(row, Reason.WRONG_SAMPLING)
     assert pool.row(row.digest).status == "rejected"
@@ -88,7 +88,7 @@ def test_what_a_shadow_file_calls_improbable_has_one_other_file_replayed_whole_a
     assert job.status == "done", "a shadow file is judged once"
 
 
-def test_a_shadow_file_that_nobody_judges_ends_void_in_time(pool: ManagerSide) -> None:
+def test_a_shadow_file_without_opinions_ends_void_in_time(pool: ManagerSide) -> None:
     row = pool.submit(SHADOW, shadow=True)
     with pool.store.begin() as connection:
         meta.put(connection, CHAIN_BLOCK, "1")

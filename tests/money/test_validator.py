@@ -159,7 +159,7 @@ def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_
     assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
 
 
-def test_a_setup_that_nobody_calibrated_is_measured_once_and_ends_unpaid(
+def test_an_uncalibrated_setup_is_measured_once_and_ends_unpaid(
     panel: JudgedPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It used to cost a score of whole replays, no matter who declared it."""

@@ -104,7 +104,7 @@ def test_a_file_that_is_not_kept_yet_waits_for_a_later_batch(mgr: ManagerSide) -
     assert seal(mgr) == [1]
 
 
-def test_void_costs_nobody_anything(mgr: ManagerSide) -> None:
+def test_a_void_file_costs_no_account_anything(mgr: ManagerSide) -> None:
     row = mgr.submit(HONEST)
     mgr.judge(row, Reason.MALFORMED)
     assert mgr.row(row.digest).status == "void"

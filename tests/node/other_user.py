@@ -6,18 +6,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-NOBODY = 65534
+OTHER_UID = 65534
 
 
-def as_nobody(act: Callable[[], str]) -> str:
+def as_another_user(act: Callable[[], str]) -> str:
     """What `act` answers in a forked child of the user `nobody`; its error's text if it raises."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - in the child
         os.close(reader)
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(OTHER_UID)
+        os.setuid(OTHER_UID)
         try:
             said = act()
         except Exception as error:

@@ -95,7 +95,7 @@ def test_stop_while_generating_gives_the_lease_back_to_the_same_node(world: Node
 
 
 @pytest.mark.slow
-def test_a_void_file_and_its_reason_are_told_by_the_agent_itself(world: NodeWorld) -> None:
+def test_the_agent_reports_a_void_file_and_its_reason(world: NodeWorld) -> None:
     agent = world.join()
     admitted(world)
     until(world.submissions, "it works")

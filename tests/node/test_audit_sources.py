@@ -9,7 +9,7 @@ RELAY = RelayInfo(url="http://relay", versions=(80, 81))
 ORIGIN = RelayInfo(url="http://origin", versions=tuple(range(18, 82)))
 
 
-def test_whoever_announces_a_policy_is_asked_for_it() -> None:
+def test_every_announcer_of_a_policy_is_asked_for_it() -> None:
     assert serving(81, [RELAY, ORIGIN]) == ["http://relay", "http://origin"]
     assert serving(20, [RELAY, ORIGIN]) == ["http://origin"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from bridge_kit import Kit, bridge_kit, heartbeat_loop, take_lease
 from node_world import NODE, NodeWorld, publish_model, until
-from other_user import as_nobody, open_path
+from other_user import as_another_user, open_path
 from sqlalchemy import update
 
 from prime_core.errors import (
@@ -222,7 +222,7 @@ def test_another_user_cannot_connect(kit: Kit) -> None:
         except ConnectionError:
             return "closed"
 
-    assert as_nobody(ask) == "closed"
+    assert as_another_user(ask) == "closed"
     assert _answers(kit)
 
 
@@ -426,7 +426,7 @@ def test_a_file_is_sent_without_holding_it_in_memory(kit: Kit, tmp_path: Path) -
     assert peak < 8 << 20
 
 
-def test_an_answer_to_a_body_that_nobody_reads_is_heard(tmp_path: Path) -> None:
+def test_an_answer_to_an_unread_body_is_received(tmp_path: Path) -> None:
     """An agent that refuses by the head alone closes while the body is still on its way."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "agent.sock"))

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from other_user import as_nobody, open_path
+from other_user import as_another_user, open_path
 
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.transport import addresses
@@ -36,13 +36,13 @@ def test_engine_without_rights_names_the_group(tmp_path: Path) -> None:
         server.listen()
         path.chmod(0)
         open_path(path)
-        said = as_nobody(check) if os.getuid() == 0 else check()  # root is refused nothing
+        said = as_another_user(check) if os.getuid() == 0 else check()  # root is refused nothing
     assert said.startswith("64 ")
     assert "may not use it" in said
     assert "usermod -aG docker" in said
 
 
-def test_refused_rights_are_told_from_a_missing_engine() -> None:
+def test_refused_rights_are_distinguished_from_a_missing_engine() -> None:
     from prime_node.runtime.docker import _engine_trouble
 
     refused = _engine_trouble(Exception("PermissionError(13, 'Permission denied')"))

@@ -236,7 +236,7 @@ def test_deployment_file_that_is_none(wallet: tuple[str, ...], tmp_path: Path) -
     fails(64, "is no deployment file", "stake", "show", *wallet, *flags, *given)
 
 
-def test_machine_without_docker_is_told_how_to_get_it(world: NodeWorld) -> None:
+def test_a_machine_without_docker_learns_how_to_get_it(world: NodeWorld) -> None:
     done = run(
         "join", "--orchestrator", world.url, "--wallet", str(world.keystore),
         "--password-file", str(world.password_file), "--data", str(world.folder / "d"),
@@ -401,7 +401,7 @@ def test_leaving_ends_where_an_agent_makes_no_progress(
     assert agent.said[-1] == "the agent has ended; 1 finished file(s) were not delivered"
 
 
-def test_who_left_is_told_where_the_stake_is_taken_out(wallet: tuple[str, ...]) -> None:
+def test_a_node_that_left_learns_where_to_withdraw_its_stake(wallet: tuple[str, ...]) -> None:
     alone = config.load({"wallet": wallet[1]})
     assert stake_out(alone).endswith("prime-node stake unbond AMOUNT")
     owned = config.load({"wallet": wallet[1], "provider": "0x" + "11" * 20})

@@ -131,7 +131,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
 
 
 @pytest.mark.slow
-def test_owner_elsewhere_is_told_what_to_send_and_waited_for(chain: Chain) -> None:
+def test_an_owner_elsewhere_learns_what_to_send_and_is_awaited(chain: Chain) -> None:
     owner = chain.deployed.accounts[3]
     chain.world.join(*chain.flags, "--provider", owner.address)
     asked = "a Safe instead adds"

@@ -26,7 +26,7 @@ from devnet.chain import free_port
 from prime_core.errors import FatalError, UnavailableError
 from prime_core.task import Task
 from prime_envs.registry import environment_ref
-from prime_envs.sources import BESIDE_POLICIES, file_digest
+from prime_envs.sources import DATASETS_FOLDER, file_digest
 from prime_node.api import NodeApi
 from prime_node.policies import PolicyKeeper
 from prime_node.runtime.base import Mounts, WorkerOptions
@@ -161,7 +161,7 @@ def test_an_agent_asks_again_for_a_dataset_whose_server_is_away(tmp_path: Path) 
         with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
-            kept = world.folder / "node" / "policies" / BESIDE_POLICIES / f"{digest[2:]}.jsonl"
+            kept = world.folder / "node" / "policies" / DATASETS_FOLDER / f"{digest[2:]}.jsonl"
             until(kept.exists, "the dataset is brought once the server is there")
             until(lambda: world.node_status() == "admitted", "the agent goes on to join")
             server.shutdown()

@@ -159,9 +159,7 @@ def test_one_command_or_one_transaction_of_a_safe_does_all_that_a_seat_needs(own
     assert owner(*words) == [], "what is done is not sent again"
 
 
-def test_a_consent_of_another_owner_or_of_nobody_is_one_sentence(
-    owner: Owner, tmp_path: Path
-) -> None:
+def test_a_missing_consent_or_another_owners_is_one_sentence(owner: Owner, tmp_path: Path) -> None:
     consent = owner.consent(NODE, OTHER.address)
     assert f"is for {OTHER.address}" in owner.refused("node", "add", str(consent))
     (tmp_path / "none.json").write_text("{}")
@@ -180,7 +178,7 @@ def test_a_node_moved_to_a_new_key_keeps_its_seat(owner: Owner) -> None:
     assert owner("node", "list") == [OTHER.address]
 
 
-def test_sessions_are_revoked_by_owner_or_node_and_by_nobody_else(owner: Owner) -> None:
+def test_sessions_are_revoked_by_owner_or_node_only(owner: Owner) -> None:
     owner("node", "add", str(owner.consent(NODE)))
     owner("node", "revoke", NODE.address)
     shown = owner("node", "show", NODE.address)["revoked_before"]
@@ -241,7 +239,7 @@ def test_a_dry_run_tells_the_cost_of_each_step_or_why_it_would_be_refused(owner:
     assert owner.deployed.client.nonce(OWNER.address) == nonce
 
 
-def test_a_node_s_key_is_told_that_the_stake_is_its_owner_s(owner: Owner) -> None:
+def test_a_node_key_that_asks_for_stake_learns_that_it_is_the_owners(owner: Owner) -> None:
     owner("node", "add", str(owner.consent(NODE)))
     nonce = owner.deployed.client.nonce(NODE.address)
     for words in (("unbond", "5"), ("withdraw",)):

@@ -15,7 +15,7 @@ from bridge_kit import Bench, Flag, Kit, bridge_kit, hand_in, take_lease
 from full_disk import fill
 from full_disk import small_disk as small_disk
 from node_world import NodeWorld, until
-from other_user import NOBODY, as_nobody, open_path
+from other_user import OTHER_UID, as_another_user, open_path
 
 from prime_core.errors import ConflictError, MalformedError, NotFoundError, UnavailableError
 from prime_core.rollout import MAX_FILE_BYTES
@@ -259,7 +259,7 @@ def test_a_folder_that_the_task_closed_ends_no_watch(tmp_path: Path) -> None:
     closed.mkdir(parents=True)
     (closed / "f").write_bytes(b"x")
     (tmp_path / "room" / "full").write_bytes(b"x" * (2 << 20))
-    os.chown(closed, NOBODY if os.getuid() == 0 else -1, -1)
+    os.chown(closed, OTHER_UID if os.getuid() == 0 else -1, -1)
     closed.chmod(0o444)
 
     def counts() -> str:
@@ -267,7 +267,7 @@ def test_a_folder_that_the_task_closed_ends_no_watch(tmp_path: Path) -> None:
 
     open_path(closed)
     try:
-        assert (as_nobody(counts) if os.getuid() == 0 else counts()) == "False"
+        assert (as_another_user(counts) if os.getuid() == 0 else counts()) == "False"
     finally:
         closed.chmod(0o755)
 

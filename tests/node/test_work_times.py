@@ -38,7 +38,7 @@ def states(monkeypatch: pytest.MonkeyPatch, periods: Periods, valid_until: int, 
     ("now", "state"),
     [(1029, "waiting"), (1030, "forgotten"), (1060, "forgotten"), (1061, "too late")],
 )
-def test_a_file_that_nobody_answers_for_any_more_is_not_offered_for_rooting(
+def test_a_file_without_a_liable_node_is_not_offered_for_rooting(
     monkeypatch: pytest.MonkeyPatch, now: int, state: str
 ) -> None:
     assert states(monkeypatch, SHORT, 1020, now) == (state, 1030, 1060)

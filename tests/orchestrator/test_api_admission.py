@@ -162,7 +162,7 @@ def test_open_challenges_are_bounded(world: World) -> None:
         ({"disk_mb": 101}, "101 MiB of disk"),
     ],
 )
-def test_a_machine_below_the_requirements_is_told_what_is_missing(
+def test_a_machine_below_the_requirements_learns_what_is_missing(
     make_world: MakeWorld, asked: dict[str, Any], complaint: str
 ) -> None:
     world = make_world(requirements=Requirements(**asked))
@@ -282,7 +282,7 @@ def refusal(world: World, session: Session) -> str:
     return str(answer.json()["detail"])
 
 
-def test_a_node_without_provider_gets_no_challenge_and_is_told_what_to_type(world: World) -> None:
+def test_a_node_without_provider_gets_no_challenge_but_the_command_to_type(world: World) -> None:
     session, owner, node = world.login(signer(1)), signer(9).address, signer(1).address
     assert "prime-node node add FILE" in refusal(world, session)
     world.on_chain("Deposited", provider=owner, amount=100)
@@ -318,7 +318,7 @@ def test_a_node_without_provider_gets_no_challenge_and_is_told_what_to_type(worl
         ),
     ],
 )
-def test_a_provider_without_the_least_stake_is_told_how_much_to_add(
+def test_a_provider_below_the_minimum_stake_learns_how_much_to_add(
     world: World, history: list[tuple[str, int]], active: int
 ) -> None:
     session, owner = world.login(signer(1)), signer(9).address
@@ -352,7 +352,7 @@ def test_the_end_of_the_pool_stops_everybody(world: World) -> None:
     assert beat(world, session).directive == "stop"
 
 
-def test_who_is_refused_keeps_nobody_from_writing(
+def test_a_refused_writer_blocks_no_other_writer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers may ask as often as they like: the chain's events are read for them, and for those

@@ -207,7 +207,7 @@ def test_a_revocation_acts_at_once_and_old_grants_stay_void(world: World) -> Non
     assert world.post("/v1/heartbeat", BEAT, world.login(signer(1))).status_code == 200
 
 
-def test_nobody_revokes_for_another(world: World) -> None:
+def test_no_account_revokes_for_another(world: World) -> None:
     victim = world.login(signer(1))
     attacker = Session(signer(2))
     forged = revocation(world, attacker, account=victim.account.address)

@@ -71,7 +71,7 @@ def test_a_policy_of_an_older_step_is_refused_and_the_same_step_is_not(world: Wo
     assert [signed.manifest.step for signed in listed.policies] == [5, 5, 0]
 
 
-def test_who_has_the_policies_already_is_told_so_without_a_body(world: World) -> None:
+def test_a_reader_with_the_current_policies_gets_no_body(world: World) -> None:
     before = world.http.get("/v1/policies")
     again = world.http.get("/v1/policies", headers={"If-None-Match": before.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")

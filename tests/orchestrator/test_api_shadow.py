@@ -83,7 +83,7 @@ def test_a_shadow_node_works_at_once_and_nothing_is_sent_to_the_chain(world: Wor
         assert intents.counts(connection) == {}
 
 
-def test_a_node_with_a_seat_is_refused_and_told_what_to_do(world: World) -> None:
+def test_a_node_with_a_seat_is_refused_with_the_next_step(world: World) -> None:
     session = world.member(1)
     answer = world.post("/v1/admission/challenge", json.dumps(WISH).encode(), session)
     assert answer.status_code == 403

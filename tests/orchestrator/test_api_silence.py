@@ -44,7 +44,7 @@ def test_a_node_is_silent_after_the_death_period_and_back_with_its_next_heartbea
     )
 
 
-def test_our_own_downtime_counts_against_nobody(world: World) -> None:
+def test_our_own_downtime_counts_against_no_node(world: World) -> None:
     world.member(1)
     world.clock.advance(3600)
     life = LifeTicks(world.backend)  # the orchestrator comes up again
@@ -53,7 +53,7 @@ def test_our_own_downtime_counts_against_nobody(world: World) -> None:
     assert lives(world, life, 1) == "silent"
 
 
-def test_a_database_that_was_away_counts_against_nobody(
+def test_a_database_outage_counts_against_no_node(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process was up, but no heartbeat could have been written down."""

@@ -138,7 +138,7 @@ def test_one_sentence_says_that_only_planted_files_make_accepting_everything_los
 
 
 @pytest.mark.parametrize("field", ["risk_factor_micro", "price_per_prompt_token"])
-def test_a_run_is_told_which_protection_it_leaves_off(field: str) -> None:
+def test_a_run_lists_the_protections_it_leaves_off(field: str) -> None:
     def advice(run: RunDefinition) -> list[str]:
         return [one["text"] for one in economics.warnings(run) if field in one["text"]]
 

@@ -14,7 +14,7 @@ FIRST, SECOND, THIRD = (sha256(word) for word in (b"first", b"second", b"third")
 SURE, RARE = False, True
 
 
-def test_two_files_have_a_row_in_common_if_either_says_that_nobody_draws_it_twice(
+def test_two_files_share_a_row_if_either_says_that_it_cannot_be_drawn_twice(
     either_store: Store,
 ) -> None:
     with either_store.begin() as connection:
@@ -29,7 +29,7 @@ def test_two_files_have_a_row_in_common_if_either_says_that_nobody_draws_it_twic
         assert row_marks.holders(connection, {"bb": RARE}, but=FIRST) == [], "not its own"
 
 
-def test_a_file_that_calls_a_foreseeable_answer_improbable_is_not_told_everybody_who_gave_it(
+def test_a_file_that_calls_a_foreseeable_answer_improbable_does_not_learn_who_else_gave_it(
     either_store: Store,
 ) -> None:
     reported: list[Any] = []

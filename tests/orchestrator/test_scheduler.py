@@ -153,7 +153,7 @@ def test_batches_take_the_oldest_groups_first() -> None:
     assert first_lacking(Supply(5, 5, free=((5, 8), (3, 8))), RULES) == 7
 
 
-def test_nobody_works_further_ahead_than_staleness_allows() -> None:
+def test_no_node_works_further_ahead_than_staleness_allows() -> None:
     full = Supply(5, 5, free=((5, 24),))
     assert isinstance(decide(Asker("active", 5), full, RULES), Wait)
     assert decide(Asker("active", 6), Supply(6, 6, free=((5, 16),)), RULES) == Grant(8, 6)
@@ -209,7 +209,7 @@ def length_budgets(draw: st.DrawFn) -> LengthBudgets:
 
 @settings(max_examples=30, deadline=None)
 @given(crews(), length_budgets(), st.integers(0, 10**6))
-def test_no_target_starves_whatever_nodes_there_are(
+def test_no_target_starves_with_any_set_of_nodes(
     crew: list[Worker], budgets: LengthBudgets, seed: int
 ) -> None:
     """Every target keeps its least share of the accepted leases in a long run, and no node that

@@ -157,7 +157,7 @@ def test_an_exception_undoes_the_whole_transaction(either_store: Store) -> None:
         assert meta.get(connection, "half") is None
 
 
-def test_a_reader_sees_one_moment_whatever_is_written_meanwhile(either_store: Store) -> None:
+def test_a_reader_sees_one_snapshot_despite_concurrent_writes(either_store: Store) -> None:
     with either_store.read() as reading:
         assert meta.get(reading, "key") is None
         with either_store.begin() as writing:

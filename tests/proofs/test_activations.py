@@ -174,7 +174,7 @@ def test_unpacking_arbitrary_bytes_never_crashes(data: bytes, windows: int) -> N
 
 
 @given(st.binary(min_size=258, max_size=258))
-def test_whatever_decodes_can_be_compared(proof: bytes) -> None:
+def test_every_decoded_value_can_be_compared(proof: bytes) -> None:
     window = _states(32, 32).reshape(-1)
     try:
         decoded = activations.decode(proof, len(window))

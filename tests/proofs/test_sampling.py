@@ -125,7 +125,7 @@ def test_poisson_tail_bounds_the_exact_probability() -> None:
     assert sampling.poisson_tail(40, 0.2) < 1e-9
 
 
-def test_honest_samples_never_look_improbable_whatever_the_model() -> None:
+def test_honest_samples_never_look_improbable_for_any_model() -> None:
     rng = np.random.default_rng(11)
     for scale in (0.1, 3.0, 12.0):
         logits = rng.normal(0, scale, (4000, 50)).astype(np.float32)

@@ -106,7 +106,7 @@ def test_how_many_groups_of_its_files_teach_nothing_is_counted() -> None:
     assert (len(found.groups), found.seen, found.alike) == (1, 3, 1)
 
 
-def test_the_batch_is_the_same_whatever_the_order_of_downloads() -> None:
+def test_the_batch_does_not_depend_on_the_order_of_downloads() -> None:
     # An ancestor's ranks listed a live directory, unsorted.
     objects = kit.Objects()
     signed = sealed(objects)
@@ -280,7 +280,7 @@ def test_rows_older_than_the_run_allows_or_from_the_future_are_refused(
     st.lists(st.tuples(st.integers(1, 3), st.sets(st.integers(0, 2))), min_size=1, max_size=4),
     st.randoms(),
 )
-def test_a_batch_holds_just_the_groups_named_each_once_whatever_the_order(
+def test_a_batch_holds_only_the_named_groups_each_once_in_any_order(
     shape: list[tuple[int, set[int]]], shuffle: random.Random
 ) -> None:
     objects = kit.Objects()
@@ -345,7 +345,7 @@ def served_folder(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_waiting_insists_until_it_answers_or_is_told_to_stop() -> None:
+def test_waiting_retries_until_an_answer_or_a_stop() -> None:
     answers = iter([UnavailableError("away"), UnavailableError("away"), "here"])
 
     def ask() -> str:

@@ -33,7 +33,7 @@ def test_a_run_definition_is_read(path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda p: p.stem)
-def test_the_trainers_settings_beside_it_are_read(path: Path) -> None:
+def test_the_trainers_settings_in_the_same_folder_are_read(path: Path) -> None:
     settings = load({}, path)
     assert settings.learning_rate > 0
     assert settings.objective.delta > 1 + settings.objective.clip

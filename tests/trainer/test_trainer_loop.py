@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_core.errors import UserError
@@ -117,7 +117,7 @@ def test_a_run_shows_itself_and_ends_as_a_model_folder(pool: Pool, tmp_path: Pat
         url = next(line.split()[1] for line in child.stdout if line.startswith("metrics: "))
         wait_until(lambda: "prime_trainer_step 1" in httpx.get(url).text, "the second step")
         page = httpx.get(url).text
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
     for name in ("reward", "length_error", "staleness", "ratio", "clipped", "entropy", "kl_old",
                  "gradient_norm", "tokens_s", "seconds", "background", "overlong"):  # fmt: skip
@@ -179,7 +179,7 @@ def test_the_plan_is_printed_and_nothing_is_done(pool: Pool, tmp_path: Path, mod
     assert "objective   grpo" in plain.stdout
 
 
-def test_each_setting_is_told_with_where_it_is_from(tmp_path: Path) -> None:
+def test_each_setting_is_shown_with_its_source(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
     file.write_text("beta2 = 0.5\nwarmup_steps = 3\n")
     flags: dict[str, object] = {"beta1": 0.7, "warmup_steps": None}

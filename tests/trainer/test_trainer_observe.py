@@ -159,7 +159,7 @@ def test_a_devices_peak_is_its_own_name_longest_first_or_what_the_run_says(tmp_p
     assert peak_flops(kit.settings(tmp_path, tmp_path, peak_tflops=2.0), "cpu") == 2e12
 
 
-def test_every_wait_is_told_before_it_begins() -> None:
+def test_every_wait_is_announced_before_it_begins() -> None:
     reported: list[str] = []
     watch = Stopwatch(now=iter([0.0, 2.0, 2.0, 5.0]).__next__, begins=reported.append)
     with watch.timed("wait_batch"):

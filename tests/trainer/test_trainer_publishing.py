@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trainer_kit as kit
-from trainer_pool import Pool, finished, started, told_to_stop, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, started, wait_until
 
 from prime_broadcast import layout
 from prime_broadcast.folder import PolicyFolder
@@ -86,7 +86,7 @@ def begins(origin: Origin, version: int) -> None:
     httpx.get(f"{origin.url}/policies/{version}/manifest.json").raise_for_status()
 
 
-def test_a_publication_goes_on_beside_the_next_step_and_the_step_after_waits_for_it(
+def test_a_publication_runs_during_the_next_step_and_the_step_after_waits_for_it(
     pool: Pool, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "FIRST_RELAY_SECONDS", 60.0)
@@ -222,7 +222,7 @@ def test_a_strangers_reading_ends_nothing(
     assert "no source is known to have all of policy 0 yet" in capfd.readouterr().err
 
 
-def test_who_stops_before_that_is_told_that_nobody_has_it_and_may_begin_again(
+def test_a_user_who_stops_earlier_learns_that_no_one_has_the_key_and_may_start_again(
     pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stop = threading.Event()
@@ -246,7 +246,7 @@ def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> 
     with started(by_hand(pool, tmp_path / "data")) as child:
         assert child.stdout is not None
         assert any(line.startswith("serving policy 0 at") for line in child.stdout)
-        code, said = told_to_stop(child, signal.SIGINT)
+        code, said = asked_to_stop(child, signal.SIGINT)
         assert code == 0
         assert "no source is known to have all of policy 0 yet" in said
 

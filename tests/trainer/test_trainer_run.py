@@ -12,7 +12,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, finished, pool_server, started, told_to_stop, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, wait_until
 
 from prime_broadcast.manifest import verify_folder
 from prime_chain.keystore import save_keystore
@@ -118,7 +118,7 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
         assert manifest["manifest"]["result_digest"] == pool.run.base_model
         pool.seal_random(0)
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
         with pytest.raises(httpx.ConnectError):  # no one is left at the origin's port
             httpx.get(f"{origin}/policies/0/manifest.json")
@@ -144,16 +144,14 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
 
 
-def test_a_trainer_that_is_told_to_stop_leaves_the_batches_that_lie_ready(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_stopping_trainer_leaves_the_ready_batches(pool: Pool, tmp_path: Path) -> None:
     sealed = 30
     for step in range(sealed):
         pool.seal_random(step)
     data = tmp_path / "data"
     with started(pool.command(data)) as child:
         wait_until(lambda: len(lines(data)) > 0, "the first step")
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
     assert 0 < len(lines(data)) < sealed
 
@@ -168,7 +166,7 @@ def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Pat
                 break
         else:
             pytest.fail("it did not say what it waits for")
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
 
 
@@ -186,7 +184,7 @@ def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_o
     with started([*pool.command(data), *silent]) as child:
         assert child.stdout is not None
         assert any("trying again" in line for line in child.stdout)
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
 
 
@@ -244,7 +242,7 @@ def test_a_trainer_killed_between_publication_and_checkpoint_makes_no_version_ag
             assert batches.next_step(connection) == 4  # no batch 3: policy 4 exists already
         pool.seal(4, kit.rows(3, pool.run.samples_per_group, seed=9, version=4))
         wait_until(lambda: len(pool.published()) == 6, "policy 5")
-        code, said = told_to_stop(child)
+        code, said = asked_to_stop(child)
         assert code == 0, said
     assert [signed.manifest.digest() for signed in pool.published()][:4] == before
     assert weights.read_bytes() == bits

@@ -190,7 +190,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             child.stdout.close()
 
 
-def told_to_stop(
+def asked_to_stop(
     child: subprocess.Popen[str], number: int = signal.SIGTERM, seconds: float = 120.0
 ) -> tuple[int, str]:
     """The exit code of a child that `number` is sent to, and what it still said. Fails the test

@@ -56,7 +56,7 @@ def test_a_small_calibration_stays_within_the_shipped_limits(
         assert set(shipped.long) == set(STATISTICS)
 
 
-def test_limits_are_told_of_no_fewer_values_than_leave_one_in_the_tail() -> None:
+def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
     """Three long files that happen to lie close together would give limits below honest drift."""
     for files, judged in ((9, False), (10, True)):
         measured = calibrate._Measured(batches={64}, device="cpu", engine="plain/1")

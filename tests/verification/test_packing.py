@@ -65,7 +65,7 @@ def test_files_judged_side_by_side_share_a_prefill_and_end_as_alone(small: Any) 
             assert one.statistics[name] == pytest.approx(value, abs=1e-4, rel=1e-2), name
 
 
-def test_a_file_that_ends_early_keeps_nobody_waiting(small: Any) -> None:
+def test_a_file_that_ends_early_makes_no_reader_wait(small: Any) -> None:
     broken = replace(small.honest(5), data=b"not parquet")
     together, packing = judged(small, [broken, small.honest(6), broken])
     assert [found.outcome for found in together] == [Outcome.VOID, Outcome.ACCEPTED, Outcome.VOID]

@@ -39,7 +39,7 @@ def test_made_up_answers_keep_no_grader_busy(world: Any, graded: list[int]) -> N
     assert not graded
 
 
-def test_a_setup_that_nobody_judges_keeps_no_grader_busy(world: Any, graded: list[int]) -> None:
+def test_a_setup_without_judges_keeps_no_grader_busy(world: Any, graded: list[int]) -> None:
     file = world.made(300, generate=_made_up, metadata={"device": "another"})
     graded.clear()
     assert world.judge(file).reason is Reason.UNCALIBRATED

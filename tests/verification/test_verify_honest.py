@@ -28,7 +28,7 @@ TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch_rows", [3, 16, 64])
-def test_honest_files_are_accepted_whatever_the_batch_and_dtype(
+def test_honest_files_are_accepted_for_every_batch_size_and_dtype(
     world: Any, dtype: str, batch_rows: int
 ) -> None:
     engine = load_engine(TRAINED, dtype=dtype, batch_rows=batch_rows)
@@ -134,7 +134,7 @@ def test_a_machine_that_is_short_of_memory_says_nothing_of_a_file(
 
 
 @pytest.mark.parametrize("broken", ["states", "logprobs", "margins", "contrasts"])
-def test_a_replay_that_gives_no_numbers_accuses_nobody(
+def test_a_replay_without_numbers_accuses_no_node(
     world: Any, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """A diverged policy, or a machine's fault: NaN lies beyond every limit."""

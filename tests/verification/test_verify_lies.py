@@ -51,7 +51,7 @@ def _sampled(temperature: float, greedy: bool = False, other_seed: int = 0) -> A
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_bit_weights_are_rejected_whatever_dtype_they_declare(world: Any, dtype: str) -> None:
+def test_four_bit_weights_are_rejected_under_any_declared_dtype(world: Any, dtype: str) -> None:
     liar = load_engine(TRAINED, dtype=dtype, prepare=quantizer(4))
     _rejected(world, lambda n: world.honest(n, liar), WEIGHTS)
 
@@ -123,11 +123,11 @@ def _of_random_states(windows: list, hidden: int, _: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("forgery", [_constant, _modulus_h, _negated, _of_random_states])
-def test_a_forged_proof_is_rejected_even_beside_a_true_sketch(world: Any, forgery: Any) -> None:
+def test_a_forged_proof_is_rejected_even_with_a_true_sketch(world: Any, forgery: Any) -> None:
     _rejected(world, lambda n: world.made(n, change=_with_proofs(forgery)), {Reason.FORGED_PROOF})
 
 
-def test_a_sketch_without_the_states_is_rejected_even_beside_a_true_proof(world: Any) -> None:
+def test_a_sketch_without_the_states_is_rejected_even_with_a_true_proof(world: Any) -> None:
     """The forger knows projection, keys and all but the sign of one state in four."""
 
     def make(number: int) -> Any:
@@ -255,7 +255,7 @@ def test_an_earlier_policy_that_gives_no_numbers_saves_no_liar(
     assert both.judge(both.honest(1, older)).reason in WEIGHTS
 
 
-def test_a_log_probability_that_no_noise_draws_is_a_lie_in_a_row_that_nobody_replays(
+def test_a_log_probability_that_no_noise_draws_is_a_lie_even_in_a_row_without_replay(
     world: Any,
 ) -> None:
     """One such token would make training's ratio infinite; drawn rows are a quarter of a file."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from prime_core.errors import PrimeError
 from prime_core.logs import log_to_stderr
 from prime_core.run import RunDefinition
-from prime_envs.sources import BESIDE_POLICIES
+from prime_envs.sources import DATASETS_FOLDER
 from prime_envs.sources import VARIABLE as DATASETS
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.loop import StopFlag, work
@@ -47,7 +47,7 @@ def main(
     """Runs a worker until SIGTERM; returns the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     log_to_stderr(logging.INFO)
-    os.environ.setdefault(DATASETS, str(options.policies / BESIDE_POLICIES))
+    os.environ.setdefault(DATASETS, str(options.policies / DATASETS_FOLDER))
     stop = StopFlag()
     stop.install()
     bridge = BridgeClient(options.socket)
