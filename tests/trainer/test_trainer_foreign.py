@@ -1,0 +1,153 @@
+"""Environments of other authors, from PyPI, train: tasks, prompts and graders are their packages'.
+
+- reasoning-gym: its family `spell_backward`, by the environment `reasoning_gym`
+- staros-stardata: its lipograms, by the environment `verifiers`. The package has rows and a reward
+  function for verifiers before 1; `LIPOGRAMS` is the class that verifiers v1 asks for around them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from safetensors.torch import load_file
+
+from bench.textmodel import build_model, build_tokenizer
+from prime_envs.verifiers_adapter import VARIABLE
+from prime_trainer import local as local_module
+from prime_trainer.config import load
+from prime_trainer.local import Options, run_local
+from prime_trainer.metrics import read_lines
+from prime_trainer.parallel import World
+
+STEPS = 3
+RUN = """name = "foreign"
+max_output_tokens = 24
+samples_per_group = 8
+groups_per_lease = 2
+groups_per_batch = 2
+
+[environment]
+name = "{name}"
+arguments = {arguments}
+train_size = 48
+heldout_size = 8
+
+[budgets]
+targets = [8]
+penalty_micro = 0
+"""
+LIPOGRAMS = """
+import verifiers.v1 as vf
+from stardata.envs.constraint_gym import build_lipogram_dataset, lipogram_reward
+
+class LipogramData(vf.TaskData):
+    info: dict
+
+class LipogramTask(vf.Task[LipogramData]):
+    @vf.reward
+    async def lipogram(self, trace: vf.Trace) -> float:
+        return lipogram_reward(trace.last_reply, info=self.data.info)
+
+class LipogramTaskset(vf.Taskset[LipogramTask, vf.TasksetConfig]):
+    def load(self):
+        for row in build_lipogram_dataset():
+            yield LipogramTask(LipogramData(prompt=row["prompt"], info=row["info"]))
+
+__all__ = ["LipogramTaskset"]
+"""
+SCORES = """
+import json, sys
+from stardata.envs.constraint_gym import build_lipogram_dataset, lipogram_reward
+def shown(text):
+    return "".join(sign if sign.isascii() else "<unk>" for sign in text)
+rows = {shown(row["prompt"]): row["info"] for row in build_lipogram_dataset()}
+for line in sys.stdin:
+    asked, answer = json.loads(line)
+    [info] = [info for prompt, info in rows.items() if asked.startswith(prompt)]
+    print(lipogram_reward(answer, info=info))
+"""
+"""Scores answers by the package alone. The model reads ASCII only."""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of 95 characters, which can read the packages' long prompts."""
+    folder = tmp_path_factory.mktemp("reader")
+    tokenizer = build_tokenizer()
+    build_model(len(tokenizer), hidden=64, layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def trained(
+    folder: Path,
+    name: str,
+    arguments: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    world: World,
+) -> list[dict[str, Any]]:
+    """Trains STEPS policies; returns all rows generated, and checks that each step changed the
+    weights."""
+    monkeypatch.setattr(local_module, "joined_world", lambda: nullcontext(world))
+    source, out = folder / "run.toml", folder / "out"
+    source.write_text(RUN.format(name=name, arguments=arguments))
+    settings = load({"model": model, "data": out, "steps": STEPS, "learning_rate": 3e-3,
+                     "warmup_steps": 0})  # fmt: skip
+    options = Options(evaluate_every=0, samples=10**6, threads=1)
+    run_local(source, settings, options, threading.Event(), lambda _: None)
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["applied"] for line in lines] == [True] * STEPS
+    assert all(line["gradient_norm"] > 0 for line in lines)
+    before, after = (load_file(at / "model.safetensors") for at in (model, out / "model"))
+    assert any((before[key] != after[key]).any() for key in before)
+    samples = read_lines(out / "samples.jsonl")
+    assert {sample["policy"] for sample in samples} == set(range(STEPS))
+    return samples
+
+
+def test_reasoning_gym_trains_by_its_own_scorer(
+    tmp_path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    family = '{ family = "spell_backward", seed = 7 }'
+    samples = trained(tmp_path, "reasoning_gym", family, reader, monkeypatch, world)
+    dataset = reasoning_gym.create_dataset("spell_backward", seed=7, size=1_000_000)
+    for sample in samples:
+        entry = dataset[int(sample["problem"].rpartition("-")[2])]
+        assert sample["prompt"].startswith(entry["question"])
+        answer = [line.strip() for line in sample["turns"][0].splitlines() if line.strip()][-1:]
+        own = dataset.score_answer(answer[0], entry) if answer else 0.0
+        assert sample["reward"] == pytest.approx(own, abs=1e-6), sample
+    assert len({sample["reward"] for sample in samples}) > 1
+
+
+@pytest.mark.slow
+def test_a_package_of_prosody_graders_trains_through_the_verifiers_adapter(
+    tmp_path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    python = os.environ.get(VARIABLE, "")
+    look = [python, "-c", "import verifiers.v1, stardata.envs.constraint_gym"]
+    if not python or subprocess.run(look, capture_output=True, check=False).returncode != 0:
+        pytest.skip(
+            f"verifiers and staros-stardata are not installed: scripts/setup_verifiers.sh, and "
+            f"{VARIABLE}=<its folder>/bin/python"
+        )
+    (tmp_path / "prime_lipograms.py").write_text(LIPOGRAMS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    taskset = '{ environment = "prime_lipograms" }'
+    samples = trained(tmp_path, "verifiers", taskset, reader, monkeypatch, world)
+    asked = [json.dumps([sample["prompt"], sample["turns"][0]]) + "\n" for sample in samples]
+    scored = subprocess.run(
+        [python, "-c", SCORES], input="".join(asked), capture_output=True, text=True, check=True
+    )
+    own = [float(line) for line in scored.stdout.split()]
+    assert [sample["reward"] for sample in samples] == pytest.approx(own, abs=1e-6)
+    assert len(set(own)) > 1
