@@ -3,8 +3,9 @@
 A store holds one file that went through the API from lease to verdict; its rows are copied in bulk
 under other names, one file a second up to now, a batch for each hundred. `growth_…`: CPU time of
 this process and PostgreSQL for one lease, batch tick, status, page of nodes, or page of metrics, on
-the largest store over the smallest. `restart_s`: from starting an API process on the largest store
-to its first status. `bytes_per_file`: of the tables that are kept for ever, with indexes.
+the largest store over the smallest; the stores take turns. `restart_s`: from starting an API
+process on the largest store to its first status, with the byte code that an installation has.
+`bytes_per_file`: of the tables that are kept for ever, with indexes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import asyncio
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -25,6 +28,7 @@ from bench.form import Row
 from bench.servers import (
     Database,
     Place,
+    compiled,
     connect,
     end,
     request_bytes,
@@ -39,14 +43,14 @@ from prime_orchestrator.api import leasing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
 from prime_orchestrator.manager.batches import seal_ready_batches
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import open_store, schema
 
 SIZES = (1_000, 100_000, 1_000_000)
 QUICK_SIZES = (100, 1_000)
 A_BATCH = 100
 """Files in a batch."""
-SECONDS = 2.0
-"""How long each kind of work is repeated."""
+SECONDS, ROUNDS = 4.0, 8
+"""How long each kind of work is repeated on a store, and in how many turns."""
 KEPT = ("leases", "submissions", "opinions", "credits")
 """Tables that keep rows of a file for ever (docs/retention.md)."""
 
@@ -57,39 +61,60 @@ def definition() -> RunDefinition:
 
 
 def rows(quick: bool, database: Database) -> list[Row]:
-    """All rows; empties the database."""
+    """All rows."""
     sizes = QUICK_SIZES if quick else SIZES
-    spent: dict[str, list[float]] = {}
-    found: list[Row] = []
-    for size in sizes:
-        with serving(database, definition(), validators=work.signers(1, 2)) as servers:
-            nodes = work.Nodes.seat(servers)
-            judges = work.Judges.seat(servers, work.signers(1, 2))
-            asyncio.run(work.hand_in(servers, nodes, 1))
-            asyncio.run(judges.judge(servers, 1))
-            end(servers.processes)
-            servers.processes.clear()
-            backend = servers.pool.backend
-            with backend.store.begin() as connection:
-                fill(connection, size, time.time())
-            with backend.store.engine.connect() as plain:
-                vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
-                vacuum.execute(sa.text("VACUUM ANALYZE"))
-            for name, work_of in _works(backend, nodes).items():
-                spent.setdefault(name, []).append(_cost(work_of, database))
-            if size == sizes[-1]:
-                found += [_restart(quick, servers.pool, database), _bytes(quick, backend, size)]
-    for name, costs in spent.items():
+    with ExitStack() as stack:
+        stores = [stack.enter_context(_store(database, size)) for size in sizes]
+        costs = {name: _costs([one.works[name] for one in stores], database)
+                 for name in stores[0].works}  # fmt: skip
+        found = [_restart(quick, stores[-1]), *_bytes(quick, stores[-1])]
+    for name, (first, *others) in costs.items():
         found.append(
-            Row(f"growth_{name}", costs[-1] / costs[0],
-                f"× the CPU time on {sizes[0]:,} files ({1000 * costs[0]:.3g} ms), on "
+            Row(f"growth_{name}", others[-1] / first,
+                f"× the CPU time on {sizes[0]:,} files ({1000 * first:.3g} ms), on "
                 f"{sizes[-1]:,} files", bar=None if quick else 1.5)
         )  # fmt: skip
         found += [
             Row(f"growth_{name}_{size}_ms", 1000 * cost, f"ms of CPU on {size:,} files")
-            for size, cost in zip(sizes[1:], costs[1:], strict=True)
+            for size, cost in zip(sizes[1:], others, strict=True)
         ]
     return found
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A pool with `files` judged files in a database of its own."""
+
+    files: int
+    database: Database
+    pool: seats.Pool
+    works: Mapping[str, Callable[[], object]]
+
+
+@contextmanager
+def _store(server: Database, files: int) -> Iterator[_Filled]:
+    """A new database of the server, filled."""
+    name = f"growth_{files}"
+    with closing(open_store(server.url)) as store, store.engine.connect() as plain:
+        plain.execution_options(isolation_level="AUTOCOMMIT").execute(
+            sa.text(f"CREATE DATABASE {name}")
+        )
+    database = replace(server, url=server.url.replace("/postgres?", f"/{name}?"))
+    with serving(database, definition(), validators=work.signers(1, 2)) as servers:
+        nodes = work.Nodes.seat(servers)
+        judges = work.Judges.seat(servers, work.signers(1, 2))
+        asyncio.run(work.hand_in(servers, nodes, 1))
+        asyncio.run(judges.judge(servers, 1))
+        end(servers.processes)
+        servers.processes.clear()
+        backend = servers.pool.backend
+        with backend.store.begin() as connection:
+            fill(connection, files, time.time())
+        with backend.store.engine.connect() as plain:
+            vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
+            vacuum.execute(sa.text("VACUUM ANALYZE"))
+            vacuum.execute(sa.text("CHECKPOINT"))
+        yield _Filled(files, database, servers.pool, _works(backend, nodes))
 
 
 def _works(backend: Backend, nodes: work.Nodes) -> Mapping[str, Callable[[], object]]:
@@ -123,55 +148,72 @@ def _works(backend: Backend, nodes: work.Nodes) -> Mapping[str, Callable[[], obj
     }
 
 
-def _cost(work_of: Callable[[], object], database: Database) -> float:
-    """CPU seconds of one call, in this process and PostgreSQL."""
-    work_of()
-    process, server, count = time.process_time(), database.cpu_seconds(), 0
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until or count < 3:
-        work_of()
-        count += 1
-    return (time.process_time() - process + database.cpu_seconds() - server) / count
+def _costs(works: Sequence[Callable[[], object]], database: Database) -> list[float]:
+    """CPU seconds of one call of each work, in this process and PostgreSQL. The works take turns,
+    so that a change of the machine's load meets all of them."""
+    spent, counts = [0.0] * len(works), [0] * len(works)
+    for one in works:
+        one()
+    for _ in range(ROUNDS):
+        for at, one in enumerate(works):
+            process, server = time.process_time(), database.cpu_seconds()
+            until = time.monotonic() + SECONDS / ROUNDS
+            while time.monotonic() < until:
+                one()
+                counts[at] += 1
+            spent[at] += time.process_time() - process + database.cpu_seconds() - server
+    return [total / count for total, count in zip(spent, counts, strict=True)]
 
 
-def _restart(quick: bool, pool: seats.Pool, database: Database) -> Row:
+def _restart(quick: bool, store: _Filled) -> Row:
     """Seconds from starting an API process to its first answers."""
-    servers: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="bench-restart-") as folder:
         place = Place(
             folder=f"{folder}/api",
-            database=database.url,
-            run=pool.backend.context.run.raw().decode(),
+            database=store.database.url,
+            run=store.pool.backend.context.run.raw().decode(),
             objects=str(Path(folder) / "objects"),
             loops=True,
         )
-        since = time.monotonic()
-        try:
-            port = start_api(servers, place)
-
-            async def ask() -> None:
-                (client,) = await connect([port], 1)
-                await client.ask(request_bytes("GET", "/v1/status", b"", {}))
-                client.close()
-
-            asyncio.run(ask())
-            seconds = time.monotonic() - since
-        finally:
-            end(servers)
+        with compiled(f"{folder}/bytecode"):
+            _start(replace(place, folder=f"{folder}/first"))  # as pip compiles what it installs
+            seconds = _start(place)
     return Row("restart_s", seconds, "s from a process's start to its first status",
                bar=None if quick else 5)  # fmt: skip
 
 
-def _bytes(quick: bool, backend: Backend, size: int) -> Row:
-    with backend.store.read() as connection:
-        total = sum(
-            int(
+def _start(place: Place) -> float:
+    """Seconds from starting an API process to its first status; ends it."""
+    servers: list[subprocess.Popen[str]] = []
+    since = time.monotonic()
+    try:
+        port = start_api(servers, place)
+
+        async def ask() -> None:
+            (client,) = await connect([port], 1)
+            await client.ask(request_bytes("GET", "/v1/status", b"", {}))
+            client.close()
+
+        asyncio.run(ask())
+        return time.monotonic() - since
+    finally:
+        end(servers)
+
+
+def _bytes(quick: bool, store: _Filled) -> list[Row]:
+    with store.pool.backend.store.read() as connection:
+        sizes = {
+            name: int(
                 connection.execute(sa.text(f"SELECT pg_total_relation_size('{name}')")).scalar_one()
             )
+            / store.files
             for name in KEPT
-        )
-    return Row("bytes_per_file", total / size, f"bytes in {', '.join(KEPT)}, with indexes",
-               bar=None if quick else 600)  # fmt: skip
+        }
+    return [
+        Row("bytes_per_file", sum(sizes.values()), f"bytes in {', '.join(KEPT)}, with indexes",
+            bar=None if quick else 600),
+        *(Row(f"bytes_per_file_{name}", size, "bytes") for name, size in sizes.items()),
+    ]  # fmt: skip
 
 
 # ── filling ──

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -19,6 +19,7 @@ from prime_core.messages import ContractAddresses, LeaseRequest
 from prime_core.node import Hardware
 from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
 from prime_core.signing import LocalSigner
+from prime_core.storage.base import ObjectStore
 from prime_core.storage.directory import DirectoryStore
 from prime_core.task import Task
 from prime_core.verdict import Outcome, Reason
@@ -28,6 +29,7 @@ from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import draws, standing
 from prime_orchestrator.store import (
+    Store,
     batches,
     chain,
     groups,
@@ -73,6 +75,27 @@ def definition() -> RunDefinition:
     )
 
 
+def backend_on(store: Store, objects: ObjectStore, run: RunDefinition | None = None) -> Backend:
+    """The services of a pool in this store. `run` None: `definition`."""
+    names = ContractAddresses.model_fields
+    contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
+    deployment = Deployment(
+        chain_id=CHAIN_ID,
+        contracts=ContractAddresses(**contracts),
+        block=0,
+        periods=DEMO_PERIODS,
+    )
+    manager = LocalSigner(b"\x01" * 32)
+    return Backend(
+        context=PoolContext(deployment, 1, manager.address, run or definition()),
+        store=store,
+        objects=objects,
+        manager=manager,
+        trainer=manager.address,
+        audience="http://127.0.0.1",
+    )
+
+
 @dataclass
 class Pool:
     """A pool of honest nodes and seats that drop every lease, each of a provider of its own."""
@@ -100,25 +123,13 @@ class Pool:
     ) -> Pool:
         """A pool with its first policy, in a store of its own: the empty database at `url`, or
         SQLite in `folder`. `run` None: `definition`; no `validators`: one; `start`: its clock."""
-        names = ContractAddresses.model_fields
-        contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
-        deployment = Deployment(
-            chain_id=CHAIN_ID,
-            contracts=ContractAddresses(**contracts),
-            block=0,
-            periods=DEMO_PERIODS,
-        )
-        manager = LocalSigner(b"\x01" * 32)
         store = open_store(url or sqlite_url(folder / "seats.sqlite"))
         store.migrate()
         clock = [start]
-        backend = Backend(
-            context=PoolContext(deployment, 1, manager.address, run or definition()),
-            store=store,
-            objects=DirectoryStore(folder / "objects", "http://127.0.0.1", b"s" * 32),
-            manager=manager,
-            trainer=manager.address,
-            audience="http://127.0.0.1",
+        backend = replace(
+            backend_on(
+                store, DirectoryStore(folder / "objects", "http://127.0.0.1", b"s" * 32), run
+            ),
             now=lambda: clock[0],
             random=random.Random(7).randbytes,
         )

@@ -38,6 +38,7 @@ from prime_orchestrator.store import open_store, schema
 from prime_orchestrator.store.engine import Store
 
 AUDIENCE = "http://127.0.0.1"
+BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -169,6 +170,18 @@ def start_api(servers: list[subprocess.Popen[str]], place: Place) -> int:
     return port
 
 
+@contextmanager
+def compiled(folder: str) -> Iterator[None]:
+    """Until the end of the block, processes that are started keep their byte code in the folder."""
+    before = {name: os.environ.pop(name, None) for name in BYTECODE}
+    os.environ["PYTHONPYCACHEPREFIX"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPYCACHEPREFIX"]
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+
+
 def start(module: str, *words: str, keep: int | None = None) -> subprocess.Popen[str]:
     """Starts `python -m module words` with pipes; it inherits the descriptor `keep`."""
     return subprocess.Popen(
@@ -212,15 +225,13 @@ def _serve(descriptor: int, place: Place) -> None:
 
     Path(place.folder).mkdir()
     run = RunDefinition.parse(place.run.encode())
-    backend = seats.Pool.make(Path(place.folder), run=run).backend
     if place.database:
-        backend = replace(
-            backend,
-            store=open_store(place.database),
-            objects=place.open_objects(),
-            now=time.time,
-            random=secrets.token_bytes,
-        )
+        store = open_store(place.database)
+        store.migrate()
+        backend = seats.backend_on(store, place.open_objects(), run)
+    else:
+        backend = seats.Pool.make(Path(place.folder), run=run).backend
+    backend = replace(backend, now=time.time, random=secrets.token_bytes)
     judge = Judge(backend.store, backend.objects, backend.context, backend.draws, backend.now)
     server = make_server(create_app(backend), Proxies())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from prime_chain.client import Call, TxReceipt
 from prime_core.encoding import sha256
 from prime_core.ids import Address, Digest
 from prime_core.node import Hardware
+from prime_core.verdict import Reason
 from prime_orchestrator.store import (
     Store,
     batches,
@@ -87,6 +89,60 @@ def test_tallies_are_what_counting_gives_after_any_change(either_store: Store) -
             by_node = submissions.counts_by_node(connection, [NODE], shadow=shadow)[NODE]
             assert by_node["units"] == found.get("accepted", (0, 0))[1]
             assert by_node.get("rejected", 0) == counts.get("rejected", 0)
+
+
+def test_overruled_opinions_are_those_that_the_verdicts_contradict(either_store: Store) -> None:
+    files, said, dice = schema.submissions, schema.opinions, random.Random(6)
+    queued(either_store, *range(1, 20))
+    for at in range(150):
+        digest = name(dice.randrange(1, 20))
+        with either_store.begin() as connection:
+            if at % 3 == 0:
+                author, reason = dice.choice((NODE, OTHER)), dice.choice((0, 1, 14, 50, 56))
+                opinions.add(connection, OpinionRow(digest, author, reason, "", float(at)))
+            elif at % 25 == 1:
+                opinions.forget(connection, digest)
+            else:
+                status = dice.choice(("submitted", "accepted", "rejected", "void"))
+                submissions.change(connection, digest, status=status)
+    with either_store.read() as connection:
+        of_file = files.c.digest == said.c.submission_digest
+        joined = sa.select(said.c.validator, said.c.reason, files.c.status).join(files, of_file)
+        rows = connection.execute(joined).all()
+        found = {row.validator: row for row in opinions.track_records(connection)}
+    assert len(rows) > 10
+    outcomes = {"accepted": "rejected", "rejected": "accepted"}
+    for author in (NODE, OTHER):
+        own = [(Reason(reason).outcome.name.lower(), status) for who, reason, status in rows
+               if who == author]  # fmt: skip
+        overruled = sum(outcomes.get(outcome) == status for outcome, status in own)
+        assert overruled > 0
+        assert (found[author].opinions, found[author].overruled) == (len(own), overruled)
+
+
+def test_groups_of_batches_are_counted_by_target_length(either_store: Store) -> None:
+    dice, taken = random.Random(7), Counter[tuple[int, int]]()
+    with either_store.begin() as connection:
+        for at in range(60):
+            target = dice.choice((2, 6, 8))
+            place = {"node": NODE, "step": 0, "policy_version": 0, "body": ""}
+            lease = {"digest": name(at), "lease_index": at, "deadline": 10, "created_at": 9.0}
+            lease |= {"shadow": False, "target": target, "status": "submitted"}
+            file = {"digest": name(at), "lease_digest": name(at), "sha256": name(at), "size": 1}
+            file |= {"receipt": "", "received_at": 9.5, "status": "accepted"}
+            connection.execute(sa.insert(schema.leases).values(**place, **lease))
+            connection.execute(sa.insert(schema.submissions).values(**place, **file))
+            groups.add(connection, [group(at, number, 0) for number in range(2)])
+            taken[at % 5, target] += 2
+        for step in range(5):
+            of_step = [(name(at), number) for at in range(step, 60, 5) for number in range(2)]
+            assert groups.take(connection, of_step, step) == len(of_step)
+            assert groups.take(connection, of_step, step + 1) == 0, "none is counted twice"
+        for first in range(6):
+            counted = Counter[int]()
+            for (step, target), count in taken.items():
+                counted[target] += count if step >= first else 0
+            assert groups.by_target(connection, first) == dict(+counted)
 
 
 def test_what_became_of_a_lease_is_what_became_of_its_file(either_store: Store) -> None:

@@ -15,13 +15,16 @@ from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Address
 from prime_orchestrator.store import (
     Store,
+    groups,
     intents,
     meta,
     migrate,
     open_store,
+    opinions,
     schema,
     sessions,
     sqlite_url,
+    submissions,
 )
 
 
@@ -55,6 +58,43 @@ def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> N
     empty_database.migrate()
     with empty_database.read() as connection:
         assert meta.get(connection, "kept") == "yes"
+
+
+def test_a_store_with_history_gets_what_status_shows_of_it(
+    empty_database: Store,
+) -> None:
+    statuses = ("accepted", "rejected", "void", "submitted")
+    with empty_database.begin() as connection:
+        migrate.upgrade(connection, "0018")
+        for at in range(12):
+            fields = {"id": f"0x{at}", "at": at, "status": statuses[at % 4], "no": False,
+                      "target": (2, 6)[at % 2], "step": at % 3}  # fmt: skip
+            for statement in (
+                "INSERT INTO leases (digest, node, step, lease_index, policy_version, status,"
+                " deadline, created_at, uploads, body, shadow, target) VALUES"
+                " (:id, '0x1', 0, :at, 0, 'accepted', 0, 0, 0, '', :no, :target)",
+                "INSERT INTO submissions (digest, lease_digest, node, step, policy_version, sha256,"
+                " size, body, receipt, received_at, status, reason, units, shadow) VALUES"
+                " (:id, :id, '0x1', 0, 0, :id, 1, '', '', 0, :status, 0, 1, :no)",
+                "INSERT INTO opinions (submission_digest, validator, reason, body, at) VALUES"
+                " (:id, 'a', 0, '', :at), (:id, 'b', 7, '', :at), (:id, 'c', 56, '', :at)",
+                "INSERT INTO groups (submission_digest, group_no, policy_version, rows,"
+                " informative, reward_micro_sum, accepted_at, batch_step) VALUES"
+                " (:id, 0, 0, 2, :no, 0, 0, :step)",
+            ):
+                connection.execute(sa.text(statement), fields)
+        for step in range(3):
+            connection.execute(
+                sa.text("INSERT INTO batches VALUES (:step, 'd', '', 1, 0, 0, 0)"), {"step": step}
+            )
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert groups.by_target(connection, 0) == {2: 6, 6: 6}
+        assert groups.by_target(connection, 1) == {2: 4, 6: 4}
+        found = {row.validator: (row.opinions, row.overruled)
+                 for row in opinions.track_records(connection)}  # fmt: skip
+        assert found == {"a": (12, 3), "b": (12, 3), "c": (12, 0)}
+        assert submissions.counts(connection) == dict.fromkeys(statuses, 3)
 
 
 def test_a_store_of_the_first_schema_keeps_its_leases_transactions_and_revocations(

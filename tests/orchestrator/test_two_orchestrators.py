@@ -92,7 +92,8 @@ def test_two_orchestrators_on_one_store_post_no_root_and_seal_no_batch_twice(
         posted = [event.arguments()["root"] for event in chain.events(connection, "RootPosted")]
         trained = [
             (file.submission_digest, group)
-            for row in batches.latest(connection, 10)
+            for summary in batches.latest(connection, 10)
+            if (row := batches.get(connection, summary.step)) is not None
             for file in row.signed().manifest.files
             for group in file.groups
         ]

@@ -46,7 +46,7 @@ from prime_orchestrator.store import (
     slashes,
     submissions,
 )
-from prime_orchestrator.store.batches import BatchRow
+from prime_orchestrator.store.batches import BatchSummary
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
@@ -124,7 +124,7 @@ def status(backend: Backend) -> Status:
 
 def _activity(
     ended_at: int | None,
-    sealed: Sequence[BatchRow],
+    sealed: Sequence[BatchSummary],
     newest: Sequence[PolicyRow],
     run: RunDefinition,
     now: float,
@@ -246,7 +246,7 @@ def _infos(
     return found
 
 
-def _batch(row: BatchRow) -> dict[str, int | str]:
+def _batch(row: BatchSummary) -> dict[str, int | str]:
     return {
         "step": row.step,
         "rows": row.rows,

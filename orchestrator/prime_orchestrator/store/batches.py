@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -30,6 +30,17 @@ class BatchRow:
     def signed(self) -> SignedBatch:
         """Returns the batch as the manager signed it."""
         return SignedBatch.model_validate_json(self.body)
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """A row of `batches` without its body, which lists every file."""
+
+    step: int
+    rows: int
+    mean_reward_micro: int
+    staleness_max: int
+    sealed_at: float
 
 
 def add(connection: Connection, batch: BatchRow) -> bool:
@@ -60,7 +71,8 @@ def next_step(connection: Connection) -> int:
     return max(0 if highest is None else int(highest) + 1, version or 0)
 
 
-def latest(connection: Connection, limit: int) -> list[BatchRow]:
+def latest(connection: Connection, limit: int) -> list[BatchSummary]:
     """Returns the newest batches, oldest first."""
-    query = sa.select(schema.batches).order_by(_batches.step.desc()).limit(limit)
-    return records(BatchRow, connection.execute(query).mappings().all())[::-1]
+    columns = (_batches[field.name] for field in fields(BatchSummary))
+    query = sa.select(*columns).order_by(_batches.step.desc()).limit(limit)
+    return records(BatchSummary, connection.execute(query).mappings().all())[::-1]

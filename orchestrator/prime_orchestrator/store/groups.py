@@ -15,6 +15,7 @@ from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import insert_all_new, records
 
 _groups = schema.groups.c
+_targets = schema.batch_targets.c
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def free_counts(connection: Connection, *, oldest_version: int) -> list[tuple[in
 
 
 def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int) -> int:
-    """Puts free groups into batch `step`; returns how many were still free."""
+    """Puts free groups into batch `step`, and counts its groups by target length; returns how many
+    were still free."""
     taken = 0
     for submission, group_no in chosen:
         done = connection.execute(
@@ -79,19 +81,27 @@ def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int
             .values(batch_step=step)
         )
         taken += done.rowcount
+    files, given = schema.submissions.c, schema.leases.c
+    counted = (
+        sa.select(_groups.batch_step, given.target, sa.func.count())
+        .join(schema.submissions, files.digest == _groups.submission_digest)
+        .join(schema.leases, given.digest == files.lease_digest)
+        .where(_groups.batch_step == step)
+        .group_by(_groups.batch_step, given.target)
+    )
+    connection.execute(sa.delete(schema.batch_targets).where(_targets.step == step))
+    connection.execute(
+        sa.insert(schema.batch_targets).from_select(["step", "target", "groups"], counted)
+    )
     return taken
 
 
 def by_target(connection: Connection, first_step: int) -> dict[int, int]:
     """Returns the number of groups in batches from `first_step` on, by target length."""
-    files, given = schema.submissions.c, schema.leases.c
     query = (
-        sa.select(given.target, sa.func.count())
-        .select_from(schema.groups)
-        .join(schema.submissions, files.digest == _groups.submission_digest)
-        .join(schema.leases, given.digest == files.lease_digest)
-        .where(_groups.batch_step >= first_step)
-        .group_by(given.target)
+        sa.select(_targets.target, sa.func.sum(_targets.groups))
+        .where(_targets.step >= first_step)
+        .group_by(_targets.target)
     )
     return {int(target): int(count) for target, count in connection.execute(query)}
 

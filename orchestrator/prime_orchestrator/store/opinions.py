@@ -23,14 +23,15 @@ _planted = schema.planted.c
 
 @dataclass(frozen=True)
 class OpinionRow:
-    """One validator's opinion on one file; `body` is JSON of SignedOpinion, `at` in Unix
-    seconds."""
+    """One validator's opinion on one file; `body` is JSON of SignedOpinion, `at` in Unix seconds.
+    `overruled`: the file's verdict contradicts it, which the database keeps up to date."""
 
     submission_digest: Digest
     validator: Address
     reason: int
     body: str
     at: float
+    overruled: bool = False
 
     @property
     def outcome(self) -> Outcome:
@@ -157,7 +158,12 @@ def on_planted(connection: Connection, since: float, until: float) -> list[Plant
             row.kind,
             row.step,
             OpinionRow(
-                Digest(row.submission_digest), Address(row.validator), row.reason, row.body, row.at
+                Digest(row.submission_digest),
+                Address(row.validator),
+                row.reason,
+                row.body,
+                row.at,
+                row.overruled,
             ),
         )
         for row in connection.execute(query)
@@ -187,42 +193,31 @@ class Record:
 
 def track_records(connection: Connection) -> list[Record]:
     """Returns one record per validator, by address."""
-    submissions = schema.submissions.c
-    said = {
-        outcome: [int(r) for r in Reason if r.outcome is outcome]
-        for outcome in (Outcome.ACCEPTED, Outcome.REJECTED)
-    }
     newest = (
-        sa.select(_opinions.submission_digest, _opinions.validator, _opinions.reason)
+        sa.select(_opinions.validator, _opinions.overruled)
         .order_by(_opinions.at.desc())
         .limit(RECENT)
         .subquery()
     )
-    accepts, rejects = (newest.c.reason.in_(reasons) for reasons in said.values())
-    overruled = sa.or_(
-        sa.and_(accepts, submissions.status == "rejected"),
-        sa.and_(rejects, submissions.status == "accepted"),
-    )
-    recent = (
-        sa.select(newest.c.validator, sa.func.count(), _number(overruled))
-        .outerjoin(schema.submissions, submissions.digest == newest.c.submission_digest)
-        .group_by(newest.c.validator)
-    )
+    recent = sa.select(
+        newest.c.validator, sa.func.count(), _number(newest.c.overruled.is_(True))
+    ).group_by(newest.c.validator)
     honest = _planted.kind == HONEST
-    accepts, rejects = (_opinions.reason.in_(reasons) for reasons in said.values())
+    accepts = _opinions.reason == int(Reason.NONE)
     planted = (
         sa.select(
             _opinions.validator,
             _number(honest),
-            _number(sa.and_(honest, rejects)),
+            _number(sa.and_(honest, _rejecting())),
             _number(~honest),
             _number(sa.and_(~honest, accepts)),
         )
-        .join(schema.planted, _planted.submission_digest == _opinions.submission_digest)
+        .select_from(schema.planted)  # the outer join has SQLite read these first: they are few
+        .outerjoin(schema.opinions, _opinions.submission_digest == _planted.submission_digest)
         .group_by(_opinions.validator)
     )
     counted = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(recent)}
-    truth = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(planted)}
+    truth = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(planted) if row[0]}
     return [
         Record(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
         for name in sorted({*counted, *truth})

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
     text,
 )
 
@@ -171,7 +172,12 @@ submissions = Table(
     Index("submissions_node", "node", "received_at"),
     Index("submissions_judged", "node", "judged_at"),
     Index("submissions_newest", "received_at", "digest"),
-    Index("submissions_repeated", "repeated_rows"),
+    Index(
+        "submissions_repeated",
+        "status",
+        sqlite_where=text("repeated_rows > 0"),
+        postgresql_where=text("repeated_rows > 0"),
+    ),
     Index("submissions_unjudged", "status", "reason", "shadow", "node"),
 )
 
@@ -250,6 +256,15 @@ batches = Table(
     Column("mean_reward_micro", BigInteger, nullable=False),
     Column("staleness_max", Integer, nullable=False),
     Column("sealed_at", Float, nullable=False),
+)
+
+batch_targets = Table(  # groups of each target length in a batch, counted when it is sealed
+    "batch_targets",
+    metadata,
+    Column("step", BigInteger, nullable=False, autoincrement=False),
+    Column("target", BigInteger, nullable=False),
+    Column("groups", BigInteger, nullable=False),
+    PrimaryKeyConstraint("step", "target"),
 )
 
 policies = Table(
@@ -465,8 +480,10 @@ opinions = Table(  # each validator's opinion on a file
     Column("reason", Integer, nullable=False),
     Column("body", Text, nullable=False),  # JSON of SignedOpinion
     Column("at", Float, nullable=False),
+    # The verdict contradicts it; triggers keep it (migration 0019)
+    Column("overruled", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("submission_digest", "validator"),
-    Index("opinions_newest", "at"),
+    Index("opinions_newest", "at", "validator", "overruled"),
 )
 
 row_marks = Table(  # marks of accepted files' rows: see prime_verify/repeats.py
