@@ -24,15 +24,16 @@ _OVERRULED = """UPDATE opinions SET overruled = TRUE
             WHEN 'accepted' THEN opinions.reason BETWEEN 1 AND 49
             WHEN 'rejected' THEN opinions.reason = 0 ELSE FALSE END
         FROM submissions s WHERE s.digest = opinions.submission_digest)"""
-_JUDGED = """UPDATE opinions SET overruled = CASE NEW.status
+_JUDGED = """UPDATE opinions SET overruled = NOT overruled
+    WHERE submission_digest = NEW.digest AND overruled <> CASE NEW.status
         WHEN 'accepted' THEN reason BETWEEN 1 AND 49
-        WHEN 'rejected' THEN reason = 0 ELSE FALSE END
-    WHERE submission_digest = NEW.digest;"""
-_GIVEN = """UPDATE opinions SET overruled = (SELECT CASE s.status
+        WHEN 'rejected' THEN reason = 0 ELSE FALSE END;"""
+_GIVEN = """UPDATE opinions SET overruled = NOT overruled
+    WHERE submission_digest = NEW.submission_digest AND validator = NEW.validator
+    AND overruled <> (SELECT CASE s.status
             WHEN 'accepted' THEN NEW.reason BETWEEN 1 AND 49
             WHEN 'rejected' THEN NEW.reason = 0 ELSE FALSE END
-        FROM submissions s WHERE s.digest = NEW.submission_digest)
-    WHERE submission_digest = NEW.submission_digest AND validator = NEW.validator;"""
+        FROM submissions s WHERE s.digest = NEW.submission_digest);"""
 _IS_JUDGED = """EXISTS (SELECT 1 FROM submissions s
     WHERE s.digest = NEW.submission_digest AND s.status <> 'submitted')"""
 _POSTGRESQL = (
