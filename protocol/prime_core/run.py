@@ -34,16 +34,63 @@ MAX_SOLUTION_BYTES = 64 << 20
 """Maximum size of a hardware challenge's solution."""
 
 
+MIXTURE = "mixture"
+
+
+class EnvironmentPart(Strict):
+    """One environment of a mixture (prime_envs/mixture.py)."""
+
+    name: str = Field(max_length=64)
+    arguments: dict[str, int | str] = Field(default_factory=dict)
+    weight: int = Field(default=1, ge=1, le=1000)
+    """Its share of the problems is its weight over the sum of all weights."""
+    label: str = Field(default="", pattern=r"^[a-z0-9_.-]{0,32}$")
+    """What metrics call it, and the prefix of its problems' ids. Empty: its name."""
+
+    @property
+    def title(self) -> str:
+        """The label, or else the name."""
+        return self.label or self.name
+
+
 class EnvironmentRef(Strict):
     """A registered environment and its arguments; `digest` pins its code version and dataset."""
 
     name: str = Field(max_length=64)
     arguments: dict[str, int | str] = Field(default_factory=dict)
+    parts: tuple[EnvironmentPart, ...] = Field(
+        default=(), max_length=32, exclude_if=lambda parts: parts == ()
+    )
+    """The environments of a mixture, whose name is MIXTURE; otherwise empty."""
     digest: DigestField
     train_size: int = Field(ge=1)
     """Number of training problems; prompt indices are drawn below this."""
     heldout_size: int = Field(ge=0)
     """Held-out problems follow the training ones: train_size … train_size + heldout_size − 1."""
+
+    @model_validator(mode="after")
+    def _parts_of_a_mixture(self) -> EnvironmentRef:
+        if (self.name == MIXTURE) != bool(self.parts):
+            raise ValueError(f"the environment {MIXTURE!r}, and no other, has parts")
+        if not self.parts:
+            return self
+        if self.arguments:
+            raise ValueError("the arguments of a mixture belong to its parts")
+        titles = [part.title for part in self.parts]
+        twice = sorted({title for title in titles if titles.count(title) > 1})
+        if twice:
+            raise ValueError(f"two parts are called {twice[0]!r}: give each a `label`")
+        if "/" in "".join(titles):
+            raise ValueError("a part whose name has a slash needs a `label`")
+        return self
+
+    def all_arguments(self) -> list[dict[str, int | str]]:
+        """The arguments of the environment, or of each part of a mixture."""
+        return [part.arguments for part in self.parts] or [self.arguments]
+
+    def source_of(self, problem_id: str) -> str:
+        """The name of the environment that a problem is from; in a mixture, its part's title."""
+        return problem_id.partition("/")[0] if self.parts else self.name
 
 
 LEAST_SHARE = 10_000
@@ -180,9 +227,9 @@ class RunDefinition(Strict):
     canonical JSON as its bytes.
     """
 
-    schema_version: Literal[1, 2, 3, 4] = 1
-    """4 for a run with `conversation.gateway`, else 3 with `conversation`, else 2 with `chat`;
-    older programs would ignore them."""
+    schema_version: Literal[1, 2, 3, 4, 5] = 1
+    """5 for a run with `environment.parts`, else 4 with `conversation.gateway`, else 3 with
+    `conversation`, else 2 with `chat`; older programs would ignore them."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -281,8 +328,8 @@ class RunDefinition(Strict):
     def _rows_fit(self) -> RunDefinition:
         if self.schema_version != self.least_schema:
             raise ValueError(
-                "schema_version is 4 with conversation.gateway, else 3 with conversation, else 2 "
-                "with chat, else 1"
+                "schema_version is 5 with environment.parts, else 4 with conversation.gateway, "
+                "else 3 with conversation, else 2 with chat, else 1"
             )
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
@@ -296,6 +343,8 @@ class RunDefinition(Strict):
     @property
     def least_schema(self) -> int:
         """The `schema_version` that the definition's fields require."""
+        if self.environment.parts:
+            return 5
         if self.conversation is not None:
             return 3 if self.conversation.gateway is None else 4
         return 1 if self.chat is None else 2

@@ -145,6 +145,10 @@ class Environment(ABC):
         self.arguments = dict(arguments)
         self.budgets = budgets
 
+    def members(self) -> Sequence[Environment]:
+        """The environment and those that it is made of."""
+        return (self,)
+
     @abstractmethod
     def data_digest(self) -> Digest:
         """SHA-256 of everything outside this code that problems or scores depend on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from prime_core.errors import UserError
 from prime_core.given import read_given
 from prime_core.ids import Digest
-from prime_core.run import Conversation, LengthBudgets, RunDefinition
+from prime_core.run import Conversation, EnvironmentPart, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
 from prime_envs.chat import chat_from
 from prime_envs.lengths import budgets_from
@@ -61,7 +61,9 @@ def run_from(
         shaped = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(shaped))
         wanted = values["environment"]
-        conversation = _conversation(values.get("conversation"), wanted["name"])
+        parts = _parts(wanted.get("parts", ()))
+        names = [part.name for part in parts] or [wanted["name"]]
+        conversation = _conversation(values.get("conversation"), names)
         environment = environment_ref(
             wanted["name"],
             wanted.get("arguments", {}),
@@ -69,6 +71,7 @@ def run_from(
             train_size=wanted["train_size"],
             heldout_size=wanted["heldout_size"],
             conversation=conversation,
+            parts=parts,
         )
         chat = chat_from(values.get("chat"), model, conversation)
         whole = {
@@ -81,6 +84,8 @@ def run_from(
             whole |= {"chat": chat.model_dump(mode="json"), "schema_version": 2}
         if conversation is not None:
             whole["schema_version"] = 3 if conversation.gateway is None else 4
+        if parts:
+            whole["schema_version"] = 5
         return RunDefinition.model_validate_json(json.dumps(whole))
     except KeyError as error:
         raise UserError(
@@ -102,17 +107,26 @@ def unsaid(values: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in chosen.items() if name not in values}
 
 
-def _conversation(values: Mapping[str, Any] | None, environment: str) -> Conversation | None:
-    """Parses a TOML's `[conversation]`. Raises UserError if neither tools nor the environment would
-    answer the model's turns."""
+def _parts(values: Sequence[Mapping[str, Any]]) -> tuple[EnvironmentPart, ...]:
+    """Parses a TOML's `[[environment.parts]]`."""
+    return tuple(EnvironmentPart.model_validate_json(json.dumps(one)) for one in values)
+
+
+def _conversation(
+    values: Mapping[str, Any] | None, environments: Sequence[str]
+) -> Conversation | None:
+    """Parses a TOML's `[conversation]`. Raises UserError if neither tools nor one of the
+    environments would answer the model's turns."""
     if values is None:
         return None
     conversation = Conversation.model_validate_json(json.dumps(values))
     load_tools(conversation)
-    answers_itself = environment_class(environment).observe is not Environment.observe
+    classes = map(environment_class, environments)
+    answers_itself = any(found.observe is not Environment.observe for found in classes)
     if not conversation.tools and not answers_itself:
         raise UserError(
-            f"the environment {environment!r} says nothing after a turn, and there are no tools",
+            f"the environment {environments[0]!r} says nothing after a turn, and there are no "
+            "tools",
             hint='name tools, as in tools = ["calculator-1"], or leave out [conversation]',
         )
     return conversation

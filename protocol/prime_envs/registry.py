@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from prime_core.errors import PolicyError, UserError
-from prime_core.run import Conversation, EnvironmentRef, LengthBudgets, RunDefinition
+from prime_core.errors import PolicyError, PrimeError, UserError
+from prime_core.run import (
+    Conversation,
+    EnvironmentPart,
+    EnvironmentRef,
+    LengthBudgets,
+    RunDefinition,
+)
 from prime_envs.base import Environment
+from prime_envs.mixture import Mixture
 from prime_envs.tools import load_tools
 
 ENTRY_POINT_GROUP = "prime_open.environments"
@@ -22,6 +29,7 @@ BUILT_IN = {
     "guess": "prime_envs.guess:Guess",
     "verifiers": "prime_envs.verifiers_adapter:VerifiersEnvironment",
 }
+"""Also MIXTURE, which is made of others."""
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -44,10 +52,25 @@ def environment_class(name: str) -> type[Environment]:
 
 
 def load_environment(
-    name: str, arguments: Mapping[str, int | str], budgets: LengthBudgets
+    name: str,
+    arguments: Mapping[str, int | str],
+    budgets: LengthBudgets,
+    parts: Sequence[EnvironmentPart] = (),
 ) -> Environment:
-    """The environment `name` with its arguments. Raises UserError on an unknown name or value."""
-    return environment_class(name)(arguments, budgets)
+    """The environment `name` with its arguments, or the mixture of `parts`. Raises UserError on an
+    unknown name or value."""
+    if not parts:
+        return environment_class(name)(arguments, budgets)
+    loaded: list[tuple[str, int, Environment]] = []
+    try:
+        for part in parts:
+            found = load_environment(part.name, part.arguments, budgets)
+            loaded.append((part.title, part.weight, found))
+    except PrimeError:
+        for _, _, environment in loaded:
+            environment.close()
+        raise
+    return Mixture(loaded, budgets)
 
 
 def environment_for(run: RunDefinition) -> Environment:
@@ -56,7 +79,7 @@ def environment_for(run: RunDefinition) -> Environment:
     Raises PolicyError unless its digest is the one that the run pins.
     """
     ref = run.environment
-    environment = load_environment(ref.name, ref.arguments, run.budgets)
+    environment = load_environment(ref.name, ref.arguments, run.budgets, ref.parts)
     if environment.digest() != ref.digest:
         raise PolicyError(
             f"The environment {ref.name!r} installed here has digest {environment.digest()}, "
@@ -68,10 +91,9 @@ def environment_for(run: RunDefinition) -> Environment:
             f"{ref.name!r} has {len(environment)}."
         )
     environment.require(run.conversation)
-    environment.chat = run.chat
-    environment.conversation = run.conversation
-    if run.conversation is not None:
-        environment.index = load_tools(run.conversation)
+    index = None if run.conversation is None else load_tools(run.conversation)
+    for member in environment.members():
+        member.chat, member.conversation, member.index = run.chat, run.conversation, index
     return environment
 
 
@@ -83,14 +105,16 @@ def environment_ref(
     train_size: int,
     heldout_size: int,
     conversation: Conversation | None = None,
+    parts: Sequence[EnvironmentPart] = (),
 ) -> EnvironmentRef:
     """A reference to the installed environment, with its digest, for a new run definition with
     these conversation settings. Raises UserError if they do not go together."""
-    environment = load_environment(name, arguments, budgets)
+    environment = load_environment(name, arguments, budgets, parts)
     environment.require(conversation)
     return EnvironmentRef(
         name=name,
         arguments=dict(arguments),
+        parts=tuple(parts),
         digest=environment.digest(),
         train_size=train_size,
         heldout_size=heldout_size,

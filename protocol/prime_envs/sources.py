@@ -99,9 +99,9 @@ def checked(path: Path, sha256: str) -> Path:
 def bring_files(
     run: RunDefinition, folder: Path, *, public_only: bool = False, allow_path: bool = True
 ) -> list[Path]:
-    """Puts the run's dataset and corpus, if any, into `folder` (see `bring`)."""
+    """Puts the run's datasets and corpus, if any, into `folder` (see `bring`)."""
     corpus = None if run.conversation is None else run.conversation.corpus
-    named = (run.environment.arguments, {} if corpus is None else corpus.model_dump())
+    named = [*run.environment.all_arguments(), {} if corpus is None else corpus.model_dump()]
     brought = [bring(one, folder, public_only=public_only, allow_path=allow_path) for one in named]
     return [path for path in brought if path is not None]
 

@@ -70,7 +70,7 @@ def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path)
 
 
 def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
-    later = json.loads(made().raw()) | {"schema_version": 5}
+    later = json.loads(made().raw()) | {"schema_version": 6}
     with pytest.raises(MalformedError, match="pip install --upgrade"):
         RunDefinition.parse(json.dumps(later).encode())
 

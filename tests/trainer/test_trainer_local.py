@@ -35,7 +35,7 @@ from prime_trainer import local as local_module
 from prime_trainer.cli import app
 from prime_trainer.config import Settings, load
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
-from prime_trainer.metrics import read_lines
+from prime_trainer.metrics import describe_rows, read_lines
 from prime_trainer.observe import Observers, flat
 from prime_trainer.parallel import World
 from prime_trainer.samples import chosen_samples
@@ -191,6 +191,32 @@ def test_a_step_counts_the_tools_answers(tmp_path: Path, world: World) -> None:
         )  # fmt: skip
     made = Made([(None, row, None) for row in rows])  # type: ignore[misc]
     assert made.tool_figures(tokenizer) == {"tool_calls": 1.0, "tool_success": 2 / 3}
+    local.close()
+
+
+def test_a_mixture_s_reward_is_stated_for_each_part(tmp_path: Path, world: World) -> None:
+    source = written(tmp_path / "in")
+    parts = "".join(
+        f'[[environment.parts]]\nname = "reverse"\nlabel = "{label}"\n'
+        f"arguments = {{ shortest = {letters}, longest = {letters} }}\n"
+        for label, letters in (("short", 3), ("long", 5))
+    )
+    mixed = source.read_text().replace('name = "reverse"', 'name = "mixture"')
+    source.write_text(mixed.replace("\n[budgets]", f"{parts}\n[budgets]"))
+    run = local_run(source, DEMO).model_copy(update={"groups_per_lease": 16})
+    local = Local(
+        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
+    )
+    batch, made = local.batch()
+    assert made.figures(run.samples_per_group)["reward_by_environment"].keys() == {"short", "long"}
+    line = describe_rows(batch.rollouts, 0, run.environment)
+    rewards: dict[str, list[float]] = {}
+    for row in batch.rollouts:
+        rewards.setdefault(row.problem_id.split("/")[0], []).append(row.reward)
+    assert line["reward_by_environment"] == {
+        part: pytest.approx(sum(values) / len(values)) for part, values in rewards.items()
+    }
+    assert sum(line["share_by_environment"].values()) == pytest.approx(1)
     local.close()
 
 

@@ -339,7 +339,7 @@ def train_step(
         "groups": len(batch.groups),
         "groups_alike": batch.alike / batch.seen if batch.seen else 0.0,
         "optimizer_steps": len(shares),
-        **describe_rows(rollouts, batch.step),
+        **describe_rows(rollouts, batch.step, learner.run.environment),
         **lines[0],
         "gradient_norm": _worst([line["gradient_norm"] for line in lines]),
         "ratio_max": max(line["ratio_max"] for line in lines),

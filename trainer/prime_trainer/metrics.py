@@ -20,6 +20,7 @@ from typing import Any
 
 from prime_core.errors import UserError
 from prime_core.rollout import Rollout
+from prime_core.run import EnvironmentRef
 from prime_trainer.config import Settings
 from prime_trainer.disk import writing
 
@@ -111,16 +112,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
-    """Statistics of a batch's rows: reward and share by target, staleness, lengths, endings.
+def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef) -> dict[str, Any]:
+    """Statistics of a batch's rows: reward and share by target, and by part if the run's
+    environment `source` is a mixture; staleness, lengths, endings.
 
     `length_error`: mean distance between the number of generated tokens and the target, by target.
     (An environment may count only a part of them; `trainer evaluate` uses its unit.)
     """
     by_target: dict[int, list[float]] = {}
+    by_part: dict[str, list[float]] = {}
     apart: dict[int, list[int]] = {}
     for row in rollouts:
         by_target.setdefault(row.target_length, []).append(row.reward)
+        if source.parts:
+            by_part.setdefault(source.source_of(row.problem_id), []).append(row.reward)
         off = abs(row.generated - row.target_length)
         apart.setdefault(row.target_length, []).append(off)
     count = len(rollouts)
@@ -133,6 +138,7 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
         "share_by_target": {
             str(target): len(values) / count for target, values in sorted(by_target.items())
         },
+        **_by_part(by_part, count),
         "length_error": {
             str(target): sum(values) / len(values) for target, values in sorted(apart.items())
         },
@@ -145,6 +151,20 @@ def describe_rows(rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
         "output_tokens_mean": sum(row.generated for row in rollouts) / count,
         "turns_mean": sum(len(row.spans[::2]) or 1 for row in rollouts) / count,
         "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
+    }
+
+
+def _by_part(rewards: Mapping[str, Sequence[float]], count: int) -> dict[str, dict[str, float]]:
+    """Reward and share of each part of a mixture; empty without parts."""
+    if not rewards:
+        return {}
+    return {
+        "reward_by_environment": {
+            part: sum(values) / len(values) for part, values in sorted(rewards.items())
+        },
+        "share_by_environment": {
+            part: len(values) / count for part, values in sorted(rewards.items())
+        },
     }
 
 
