@@ -46,6 +46,7 @@ from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.sessions import SessionRow
+from prime_orchestrator.store.submissions import Wanted
 
 NODE = signer(1).address
 OTHER = signer(2).address
@@ -143,6 +144,21 @@ def test_groups_of_batches_are_counted_by_target_length(either_store: Store) -> 
             for (step, target), count in taken.items():
                 counted[target] += count if step >= first else 0
             assert groups.by_target(connection, first) == dict(+counted)
+
+
+def test_pages_of_files_have_each_file_once_though_times_are_equal(either_store: Store) -> None:
+    queued(either_store, *range(1, 30))
+    with either_store.begin() as connection:
+        for at in range(1, 30):
+            submissions.change(connection, name(at), received_at=float(at // 8))
+    with either_store.read() as connection:
+        whole = submissions.newest(connection, Wanted(), 99)
+        assert len(whole) == 29
+        assert whole == sorted(whole, key=lambda row: (row.received_at, row.digest), reverse=True)
+        found = submissions.newest(connection, Wanted(), 4)
+        while page := submissions.newest(connection, Wanted(), 4, before=found[-1]):
+            found += page
+    assert found == whole
 
 
 def test_what_became_of_a_lease_is_what_became_of_its_file(either_store: Store) -> None:

@@ -24,6 +24,8 @@ from sqlalchemy import (
     text,
 )
 
+from prime_orchestrator.store.packed import Packed
+
 metadata = MetaData()
 
 nodes = Table(
@@ -127,7 +129,7 @@ leases = Table(
     Column("upload_sha256", Text),
     Column("upload_size", BigInteger),
     Column("uploads", Integer, nullable=False, default=0),  # distinct files announced so far
-    Column("body", Text, nullable=False),  # JSON of SignedLease
+    Column("body", Packed, nullable=False),  # JSON of SignedLease
     Column("shadow", Boolean, nullable=False, default=False),  # see Lease.shadow
     Column("target", BigInteger, nullable=False),  # length in tokens that its groups ask for
     Column("tries", Integer, nullable=False, server_default=text("0")),  # expired before it
@@ -149,8 +151,8 @@ submissions = Table(
     Column("policy_version", BigInteger, nullable=False),
     Column("sha256", Text, nullable=False),
     Column("size", BigInteger, nullable=False),
-    Column("body", Text, nullable=False),  # JSON of SignedSubmission
-    Column("receipt", Text, nullable=False),  # JSON of ReceiptAnswer
+    Column("body", Packed, nullable=False),  # JSON of SignedSubmission
+    Column("receipt", Packed, nullable=False),  # JSON of ReceiptAnswer
     Column("received_at", Float, nullable=False),
     Column("status", Text, nullable=False),  # SubmissionStatus
     Column("reason", Integer, nullable=False, default=0),
@@ -168,10 +170,16 @@ submissions = Table(
     Column("repeated_rows", Integer),  # also in earlier files; None: not checked
     Index("submissions_status", "status"),
     Index("submissions_root", "root_id"),
-    Index("submissions_unrooted", "root_id", "shadow", "received_at"),
+    Index(
+        "submissions_unrooted",
+        "shadow",
+        "received_at",
+        sqlite_where=text("root_id IS NULL"),
+        postgresql_where=text("root_id IS NULL"),
+    ),
     Index("submissions_node", "node", "received_at"),
     Index("submissions_judged", "node", "judged_at"),
-    Index("submissions_newest", "received_at", "digest"),
+    Index("submissions_newest", "received_at"),
     Index(
         "submissions_repeated",
         "status",
@@ -243,7 +251,7 @@ groups = Table(
     Column("batch_step", BigInteger),
     PrimaryKeyConstraint("submission_digest", "group_no"),
     Index("groups_free", "batch_step", "informative", "policy_version"),
-    Index("groups_newest", "accepted_at", "submission_digest"),
+    Index("groups_newest", "accepted_at"),
 )
 
 batches = Table(
@@ -478,12 +486,12 @@ opinions = Table(  # each validator's opinion on a file
     Column("submission_digest", Text, nullable=False),
     Column("validator", Text, nullable=False),
     Column("reason", Integer, nullable=False),
-    Column("body", Text, nullable=False),  # JSON of SignedOpinion
+    Column("body", Packed, nullable=False),  # JSON of SignedOpinion
     Column("at", Float, nullable=False),
     # The verdict contradicts it; triggers keep it (migration 0019)
     Column("overruled", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("submission_digest", "validator"),
-    Index("opinions_newest", "at", "validator", "overruled"),
+    Index("opinions_newest", "at"),
 )
 
 row_marks = Table(  # marks of accepted files' rows: see prime_verify/repeats.py

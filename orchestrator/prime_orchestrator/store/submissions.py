@@ -146,7 +146,10 @@ def newest(
     query = sa.select(schema.submissions).where(*wanted._conditions())
     if before is not None:
         place = sa.tuple_(_submissions.received_at, _submissions.digest)
-        query = query.where(place < sa.tuple_(before.received_at, before.digest))
+        query = query.where(
+            _submissions.received_at <= before.received_at,  # uses the index
+            place < sa.tuple_(before.received_at, before.digest),
+        )
     query = query.order_by(_submissions.received_at.desc(), _submissions.digest.desc())
     return records(SubmissionRow, connection.execute(query.limit(limit)).mappings().all())
 

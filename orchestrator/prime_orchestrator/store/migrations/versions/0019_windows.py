@@ -75,8 +75,6 @@ def upgrade() -> None:
         "opinions", sa.Column("overruled", sa.Boolean(), nullable=False, server_default=sa.false())
     )
     op.execute(_OVERRULED)
-    op.drop_index("opinions_newest", "opinions")
-    op.create_index("opinions_newest", "opinions", ["at", "validator", "overruled"])
     op.drop_index("submissions_repeated", "submissions")
     op.create_index(
         "submissions_repeated", "submissions", ["status"],
