@@ -33,6 +33,8 @@ from prime_core.ids import Digest
 from prime_core.signing import DigestField, Strict
 from prime_envs.crowd import open_packed, pack, write_template
 from prime_envs.crowd_check import Report, check
+from prime_envs.graders.harbor import check_packages
+from prime_envs.harbor import packed, rows
 from prime_envs.sources import checked
 
 app = group("Contribute, check and review environments (docs/environments.md).")
@@ -174,6 +176,29 @@ def check_command(source: Source, json_output: Json = False) -> None:
     _show_report(report, source, json_output)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def harbor(
+    source: Annotated[Path, typer.Argument(help="Folder or .tar.gz archive of Harbor tasks.")],
+    out: Annotated[Path, typer.Option("--out", help="The dataset to write (.jsonl).")],
+    json_output: Json = False,
+) -> None:
+    """Turn Harbor task packages into a dataset, after grading their solutions."""
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out} is no name for a dataset", hint="end it with .jsonl")
+    made = rows(source)
+    check_packages(made)
+    data = packed(made)
+    try:
+        _replace(out, data)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+    sha256 = "0x" + hashlib.sha256(data).hexdigest()
+    if json_output:
+        typer.echo(json.dumps({"tasks": len(made), "sha256": sha256, "path": str(out)}))
+        return
+    typer.echo(f'{len(made)} tasks: name = "tasks", arguments = {{ sha256 = "{sha256}", … }}')
 
 
 @app.command()

@@ -29,6 +29,7 @@ BUILT_IN = {
     "complex_json_output": "prime_envs.graders.prediction:JsonOutput",
     "reasoning_gym": "prime_envs.graders.families:Families",
     "format_following": "prime_envs.graders.formats:FormatFollowing",
+    "harbor": "prime_envs.graders.harbor:Harbor",
 }
 
 
