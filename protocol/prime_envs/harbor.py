@@ -35,6 +35,7 @@ from prime_envs.tasks import MAX_PROMPT
 MAX_FILES = 256
 MAX_BYTES = 2 << 20
 """All files of a package together; so many may an answer leave, too."""
+MAX_VERIFIER = 1 << 18
 MAX_PATH = 200
 MAX_ARCHIVE = 64 << 20
 MAX_PACKAGES = 10_000
@@ -166,7 +167,10 @@ def _listed(source: Path) -> Iterator[tuple[str, bytes]]:
             size += path.stat().st_size
             if size > MAX_ARCHIVE:
                 raise UserError(f"{source} has more than {MAX_ARCHIVE} bytes of files")
-            yield name, path.read_bytes()
+            try:
+                yield name, path.read_bytes()
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _archived(source: Path) -> Iterator[tuple[str, bytes]]:
@@ -372,6 +376,8 @@ def _verifier(script: str) -> tuple[str, str]:
 def _require_pure(source: str, what: str) -> None:
     """Raises MalformedError unless a verifier uses only what the sandbox has, and gives every
     machine the same answer."""
+    if len(source) > MAX_VERIFIER:
+        raise MalformedError(f"{what} has {len(source)} characters, at most {MAX_VERIFIER}")
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -229,6 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test_outputs.py": "exec(open('/app/a.py').read())"}, "runs other code"),
     ({"tests/test_outputs.py": "def test_a(tmp_path): pass"}, "needs pytest itself for test_a"),
     ({"tests/test_outputs.py": "def"}, "is no Python"),
+    ({"tests/test_outputs.py": "#" * (harbor.MAX_VERIFIER + 1)}, "has 262145 characters, at most"),
     ({"environment/a": "x" * (harbor.MAX_BYTES + 1)}, "has more than"),
     ({f"environment/{n}": "" for n in range(harbor.MAX_FILES + 1)}, "has 257 files, at most 256"),
 ]  # fmt: skip
