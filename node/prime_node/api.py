@@ -18,6 +18,11 @@ from prime_core.ids import Address, Digest
 from prime_core.messages import (
     AdmissionAnswer,
     AdmissionRequest,
+    CardsAnswer,
+    CardsCommitment,
+    CardsDraw,
+    CardsEcho,
+    CardsRequest,
     ChallengeAnswer,
     Heartbeat,
     HeartbeatAnswer,
@@ -29,6 +34,7 @@ from prime_core.messages import (
     ReceiptAnswer,
     RelayInfo,
     RunList,
+    SignedPassport,
     UploadAnswer,
     UploadRequest,
 )
@@ -83,6 +89,22 @@ class NodeApi:
 
     def solution(self, challenge_id: str, products: bytes) -> AdmissionAnswer:
         return self.client.post(f"/v1/admission/solution/{challenge_id}", products, AdmissionAnswer)
+
+    def begin_cards(self, request: CardsRequest) -> CardsAnswer:
+        return self.client.post("/v1/admission/cards", request, CardsAnswer)
+
+    def echo_cards(self, proof: str, echo: CardsEcho) -> CardsAnswer:
+        return self.client.post(f"/v1/admission/cards/{proof}/echo", echo, CardsAnswer)
+
+    def commit_cards(self, proof: str, commitment: CardsCommitment) -> CardsDraw:
+        return self.client.post(f"/v1/admission/cards/{proof}/commitment", commitment, CardsDraw)
+
+    def open_cards(self, proof: str, opening: bytes) -> AdmissionAnswer:
+        return self.client.post(f"/v1/admission/cards/{proof}/opening", opening, AdmissionAnswer)
+
+    def passport(self, node: Address) -> SignedPassport:
+        """Returns a node's hardware passport, unchecked. Raises NotFoundError if there is none."""
+        return self.client.get(f"/v1/nodes/{node}/passport", SignedPassport)
 
     def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)

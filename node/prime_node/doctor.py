@@ -10,6 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,8 @@ from prime_core.errors import PrimeError, UserError
 from prime_core.messages import PoolInfo, Status
 from prime_core.run import RunDefinition
 from prime_core.transport.client import OrchestratorClient
+from prime_node.api import NodeApi
+from prime_node.cards import passport
 from prime_node.config import Settings
 from prime_node.fingerprint import MIB, read_gpus, read_hardware
 from prime_node.runtime import make_runtime
@@ -57,6 +60,8 @@ def examine(settings: Settings) -> list[Check]:
     checks.append(_runtime(settings, run))
     if run is not None:
         checks.append(_requirements(settings, run))
+    if pool is not None:
+        checks.extend(_passport(settings, run))
     checks.extend(_chain(settings, pool))
     return checks
 
@@ -164,6 +169,27 @@ def _requirements(settings: Settings, run: RunDefinition) -> Check:
             "use another machine, or another pool",
         )  # fmt: skip
     return Check("requirements", "ok", "this machine meets the pool's")
+
+
+def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[Check]:
+    """What the pool measured of this node's cards, if the run asks for a proof of them."""
+    if run is None or run.cards is None or settings.wallet is None:
+        return
+    try:
+        address = keystore_address(settings.wallet)
+        if address is None:
+            return
+        with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
+            found = passport(api, address)
+    except PrimeError as error:
+        yield _failed("passport", error, "")
+        return
+    if found is None:
+        fix = "prime-node join proves this machine's cards, all at once"
+        yield Check("passport", "warning", "the pool has not measured this node's cards", fix)
+        return
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.measured_at))
+    yield Check("passport", "ok", f"{found.sentence}, measured on {when}")
 
 
 def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[Check]:

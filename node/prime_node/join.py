@@ -7,7 +7,8 @@
 
 The heartbeat's answer shows the membership itself; no second loop watches for it. A shadow node
 (--shadow) has no owner's part: after a challenge, it may work. The challenge measures this
-machine's speed; it is not declared.
+machine's speed; it is not declared. In a run with `cards`, a proof of cards (cards.py) takes its
+place.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.task import Task
 from prime_node.api import NodeApi
+from prime_node.cards import prove
 from prime_node.config import RuntimeName, Settings
 from prime_node.link import Link
 from prime_node.nodes import sign_consent
@@ -110,6 +112,17 @@ class Join:
             log.warning("this machine's speed was not measured: %s", error)
 
     def _solve(self) -> None:
+        if self._run.cards is not None:
+            prove(
+                self._api,
+                self._run.cards,
+                self._hardware,
+                self._settings.runtime,
+                throttle=self._settings.throttle,
+                shadow=self._settings.shadow,
+                stop=self._stop,
+            )
+            return
         admit(
             self._api,
             self._hardware,

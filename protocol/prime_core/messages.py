@@ -11,6 +11,10 @@
 | POST /v1/sessions/revoke | the account | RevokeRequest → {} |
 | POST /v1/admission/challenge | node* | AdmissionRequest → ChallengeAnswer |
 | POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
+| POST /v1/admission/cards | node* | CardsRequest → CardsAnswer (a run with `cards`) |
+| POST /v1/admission/cards/{id}/echo | node* | CardsEcho → CardsAnswer |
+| POST /v1/admission/cards/{id}/commitment | node* | CardsCommitment → CardsDraw |
+| POST /v1/admission/cards/{id}/opening | node* | bytes of the drawn rows → AdmissionAnswer |
 | POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
 | POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
 | GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was submitted for it |
@@ -31,6 +35,7 @@
 | GET  /v1/batches/{step}/manifest | anyone | → SignedBatch |
 | GET  /v1/nodes?after=&provider= | anyone | → list[NodeInfo] by address, NODES_PAGE at most |
 | GET  /v1/nodes/{node} | anyone | → NodeInfo |
+| GET  /v1/nodes/{node}/passport | anyone | → SignedPassport |
 | GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
 | GET  /v1/validators/{validator} | anyone | → ValidatorInfo |
@@ -54,7 +59,15 @@ from pydantic import Field
 from prime_core.batch import SignedBatch
 from prime_core.checkpoint import SignedManifest
 from prime_core.draws import SignedDrawCommitment
-from prime_core.node import Hardware, Invite, NodeStatus, SessionGrant, SessionRevocation
+from prime_core.node import (
+    Gpu,
+    Hardware,
+    HardwarePassport,
+    Invite,
+    NodeStatus,
+    SessionGrant,
+    SessionRevocation,
+)
 from prime_core.rollout import Receipt
 from prime_core.signing import AddressField, Answer, DigestField, SignatureField, Strict
 from prime_core.task import LeaseOutcome, SignedLease, SubmissionStatus
@@ -157,6 +170,62 @@ class ChallengeAnswer(Answer):
     challenge: Challenge | None
     retry_after_ms: int = 0
     reason: str = ""
+
+
+class CardsRequest(AdmissionRequest):
+    """Requests a proof of `cards` (prime_verify/proofs/cards.py), all of one model."""
+
+    cards: tuple[Gpu, ...] = Field(min_length=1, max_length=64)
+
+
+class CardsWork(Answer):
+    """Sizes of a proof of cards, and the seed of its operands."""
+
+    operands: DigestField
+    rows: int
+    inner: int
+    columns: int
+    cards: int
+    rounds: int
+
+
+class CardsAnswer(Answer):
+    """`work` comes first, with a `token`: the node prepares its cards and sends the token back,
+    and so each further one. These echoes measure the connection's round trip. In place of the last
+    token comes the seed `order`, and the time starts. Without `work` and `id`, the node waits for
+    its turn."""
+
+    id: str = Field(default="", max_length=64)
+    work: CardsWork | None = None
+    token: DigestField | None = None
+    order: DigestField | None = None
+    deadline: int = 0
+    retry_after_ms: int = 0
+    reason: str = ""
+
+
+class CardsEcho(Strict):
+    token: DigestField
+
+
+class CardsCommitment(Strict):
+    """`device_ms` is the node's own timer; it is recorded and not believed."""
+
+    root: DigestField
+    device_ms: int = Field(ge=0, lt=2**31)
+
+
+class CardsDraw(Answer):
+    """The cells to open, each as (card, round, row)."""
+
+    cells: tuple[tuple[int, int, int], ...] = Field(max_length=256)
+
+
+class SignedPassport(Answer):
+    """A node's hardware passport, signed by the pool's manager."""
+
+    passport: HardwarePassport
+    signature: SignatureField
 
 
 class AdmissionAnswer(Answer):
@@ -346,6 +415,8 @@ class NodeInfo(Answer):
     expired_unjudged: int = 0
     """Of `void`, those that ended through the pool's fault (`verdict.POOLS_FAULT`)."""
     units: int
+    cards: str = ""
+    """What its hardware passport names, such as "8 x h200"; empty without one."""
 
 
 class LeaseInfo(Answer):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from prime_core.errors import PolicyError
 from prime_core.signing import (
+    U32,
     U64,
     U256,
     AddressField,
@@ -62,6 +63,40 @@ class Invite(Statement):
     pool: U256
     node: AddressField
     deadline: U64
+
+
+class HardwarePassport(Statement):
+    """The manager's record of a node's proof of cards: `card_gmacs` is the measured rate of each of
+    `cards` cards in 10⁹ multiply-adds per second, `kind` their name in prime_core/known_cards.py.
+
+    `claimed_memory_mb` (MiB a card) and `claimed_ms`, the node's own timer, were not checked.
+    `root` is the proof's commitment, `measured_at` in Unix seconds.
+    """
+
+    CONTRACT: ClassVar[ContractName] = "pools"
+    pool: U256
+    node: AddressField
+    kind: Text
+    cards: U32
+    card_gmacs: U64
+    claimed_memory_mb: U64
+    measured_ms: U64
+    round_trip_ms: U64
+    claimed_ms: U64
+    root: DigestField
+    measured_at: U64
+
+    @property
+    def named(self) -> str:
+        """Number and name of the cards."""
+        return f"{self.cards} x {self.kind}"
+
+    @property
+    def sentence(self) -> str:
+        """What was proven, for people."""
+        return (
+            f"{self.named}, {self.card_gmacs / 1000:.2f} tera multiply-adds a second on each card"
+        )
 
 
 class Gpu(Strict):

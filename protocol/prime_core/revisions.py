@@ -17,7 +17,7 @@ from prime_core.task import Lease
 
 REVISABLE = frozenset(
     {
-        *("budgets", "environment", "requirements", "task"),
+        *("budgets", "environment", "requirements", "cards", "task"),
         *("price_per_judged_file", "price_per_prompt_token", "price_per_unit"),
     }
 )

@@ -220,6 +220,25 @@ class SpeedClasses(Strict):
         return self
 
 
+class Cards(Strict):
+    """The cards that each node proves at admission (prime_orchestrator/api/cards.py)."""
+
+    kinds: tuple[str, ...] = Field(min_length=1, max_length=64)
+    """Names in prime_core/known_cards.py. A node's cards are all of one of them."""
+    counts: tuple[int, ...] = Field(min_length=1, max_length=64)
+    """Numbers of cards that a node may have."""
+    least_share_micro: int = Field(default=500_000, ge=0, le=MICRO)
+    """Least measured rate as a share of the vendor's. From 500,000 on, no card can pass for two."""
+    work_ms: int = Field(default=2000, ge=1, le=10_000)
+    """Time that the work takes at the vendor's rate."""
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Cards:
+        if not all(1 <= count <= 64 for count in self.counts):
+            raise ValueError("counts are numbers of cards from 1 to 64")
+        return self
+
+
 class RunDefinition(Strict):
     """See the module's docstring. `price_per_unit` is in wei of the pool's token.
 
@@ -257,6 +276,8 @@ class RunDefinition(Strict):
     """None: rows are single-turn."""
     speed: SpeedClasses = SpeedClasses()
     requirements: Requirements = Requirements()
+    cards: Cards | None = Field(default=None, exclude_if=lambda cards: cards is None)
+    """None: cards are not proven; a node answers the older challenge of `speed`."""
     task: Task
     replay_rows_micro: int = Field(default=250_000, ge=0, le=MICRO)
     """Fraction of a file's rows drawn for replay (at least one row)."""

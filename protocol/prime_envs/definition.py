@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from prime_core.errors import UserError
 from prime_core.given import read_given
 from prime_core.ids import Digest
+from prime_core.known_cards import KNOWN
 from prime_core.run import Conversation, EnvironmentPart, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
 from prime_envs.chat import chat_from
@@ -86,13 +87,25 @@ def run_from(
             whole["schema_version"] = 3 if conversation.gateway is None else 4
         if parts:
             whole["schema_version"] = 5
-        return RunDefinition.model_validate_json(json.dumps(whole))
+        run = RunDefinition.model_validate_json(json.dumps(whole))
+        _check_cards(run, source)
+        return run
     except KeyError as error:
         raise UserError(
             f"{source} does not say {error}", hint="see docs/examples/run.toml"
         ) from error
     except (ValidationError, TypeError) as error:
         raise UserError(f"{source} is no run: {_first(error)}") from error
+
+
+def _check_cards(run: RunDefinition, source: Path) -> None:
+    """Raises UserError if the run asks for cards that no node could prove."""
+    unknown = set(run.cards.kinds) - set(KNOWN) if run.cards is not None else ()
+    if unknown:
+        raise UserError(
+            f"{source} asks for cards {', '.join(sorted(unknown))}, which are not in the table",
+            hint=f"these are known: {', '.join(KNOWN)}",
+        )
 
 
 def unsaid(values: Mapping[str, Any]) -> dict[str, int]:

@@ -240,8 +240,9 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
         commit_draws(store, backend.context, VALIDATOR, clock)
         world = TapedWorld(backend, clock, http, manager, trainer, tape=tape, randomness=randomness)
         world.publish(0)
-        with walked(world, folder):
+        with walked(world, folder) as walk:
             refusals(world)
+            walk.cards()  # last: what came before is recorded with its keys and nonces
             yield world
     store.close()
 

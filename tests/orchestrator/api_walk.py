@@ -19,12 +19,18 @@ from prime_core.encoding import sha256
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import (
     AdmissionRequest,
+    CardsAnswer,
+    CardsCommitment,
+    CardsDraw,
+    CardsEcho,
+    CardsRequest,
     ChallengeAnswer,
     LeaseAnswer,
     RevisionRequest,
     RevokeRequest,
 )
-from prime_core.node import Hardware, SessionRevocation
+from prime_core.node import Gpu, Hardware, SessionRevocation
+from prime_core.run import Cards
 from prime_core.signing import Strict
 from prime_core.task import SignedLease
 from prime_core.validator_messages import (
@@ -44,10 +50,14 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, epoch_at
 from prime_orchestrator.store import row_marks
 from prime_verify.proofs import hardware
+from prime_verify.proofs.cards import Cell, Prover, Work
 
 VALIDATOR = signer(202)
 WORKER = "walk"
 MACHINE = Hardware(cpu_model="x", cpu_count=2, memory_mb=100, disk_mb=100, gpus=())
+
+
+CARDS = Cards(kinds=("cpu",), counts=(1, 2), work_ms=1)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,34 @@ class Walk:
         self.send("POST /v1/leases/{digest}/abandon", b"", node, digest=name)
         self.lease(world.member(23))
 
+    def cards(self) -> None:
+        """A node proves its cards, under a revision that asks for it."""
+        world = self.world
+        asked = world.backend.context.run.model_copy(update={"cards": CARDS})
+        revision = RevisionRequest(run=asked.raw().decode(), from_step=3000)
+        self.send("POST /v1/revisions", revision, world.login(world.manager, "manager"))
+        newcomer = world.newcomer(24)
+        wish = CardsRequest(
+            hardware=MACHINE, task_runtime="process", cards=(Gpu(model="CPU", memory_mb=100),)
+        )
+        raw = self.send("POST /v1/admission/cards", wish, newcomer).content
+        answer = begun = CardsAnswer.model_validate_json(raw)
+        assert begun.work is not None
+        work = Work(**begun.work.model_dump(exclude={"operands"}))
+        prover = Prover(begun.work.operands, work, ["numpy"])
+        here = "POST /v1/admission/cards/{challenge_id}"
+        while answer.order is None:
+            assert answer.token is not None
+            echo = CardsEcho(token=answer.token)
+            raw = self.send(f"{here}/echo", echo, newcomer, challenge_id=begun.id).content
+            answer = CardsAnswer.model_validate_json(raw)
+        commitment = CardsCommitment(root=prover.commit(answer.order), device_ms=1)
+        raw = self.send(f"{here}/commitment", commitment, newcomer, challenge_id=begun.id).content
+        cells = CardsDraw.model_validate_json(raw).cells
+        opening = prover.open([Cell(*cell) for cell in cells])
+        self.send(f"{here}/opening", opening, newcomer, challenge_id=begun.id)
+        self.send("GET /v1/nodes/{node}/passport", node=newcomer.account.address)
+
     def files(self) -> None:
         """Files end in every way; two accepted ones make a batch."""
         backend, node = self.world.backend, self.validator
@@ -250,7 +288,7 @@ class Walk:
 
 @contextmanager
 def walked(world: World, folder: Path) -> Iterator[Walk]:
-    """The walk, done."""
+    """The walk, done but for `Walk.cards`."""
     judge = bench(world.backend, VALIDATOR, folder, seed=None)
     try:
         walk = Walk(world, judge, world.login(VALIDATOR, "validator"))

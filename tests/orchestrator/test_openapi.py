@@ -146,6 +146,7 @@ def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
     world = make_world(max_staleness=4)
     world.publish(0)
     with walked(world, tmp_path / "validator") as done:
+        done.cards()
         yield done
 
 

@@ -8,7 +8,8 @@ address are measured one at a time (speed.Turns). Stake and pay do not depend on
 sends the invite to Pools.join, so that a node needs no ETH; membership itself is a chain fact read
 by the indexer. The store's copy of the chain gives a node's provider and its active stake, so a
 node that could not be seated is refused before any work. A shadow node (shadow.py) needs neither;
-it is measured too, but gets no invite.
+it is measured too, but gets no invite. Runs with `cards` ask for a proof of cards instead of the
+challenge (cards.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prime_core.errors import ConflictError, NotFoundError, PolicyError, Untrust
 from prime_core.ids import Address
 from prime_core.messages import AdmissionAnswer, AdmissionRequest, Challenge, ChallengeAnswer
 from prime_core.node import Hardware, Invite
+from prime_core.version import UPGRADE
 from prime_orchestrator.api import shadow as shadow_work
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
@@ -52,6 +54,7 @@ CHALLENGE_SECONDS = 120
 MAX_OPEN_CHALLENGES = 8
 TURN_MS = 500
 """How long a node waits before it asks for its turn again."""
+TURN_REASON = "another node behind this address is being measured"
 INVITE_SECONDS = 3600
 
 
@@ -66,6 +69,36 @@ def challenge(
     challenges are open. Raises ConflictError if the node has no provider on chain yet, or one
     without enough stake; the chain is read with a delay, so retry.
     """
+    with backend.store.read() as connection:
+        run = revisions.next_run(connection, backend.context)
+    if run.cards is not None:
+        raise PolicyError(
+            "this pool asks each node to prove its cards, and this node's program cannot, or it "
+            f"started before the pool asked: upgrade it ({UPGRADE}) and start it again"
+        )
+    size, rounds = run.speed.challenge_size, run.speed.challenge_rounds
+    row = issue(backend, account, request, address, size=size, rounds=rounds)
+    if row is None:
+        return ChallengeAnswer(challenge=None, retry_after_ms=TURN_MS, reason=TURN_REASON)
+    return ChallengeAnswer(
+        challenge=Challenge(
+            id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
+        )
+    )
+
+
+def issue(
+    backend: Backend,
+    account: Address,
+    request: AdmissionRequest,
+    address: str,
+    *,
+    size: int,
+    rounds: int,
+    cards: str | None = None,
+) -> ChallengeRow | None:
+    """Writes a challenge, or returns None if it is not the node's turn. `cards`: the state of a
+    proof of cards. Raises as `challenge` does."""
     now = backend.now()
     with backend.store.read() as connection:
         run = revisions.next_run(connection, backend.context)
@@ -77,8 +110,8 @@ def challenge(
         id=backend.random(16).hex(),
         node=account,
         seed=backend.salt(),
-        size=run.speed.challenge_size,
-        rounds=run.speed.challenge_rounds,
+        size=size,
+        rounds=rounds,
         issued_at=now,
         deadline=int(now) + CHALLENGE_SECONDS,
         hardware=request.hardware.model_dump_json(),
@@ -86,14 +119,11 @@ def challenge(
         shadow=request.shadow,
         place=place_of(address) if limited else None,
         site=site_of(address) if limited else None,
+        cards=cards,
     )
     _look(backend, account, row.shadow, row.place)
     if not backend.turns.take(address or account, account, now):
-        return ChallengeAnswer(
-            challenge=None,
-            retry_after_ms=TURN_MS,
-            reason="another node behind this address is being measured",
-        )
+        return None
     with backend.store.begin() as connection:
         if row.place is not None:
             lock(connection, shadow_work.LOCK)
@@ -101,11 +131,7 @@ def challenge(
         if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
             raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
         challenges.add(connection, row)
-    return ChallengeAnswer(
-        challenge=Challenge(
-            id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
-        )
-    )
+    return row
 
 
 def _look(backend: Backend, account: Address, shadow: bool, place: str | None = None) -> None:
@@ -182,12 +208,13 @@ def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
     """
     with backend.store.read() as connection:
         row = challenges.get(connection, challenge_id)
-    _check_open(row, account, backend.now())
-    assert row is not None
+    row = check_open(row, account, backend.now())
     return hardware.solution_bytes(row.size, row.rounds)
 
 
-def _check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -> None:
+def check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -> ChallengeRow:
+    """Returns the challenge if the account may answer it at that time. Raises NotFoundError,
+    PolicyError (another node's, too late), ConflictError (answered before)."""
     if row is None:
         raise NotFoundError("there is no such challenge")
     if row.node != account:
@@ -196,6 +223,7 @@ def _check_open(row: ChallengeRow | None, account: Address, arrived_at: float) -
         raise PolicyError("the challenge's deadline has passed; ask for another")
     if row.used:
         raise ConflictError("the challenge was answered before; ask for another")
+    return row
 
 
 def solution(
@@ -209,8 +237,9 @@ def solution(
     """
     with backend.store.begin() as connection:
         row = challenges.get(connection, challenge_id)
-        _check_open(row, account, arrived_at)
-        assert row is not None
+        row = check_open(row, account, arrived_at)
+        if row.cards is not None:
+            raise ConflictError("the challenge is a proof of cards; send its commitment")
         if not challenges.use(connection, challenge_id):
             raise ConflictError("the challenge was answered before; ask for another")
     backend.turns.done(account)
@@ -220,10 +249,12 @@ def solution(
         raise UntrustedError("the challenge's products are wrong; ask for another")
     seconds = max(arrived_at - row.issued_at, 1e-6)
     rate = hardware.multiply_adds(row.size, row.rounds) / seconds / 1e6
-    return _admit(backend, account, row, rate)
+    return admit(backend, account, row, rate)
 
 
-def _admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -> AdmissionAnswer:
+def admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -> AdmissionAnswer:
+    """Records a node's rate (million multiply-adds per second) and invites it. Raises as
+    `challenge` does: its provider or a slash may have changed since."""
     context, now = backend.context, backend.now()
     _look(backend, account, row.shadow)
     measured = AdmissionAnswer(mmacs_per_second=int(rate))

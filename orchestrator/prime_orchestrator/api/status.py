@@ -40,6 +40,7 @@ from prime_orchestrator.store import (
     meta,
     nodes,
     opinions,
+    passports,
     policies,
     rewards,
     roots,
@@ -225,6 +226,7 @@ def _infos(
     addresses = None if everyone else [row.address for row in rows]
     counts = submissions.counts_by_node(connection, addresses)
     unpaid = submissions.counts_by_node(connection, addresses, shadow=True)
+    cards = passports.named(connection, addresses)
     found = []
     for node in rows:
         count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
@@ -241,6 +243,7 @@ def _infos(
                 void=count.get("void", 0),
                 expired_unjudged=count.get("expired_unjudged", 0),
                 units=0 if node.status == "shadow" else count.get("units", 0),
+                cards=cards.get(node.address, ""),
             )
         )
     return found

@@ -1,4 +1,4 @@
-"""Hardware challenges issued at admission."""
+"""Hardware challenges and proofs of cards, asked for at admission."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class ChallengeRow:
     rate: float | None = None
     place: str | None = None
     site: str | None = None
+    cards: str | None = None
+    """JSON of api.cards.State for a proof of cards; None for a challenge of `speed`."""
 
 
 def add(connection: Connection, challenge: ChallengeRow) -> None:
@@ -64,12 +66,16 @@ def _asked(connection: Connection, here: sa.ColumnElement[bool], since: float) -
     return set(map(Address, connection.execute(query).scalars()))
 
 
-def get(connection: Connection, challenge_id: str) -> ChallengeRow | None:
-    """Returns the challenge, or None. The id comes from a URL and may hold U+0000, which PostgreSQL
-    refuses as text."""
+def get(
+    connection: Connection, challenge_id: str, *, for_update: bool = False
+) -> ChallengeRow | None:
+    """Returns the challenge, or None; `for_update`: it cannot change until the transaction ends.
+    The id comes from a URL and may hold U+0000, which PostgreSQL refuses as text."""
     if not challenge_id.isalnum():
         return None
     query = sa.select(schema.challenges).where(_challenges.id == challenge_id)
+    if for_update:
+        query = query.with_for_update()
     return record(ChallengeRow, connection.execute(query).mappings().first())
 
 
@@ -81,6 +87,13 @@ def use(connection: Connection, challenge_id: str) -> bool:
         .values(used=True)
     )
     return done.rowcount == 1
+
+
+def set_cards(connection: Connection, challenge_id: str, state: str) -> None:
+    """Writes the state of a proof of cards (JSON of api.cards.State)."""
+    connection.execute(
+        sa.update(schema.challenges).where(_challenges.id == challenge_id).values(cards=state)
+    )
 
 
 def set_rate(connection: Connection, challenge_id: str, rate: float) -> None:

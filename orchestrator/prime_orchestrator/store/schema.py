@@ -109,10 +109,19 @@ challenges = Table(
     Column("rate", Float),  # of a correct answer, in million multiply-adds/s
     Column("place", Text),  # address (an IPv6 /64) that asked for shadow work; None: not limited
     Column("site", Text),  # the same by IPv6 /48
+    Column("cards", Text),  # JSON of api.cards.State, of a proof of cards
     Index("challenges_node", "node", "issued_at"),
     Index("challenges_place", "place", "issued_at"),
     Index("challenges_site", "site", "issued_at"),
     Index("challenges_deadline", "deadline"),
+)
+
+passports = Table(
+    "passports",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("cards", Text, nullable=False),  # such as "8 x h200"
+    Column("body", Text, nullable=False),  # JSON of SignedPassport
 )
 
 leases = Table(

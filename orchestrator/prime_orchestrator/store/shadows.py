@@ -52,11 +52,15 @@ def forget_places(connection: Connection, *, before: float) -> None:
 
 def forget_nodes(connection: Connection, *, silent_since: float) -> None:
     """Deletes shadow nodes without a heartbeat since `silent_since` (Unix seconds)."""
-    connection.execute(
-        sa.delete(schema.nodes).where(
-            _nodes.status == "shadow", _nodes.last_heartbeat < silent_since
-        )
-    )
+    _delete(connection, _nodes.last_heartbeat < silent_since)
+
+
+def _delete(connection: Connection, which: sa.ColumnElement[bool]) -> None:
+    """Deletes those shadow nodes, and their passports."""
+    gone = sa.and_(_nodes.status == "shadow", which)
+    theirs = schema.passports.c.node.in_(sa.select(_nodes.address).where(gone))
+    connection.execute(sa.delete(schema.passports).where(theirs))
+    connection.execute(sa.delete(schema.nodes).where(gone))
 
 
 def idle_longest(connection: Connection, *, held_since: float) -> Address | None:
@@ -84,9 +88,7 @@ def idle_longest(connection: Connection, *, held_since: float) -> Address | None
 
 def forget_node(connection: Connection, node: Address) -> None:
     """Deletes one shadow node. What it left goes like that of silent ones (`find`)."""
-    connection.execute(
-        sa.delete(schema.nodes).where(_nodes.address == node, _nodes.status == "shadow")
-    )
+    _delete(connection, _nodes.address == node)
 
 
 def find(connection: Connection, *, given_before: float) -> list[Remains]:

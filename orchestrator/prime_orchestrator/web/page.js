@@ -120,6 +120,7 @@ function drawNodes(status) {
     row.append(
       cell(link("nodes", node.node)),
       element("td", node.status, tone[node.status]),
+      element("td", node.cards || "–"),
       element("td", node.speed_class),
       element("td", node.policy_version ?? "–"),
       element("td", node.last_heartbeat ? `${age} s ago` : "–"),

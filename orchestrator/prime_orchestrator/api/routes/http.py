@@ -80,6 +80,12 @@ def host_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
+def connection_of(request: Request) -> str:
+    """The other end of the connection with its port, which a connection keeps while it lasts; empty
+    if it has none. Behind a proxy, that is the proxy's own connection."""
+    return f"{request.client.host} {request.client.port}" if request.client else ""
+
+
 def body_of() -> Any:
     """Dependency: the raw body of an unsigned request."""
 

@@ -14,6 +14,11 @@ from prime_core.ids import Address
 from prime_core.messages import (
     AdmissionAnswer,
     AdmissionRequest,
+    CardsAnswer,
+    CardsCommitment,
+    CardsDraw,
+    CardsEcho,
+    CardsRequest,
     ChallengeAnswer,
     Heartbeat,
     HeartbeatAnswer,
@@ -23,12 +28,13 @@ from prime_core.messages import (
     RevokeRequest,
     SessionAnswer,
     SessionRequest,
+    SignedPassport,
     UploadAnswer,
     UploadRequest,
 )
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
-from prime_orchestrator.api import admission, auth, intake, leasing, liveness
+from prime_orchestrator.api import admission, auth, cards, intake, leasing, liveness
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
@@ -36,6 +42,7 @@ from prime_orchestrator.api.routes.http import (
     Signed,
     answer,
     body_of,
+    connection_of,
     host_of,
     in_path,
     nothing,
@@ -68,6 +75,9 @@ def router(backend: Backend) -> APIRouter:
 
     def awaited(account: Address, path: Mapping[str, str]) -> int:
         return admission.awaited(backend, account, path["challenge_id"])
+
+    def opening_awaited(account: Address, path: Mapping[str, str]) -> int:
+        return cards.awaited(backend, account, path["challenge_id"])
 
     @routes.post(
         "/v1/sessions",
@@ -117,6 +127,75 @@ def router(backend: Backend) -> APIRouter:
                 arrived_at=request.arrived_at,
             )
         )
+
+    @routes.post(
+        "/v1/admission/cards",
+        responses={200: {"model": CardsAnswer}},
+        openapi_extra=takes(CardsRequest),
+    )
+    def prove_cards(signed: Signed = node, *, request: Request) -> Response:
+        """Ask for a proof of the node's cards."""
+        wish = parse(CardsRequest, signed.body)
+        place, connection = place_of(host_of(request)), connection_of(request)
+        return answer(cards.begin(backend, signed.caller.account, wish, place, connection))
+
+    @routes.post(
+        "/v1/admission/cards/{challenge_id}/echo",
+        responses={200: {"model": CardsAnswer}},
+        openapi_extra=takes(CardsEcho),
+    )
+    def echo(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
+        """Send a token back; the last answer starts the time."""
+        return answer(
+            cards.echo(
+                backend,
+                signed.caller.account,
+                challenge_id,
+                parse(CardsEcho, signed.body),
+                arrived_at=signed.arrived_at,
+                connection=connection_of(request),
+            )
+        )
+
+    @routes.post(
+        "/v1/admission/cards/{challenge_id}/commitment",
+        responses={200: {"model": CardsDraw}},
+        openapi_extra=takes(CardsCommitment),
+    )
+    def commit_cards(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
+        """Commit to all products; hear which rows to open."""
+        return answer(
+            cards.commitment(
+                backend,
+                signed.caller.account,
+                challenge_id,
+                parse(CardsCommitment, signed.body),
+                arrived_at=signed.arrived_at,
+                connection=connection_of(request),
+            )
+        )
+
+    @routes.post(
+        "/v1/admission/cards/{challenge_id}/opening",
+        responses={200: {"model": AdmissionAnswer}},
+        openapi_extra=takes_bytes(),
+    )
+    def open_cards(
+        challenge_id: str,
+        request: Signed = signed_by(backend, "node", cards.MAX_OPENING, expects=opening_awaited),
+    ) -> Response:
+        """Open the drawn rows."""
+        account = request.caller.account
+        return answer(
+            cards.opening(
+                backend, account, challenge_id, request.body, arrived_at=request.arrived_at
+            )
+        )
+
+    @routes.get("/v1/nodes/{node}/passport", responses={200: {"model": SignedPassport}})
+    def passport(node: str) -> Response:
+        """A node's hardware passport: the newest proof of its cards."""
+        return answer(cards.passport_of(backend, ids.address(node)))
 
     @routes.post(
         "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)

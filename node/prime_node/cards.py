@@ -1,0 +1,113 @@
+"""The node's side of a proof of its cards (prime_verify/proofs/cards.py), at admission to a run
+with `cards`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from importlib.util import find_spec
+
+from prime_core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
+from prime_core.ids import Address
+from prime_core.known_cards import CPU
+from prime_core.messages import (
+    AdmissionAnswer,
+    CardsCommitment,
+    CardsEcho,
+    CardsRequest,
+)
+from prime_core.node import Gpu, Hardware, HardwarePassport
+from prime_core.run import Cards
+from prime_node.api import NodeApi
+from prime_node.config import RuntimeName
+from prime_verify.proofs.cards import Cell, Prover, Work
+
+log = logging.getLogger("prime.node.join")
+MOST_ECHOES = 64
+
+
+def claimed(asked: Cards, hardware: Hardware) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Returns the cards that this machine claims, and the device of each. A machine without cards,
+    or in a run of processors, claims its processor. Raises UserError if torch does not see them."""
+    if not hardware.gpus or set(asked.kinds) == {"cpu"}:
+        return (Gpu(model=CPU, memory_mb=hardware.memory_mb),), ("numpy",)
+    if find_spec("torch") is None:
+        raise UserError(
+            "the pool asks for a proof of this machine's cards, and torch is not installed",
+            hint="pip install 'prime-open[rollout]'",
+        )
+    import torch
+
+    seen = torch.cuda.device_count()
+    if seen < len(hardware.gpus):
+        raise UserError(
+            f"the driver shows {len(hardware.gpus)} cards to this node, and torch sees {seen}",
+            hint="install a torch build for this machine's driver, and see prime-node doctor",
+        )
+    return hardware.gpus, tuple(f"cuda:{number}" for number in range(len(hardware.gpus)))
+
+
+def prove(
+    api: NodeApi,
+    asked: Cards,
+    hardware: Hardware,
+    runtime: RuntimeName,
+    *,
+    throttle: float = 1.0,
+    shadow: bool = False,
+    stop: threading.Event | None = None,
+) -> AdmissionAnswer | None:
+    """Proves this machine's cards to the pool, all at once.
+
+    Returns None if `stop` was set before the turn came. Raises PolicyError if the pool refuses the
+    cards or their measured rate, UserError if torch does not see them. `throttle` N makes the proof
+    N times slower (development); `shadow` requests no seat.
+    """
+    stop = stop or threading.Event()
+    cards, devices = claimed(asked, hardware)
+    wish = CardsRequest(hardware=hardware, task_runtime=runtime, shadow=shadow, cards=cards)
+    while (begun := api.begin_cards(wish)).work is None:
+        if stop.wait(max(50, begun.retry_after_ms) / 1000):
+            return None
+    sizes = begun.work.model_dump(exclude={"operands"})
+    work = Work(**sizes)
+    if work.cards != len(devices):
+        raise UntrustedError(
+            f"the pool asks for a proof of {work.cards} cards, and this machine claimed "
+            f"{len(devices)}"
+        )
+    prover = Prover(begun.work.operands, work, devices)
+    answer = begun
+    for _ in range(MOST_ECHOES):
+        if answer.order is not None or answer.token is None:
+            break
+        answer = api.echo_cards(begun.id, CardsEcho(token=answer.token))
+    if answer.order is None:
+        raise UnavailableError("the orchestrator did not start the proof of cards")
+    started = time.monotonic()
+    root = prover.commit(answer.order)
+    seconds = time.monotonic() - started
+    if throttle > 1.0:
+        time.sleep(seconds * (throttle - 1.0))
+    commitment = CardsCommitment(root=root, device_ms=round(1000 * seconds))
+    drawn = api.commit_cards(begun.id, commitment)
+    opening = prover.open([Cell(*cell) for cell in drawn.cells])
+    admitted = api.open_cards(begun.id, opening)
+    log.info("proved %d x %s in %.2f s", len(cards), cards[0].model, seconds)
+    return admitted
+
+
+def passport(api: NodeApi, node: Address) -> HardwarePassport | None:
+    """Returns the node's hardware passport, or None if it proved no cards. Raises UntrustedError if
+    it is not the pool manager's for this node."""
+    try:
+        signed = api.passport(node)
+    except NotFoundError:
+        return None
+    pool = api.client.pool()
+    said = signed.passport
+    signer = said.recover(api.client.domain("pools"), signed.signature)
+    if (signer, said.node, said.pool) != (pool.manager, node, pool.pool):
+        raise UntrustedError("the hardware passport is not the pool manager's for this node")
+    return said

@@ -1,0 +1,287 @@
+"""Proof of cards at admission (prime_verify/proofs/cards.py), for runs with `cards`.
+
+    claimed cards ──► sizes, operands ──► echoes ──► order: the time starts ──► commitment: it ends
+                                                                                     │
+                   invite, passport ◄── rate against known cards ◄── opening ◄── drawn cells
+
+The sizes come from the claimed cards: all of them compute at once, and at the vendor's rate the
+work takes `work_ms`. From the time between order and commitment, the smallest of the echoes' round
+trips is subtracted, at most MOST_TRIP and only if all came over one connection. A machine with
+fewer or slower cards than it claims takes longer, and is refused with the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, PrimeError
+from prime_core.ids import Address
+from prime_core.known_cards import KNOWN, KnownCard, check_rate, known_card
+from prime_core.messages import (
+    AdmissionAnswer,
+    CardsAnswer,
+    CardsCommitment,
+    CardsDraw,
+    CardsEcho,
+    CardsRequest,
+    CardsWork,
+    SignedPassport,
+)
+from prime_core.node import HardwarePassport
+from prime_core.run import MICRO, Cards
+from prime_core.signing import DigestField, Strict
+from prime_orchestrator.api import admission
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.manager import revisions
+from prime_orchestrator.store import Connection, challenges, passports
+from prime_orchestrator.store.challenges import ChallengeRow
+from prime_verify.proofs.cards import Cell, Proof, Work
+
+log = logging.getLogger(__name__)
+
+ECHOES = 4
+"""Round trips that are measured."""
+MOST_TRIP = 0.2
+"""Longest round trip in seconds that is subtracted: a node can delay its echoes."""
+DRAWN = 24
+"""Cells to open. A node that computes 80 % of the rows passes with a chance of 0.5 %, one that
+computes half of them with 6·10⁻⁸."""
+GPU_SIZES = (16_384, 32_768, 2048)
+CPU_SIZES = (1024, 1024, 128)
+MAX_OPENING = DRAWN * Work(*GPU_SIZES, cards=64, rounds=1 << 16).cell_bytes
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class State(Strict):
+    """A proof under way, as stored with its challenge. Times in Unix seconds; `connection` is the
+    client's address and port."""
+
+    kind: str
+    memory_mb: int
+    least_share_micro: int
+    work: CardsWork
+    order: DigestField
+    token: DigestField | None
+    prepared: bool = False
+    """The first echo has come. It measures no round trip: before it the cards were prepared."""
+    sent_at: Seconds
+    connection: str
+    trips: tuple[Seconds, ...] = ()
+    started_at: Seconds | None = None
+    root: DigestField | None = None
+    seconds: Seconds = 0.0
+    device_ms: int = 0
+    cells: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def sizes(self) -> Work:
+        values = self.work.model_dump(exclude={"operands"})
+        return Work(**values)
+
+    @property
+    def trip(self) -> float:
+        """Seconds to subtract."""
+        return min((*self.trips, MOST_TRIP)) if len(self.trips) >= ECHOES else 0.0
+
+
+def begin(
+    backend: Backend, account: Address, request: CardsRequest, address: str, connection: str
+) -> CardsAnswer:
+    """Returns the sizes of a proof and the first token, or how long to wait for a turn.
+
+    Raises PolicyError if the run asks for no proof or for other cards, and as
+    `admission.challenge` does.
+    """
+    with backend.store.read() as reader:
+        run = revisions.next_run(reader, backend.context)
+    if run.cards is None:
+        raise PolicyError("this pool asks for no proof of cards; upgrade this node's program")
+    known = known_card(request.cards)
+    _check_asked(run.cards, known, len(request.cards))
+    work = _work(run.cards, known, len(request.cards))
+    state = State(
+        kind=known.kind,
+        memory_mb=min(card.memory_mb for card in request.cards),
+        least_share_micro=run.cards.least_share_micro,
+        work=CardsWork(operands=backend.salt(), **vars(work)),
+        order=backend.salt(),
+        token=backend.salt(),
+        sent_at=backend.now(),
+        connection=connection,
+    )
+    row = admission.issue(
+        backend, account, request, address, size=work.inner, rounds=work.rounds,
+        cards=state.model_dump_json(),
+    )  # fmt: skip
+    if row is None:
+        return CardsAnswer(retry_after_ms=admission.TURN_MS, reason=admission.TURN_REASON)
+    return CardsAnswer(id=row.id, work=state.work, token=state.token, deadline=row.deadline)
+
+
+def _check_asked(asked: Cards, known: KnownCard, count: int) -> None:
+    if known.kind in asked.kinds and count in asked.counts:
+        return
+    counts = " or ".join(map(str, asked.counts))
+    kinds = " or ".join(asked.kinds)
+    raise PolicyError(
+        f"the pool asks for {counts} x {kinds}, and this machine claims {count} x {known.kind}: "
+        "use another machine, or name the cards to use with the setting gpus"
+    )
+
+
+def _work(asked: Cards, known: KnownCard, count: int) -> Work:
+    """Sizes with which each card computes for `work_ms` at the vendor's rate."""
+    rows, inner, columns = GPU_SIZES if known.judged else CPU_SIZES
+    wanted = known.tera * 1e12 * asked.work_ms / 1000
+    rounds = max(1, math.ceil(wanted / (rows * inner * columns)))
+    return Work(rows, inner, columns, cards=count, rounds=rounds)
+
+
+def echo(
+    backend: Backend,
+    account: Address,
+    challenge_id: str,
+    request: CardsEcho,
+    *,
+    arrived_at: float,
+    connection: str,
+) -> CardsAnswer:
+    """Measures a round trip and returns the next token, or the order: then the time starts. An
+    echo over another connection starts the measurement again.
+
+    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (no open proof,
+    another token).
+    """
+    with backend.store.begin() as store:
+        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
+        if state.token is None or request.token != state.token:
+            raise ConflictError("the token is not the last one of this proof; begin it again")
+        counts = state.prepared and connection == state.connection
+        trips = (*state.trips, max(0.0, arrived_at - state.sent_at)) if counts else ()
+        done = len(trips) >= ECHOES
+        now = backend.now()
+        state = state.model_copy(
+            update={
+                "token": None if done else backend.salt(),
+                "prepared": True,
+                "trips": trips,
+                "connection": connection,
+                "sent_at": now,
+                "started_at": now if done else None,
+            }
+        )
+        challenges.set_cards(store, row.id, state.model_dump_json())
+    order = state.order if done else None
+    return CardsAnswer(id=row.id, token=state.token, order=order, deadline=row.deadline)
+
+
+def _open(
+    store: Connection, account: Address, challenge_id: str, at: float, *, for_update: bool = False
+) -> tuple[ChallengeRow, State]:
+    found = challenges.get(store, challenge_id, for_update=for_update)
+    row = admission.check_open(found, account, at)
+    if row.cards is None:
+        raise ConflictError("the challenge is not a proof of cards")
+    return row, State.model_validate_json(row.cards)
+
+
+def commitment(
+    backend: Backend,
+    account: Address,
+    challenge_id: str,
+    request: CardsCommitment,
+    *,
+    arrived_at: float,
+    connection: str,
+) -> CardsDraw:
+    """Stops the time at the commitment's arrival, and draws the cells to open.
+
+    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (before the order,
+    or a second commitment).
+    """
+    with backend.store.begin() as store:
+        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
+        if state.started_at is None:
+            raise ConflictError("the proof's order is not out yet: send the tokens back first")
+        if state.root is not None:
+            raise ConflictError("the proof is committed to already; begin another")
+        trip = state.trip if connection == state.connection else 0.0
+        state = state.model_copy(
+            update={
+                "root": request.root,
+                "seconds": max(1e-6, arrived_at - state.started_at - trip),
+                "trips": state.trips if trip else (),
+                "device_ms": request.device_ms,
+                "cells": state.sizes.cells(backend.random(8 * DRAWN)),
+            }
+        )
+        challenges.set_cards(store, row.id, state.model_dump_json())
+    backend.turns.done(account)
+    return CardsDraw(cells=state.cells)
+
+
+def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
+    """Returns the size in bytes of the awaited opening. Raises as `opening` does."""
+    with backend.store.read() as store:
+        _, state = _open(store, account, challenge_id, backend.now())
+    if state.root is None:
+        raise ConflictError("the proof is not committed to yet")
+    return len(state.cells) * state.sizes.cell_bytes
+
+
+def opening(
+    backend: Backend, account: Address, challenge_id: str, body: bytes, *, arrived_at: float
+) -> AdmissionAnswer:
+    """Checks the opening and the measured rate, signs the node's passport and invites the node.
+
+    Only one opening counts. Raises NotFoundError, PolicyError (another node's, too late, or a rate
+    that the claimed cards do not have), ConflictError, MalformedError, UntrustedError.
+    """
+    with backend.store.begin() as store:
+        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
+        if state.root is None:
+            raise ConflictError("the proof is not committed to yet")
+        challenges.use(store, row.id)
+    work = state.sizes
+    proof = Proof(state.work.operands, state.order, work, state.root)
+    generator = np.random.default_rng(int.from_bytes(backend.random(16), "big"))
+    try:
+        proof.check([Cell(*cell) for cell in state.cells], body, generator)
+        rate = work.card_multiply_adds / state.seconds
+        known = KNOWN[state.kind]
+        check_rate(known, work.cards, rate / 1e12, state.least_share_micro / MICRO)
+    except PrimeError as error:
+        log.warning("node %s did not prove its cards: %s", account, error)
+        raise
+    passport = HardwarePassport(
+        pool=backend.context.pool,
+        node=account,
+        kind=state.kind,
+        cards=work.cards,
+        card_gmacs=int(rate / 1e9),
+        claimed_memory_mb=state.memory_mb,
+        measured_ms=round(1000 * state.seconds),
+        round_trip_ms=round(1000 * state.trip),
+        claimed_ms=state.device_ms,
+        root=state.root,
+        measured_at=int(backend.now()),
+    )
+    signed = SignedPassport(passport=passport, signature=backend.sign(passport))
+    answer = admission.admit(backend, account, row, work.cards * rate / 1e6)
+    with backend.store.begin() as store:
+        passports.put(store, signed)
+    return answer
+
+
+def passport_of(backend: Backend, account: Address) -> SignedPassport:
+    """Returns the node's passport. Raises NotFoundError if it proved no cards."""
+    with backend.store.read() as store:
+        found = passports.get(store, account)
+    if found is None:
+        raise NotFoundError(f"node {account} has proved no cards")
+    return found

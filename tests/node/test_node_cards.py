@@ -1,0 +1,99 @@
+"""A node proves its cards to the real orchestrator, and doctor shows the passport."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command import prime_node
+from node_world import MANAGER, NODE, POOL, NodeWorld, node_world, until
+
+from prime_core.errors import UntrustedError, UserError
+from prime_core.known_cards import CPU
+from prime_core.messages import SignedPassport
+from prime_core.node import Gpu, Hardware
+from prime_core.run import Cards
+from prime_node import cards
+from prime_node.cards import claimed, passport
+from prime_orchestrator.api.cards import passport_of
+
+TRIAL = Cards(kinds=("cpu",), counts=(1,), work_ms=20)
+H200 = Gpu(model="NVIDIA H200", memory_mb=143_771)
+
+
+def machine(*gpus: Gpu) -> Hardware:
+    return Hardware(cpu_model="x", cpu_count=2, memory_mb=1000, disk_mb=50, gpus=gpus)
+
+
+def doctor(world: NodeWorld) -> dict[str, Any]:
+    done = prime_node(
+        "doctor", "--orchestrator", world.url, "--wallet", str(world.keystore), "--json",
+        "--data", str(world.folder / "d"), "--runtime", "process",
+    )  # fmt: skip
+    return {check["name"]: check for check in json.loads(done.stdout)}
+
+
+def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: Path) -> None:
+    with node_world(tmp_path, cards=TRIAL) as world:
+        assert doctor(world)["passport"]["outcome"] == "warning"
+        world.join()
+        until(lambda: world.node_status() == "admitted", "the node proved its cards")
+        said = passport_of(world.backend, NODE.address).passport
+        assert (said.kind, said.cards, said.pool) == ("cpu", 1, POOL)
+        assert said.measured_ms > 0
+        shown = doctor(world)["passport"]
+        assert shown["outcome"] == "ok"
+        assert said.sentence in shown["found"]
+        world.admit()
+        until(world.submissions, "a file is handed in")
+        assert "proved 1 x CPU" in world.log()
+
+
+def test_a_machine_without_the_cards_ends_with_what_the_pool_asks_for(tmp_path: Path) -> None:
+    asked = Cards(kinds=("h100-sxm", "h200"), counts=(4, 8))
+    with node_world(tmp_path, cards=asked) as world:
+        agent = world.join()
+        assert agent.wait(120) == 77
+        said = " ".join(world.log().split())
+        assert "4 or 8 x h100-sxm or h200, and this machine claims 1 x cpu" in said
+        assert "Traceback" not in said
+
+
+def test_what_a_machine_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Cards(kinds=("h200",), counts=(2,))
+    assert claimed(asked, machine()) == ((Gpu(model=CPU, memory_mb=1000),), ("numpy",))
+    assert claimed(TRIAL, machine(H200))[1] == ("numpy",)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert claimed(asked, machine(H200, H200)) == ((H200, H200), ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="shows 2 cards to this node, and torch sees 1"):
+        claimed(asked, machine(H200, H200))
+    monkeypatch.setattr(cards, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="torch is not installed"):
+        claimed(asked, machine(H200, H200))
+
+
+def test_a_passport_of_another_key_or_node_is_refused(tmp_path: Path) -> None:
+    with node_world(tmp_path, cards=TRIAL) as world:
+        world.join()
+        until(lambda: world.node_status() == "admitted", "the node proved its cards")
+        signed = passport_of(world.backend, NODE.address)
+        domain = world.backend.context.domain(signed.passport)
+        pool = SimpleNamespace(manager=MANAGER.address, pool=POOL)
+
+        def api(given: SignedPassport) -> Any:
+            client = SimpleNamespace(pool=lambda: pool, domain=lambda contract: domain)
+            return SimpleNamespace(client=client, passport=lambda node: given)
+
+        assert passport(api(signed), NODE.address) == signed.passport
+        forged = signed.model_copy(update={"signature": NODE.sign(signed.passport, domain)})
+        better = signed.passport.model_copy(update={"cards": 8})
+        for wrong in (forged, signed.model_copy(update={"passport": better})):
+            with pytest.raises(UntrustedError, match="not the pool manager's"):
+                passport(api(wrong), NODE.address)
+        with pytest.raises(UntrustedError, match="not the pool manager's"):
+            passport(api(signed), MANAGER.address)
