@@ -12,7 +12,8 @@ unless --out names a file:
 
     {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
 
-Parts, those that need nothing carried first: kernels, engine, trainer, calibration, vllm, network.
+Parts, those that need nothing carried first: kernels, engine, trainer, calibration, cards (needs
+the project's packages), vllm, network.
 """
 
 from __future__ import annotations
@@ -288,6 +289,51 @@ def kernels(kit: Kit) -> None:
             kit.median(lambda: windows.reduce(states, keys), 3) / count
         )
         need(values["sketch_values_that_differ"] == 0, "sketches differ from the reference")
+
+
+# ── proof of cards ───────────────────────────────────────────────────────────────────────────────
+
+
+def cards(kit: Kit) -> None:
+    """The proof of cards on this card: its rate as a share of the vendor's, its parts, and the
+    orchestrator's check."""
+    import numpy as np
+    import torch
+
+    from prime_core.ids import digest
+    from prime_core.known_cards import KNOWN
+    from prime_verify.proofs.cards import Proof, Prover, Work
+
+    name = torch.cuda.get_device_name(0) if kit.device.startswith("cuda") else "CPU"
+    known = next((card for card in KNOWN.values() if name in card.models), None)
+    rows, inner, columns = (1024, 1024, 128) if kit.small else (16_384, 32_768, 2048)
+    tera = known.tera if known is not None else 100.0
+    rounds = 3 if kit.small else max(1, round(2e12 * tera / (rows * inner * columns)))
+    work = Work(rows, inner, columns, cards=1, rounds=rounds)
+    operands, order = digest(sha256(b"operands").digest()), digest(sha256(b"order").digest())
+    with kit.record("proof") as values:
+        start = time.perf_counter()
+        prover = Prover(operands, work, [kit.device])
+        values |= {"model": name, "rounds": rounds, "prepare_s": time.perf_counter() - start}
+        start = time.perf_counter()
+        root = prover.commit(order)
+        seconds = time.perf_counter() - start
+        values |= {"seconds": seconds, "tera": work.card_multiply_adds / seconds / 1e12}
+        if known is not None and known.judged:
+            values["share_of_vendors"] = values["tera"] / known.tera
+        drawn = work.cells(sha256(b"draw").digest() * 6)
+        start = time.perf_counter()
+        opening = prover.open(drawn)
+        values |= {"open_s": time.perf_counter() - start, "opening_bytes": len(opening)}
+        cpu = time.process_time()
+        Proof(operands, order, work, root).check(drawn, opening, np.random.default_rng(1))
+        values["check_cpu_ms"] = 1000 * (time.process_time() - cpu)
+    with kit.record("same_marks") as values:
+        small = Work(1024, 1024, 128, cards=2, rounds=3)
+        root = Prover(operands, small, [kit.device, "numpy"]).commit(order)
+        reference = Prover(operands, small, ["numpy", "numpy"]).commit(order)
+        need(root == reference, "this device commits to something else than numpy does")
+        values["root"] = root
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -743,6 +789,7 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "engine": (engine, 120),
     "trainer": (trainer, 120),
     "calibration": (calibration, 110),
+    "cards": (cards, 60),
     "vllm": (vllm, 170),
     "network": (network, 110),
 }

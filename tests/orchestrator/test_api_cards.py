@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator_world import MakeWorld, Session, World
+from orchestrator_world import MakeWorld, Session, World, signer
 
 from prime_core import known_cards
 from prime_core.errors import PolicyError
@@ -26,6 +26,7 @@ from prime_core.messages import (
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
 from prime_orchestrator.api import cards as service
+from prime_orchestrator.store import shadows
 from prime_verify.proofs.cards import Card, Cell, Prover, Work
 
 TERA = 0.01
@@ -76,9 +77,11 @@ def request(*cards: Gpu) -> CardsRequest:
 class Node:
     """A node under way to its passport."""
 
-    def __init__(self, world: World, session: Session, count: int = 1, model: Gpu = GPU) -> None:
+    def __init__(
+        self, world: World, session: Session, count: int = 1, wish: CardsRequest | None = None
+    ) -> None:
         self.world, self.session = world, session
-        self.begun = self.post(CardsAnswer, "", request(*[model] * count))
+        self.begun = self.post(CardsAnswer, "", wish or request(*[GPU] * count))
         assert self.begun.work is not None
         self.work = Work(**self.begun.work.model_dump(exclude={"operands"}))
         self.prover = Prover(self.begun.work.operands, self.work, ["numpy"] * count)
@@ -294,6 +297,19 @@ def test_a_proof_of_cards_is_no_challenge_and_the_reverse(make_world: MakeWorld)
     assert (answer.status_code, answer.json()["detail"]) == (
         409, "the challenge is not a proof of cards",
     )  # fmt: skip
+
+
+def test_the_passport_of_a_shadow_node_goes_with_it(world: World) -> None:
+    session = world.login(signer(1))
+    shadow = request(GPU).model_copy(update={"shadow": True})
+    node = Node(world, session, wish=shadow)
+    assert node.prove([Silicon(0.8 * TERA)]).invite is None
+    address = session.account.address
+    assert node.passport().passport.named == "1 x test-card"
+    assert world.http.get(f"/v1/nodes/{address}").json()["cards"] == "1 x test-card"
+    with world.backend.store.begin() as connection:
+        shadows.forget_nodes(connection, silent_since=world.clock() + 1)
+    assert world.http.get(f"/v1/nodes/{address}/passport").status_code == 404
 
 
 def test_the_table_names_each_model_once_and_fits_the_proof(

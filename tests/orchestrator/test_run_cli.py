@@ -63,6 +63,7 @@ def test_a_run_that_pays_has_a_price_for_prompts_and_bounds_work_at_risk_unless_
         ("[budgets] ", "[bugdets] ", "budgets"),
         ("samples_per_group = 16", "samples_per_group = ", "TOML"),
         ("price_per_unit", "prize_per_unit", "price_per_unit"),
+        ("[task]", '[cards]\nkinds = ["h900"]\ncounts = [4]\n\n[task]', "h900"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
