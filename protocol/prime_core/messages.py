@@ -218,7 +218,9 @@ class CardsCommitment(Strict):
 class CardsDraw(Answer):
     """The cells to open, each as (card, round, row)."""
 
-    cells: tuple[tuple[int, int, int], ...] = Field(max_length=256)
+    cells: tuple[Annotated[tuple[int, ...], Field(min_length=3, max_length=3)], ...] = Field(
+        max_length=256
+    )
 
 
 class SignedPassport(Answer):
