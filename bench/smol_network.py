@@ -34,7 +34,13 @@ from prime_core.deployment import Periods
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_core.messages import Status
-from prime_core.run import LengthBudgets, RunDefinition
+from prime_core.run import (
+    MIXTURE,
+    Conversation,
+    EnvironmentPart,
+    LengthBudgets,
+    RunDefinition,
+)
 from prime_envs.chat import chat_from
 from prime_envs.registry import environment_ref
 
@@ -54,7 +60,8 @@ ATTACKER = "int8"
 
 
 class SmolNetwork(Network):
-    """A devnet that trains SmolLM2-135M-Instruct on sums, by its chat template."""
+    """A devnet that trains SmolLM2-135M-Instruct by its chat template. One problem of three is a
+    sum. In the others it guesses a number and reads whether the secret is higher or lower."""
 
     model = SMOLLM
     validator_flags = ("--policies", "1", "--pack", "1")
@@ -68,16 +75,26 @@ class SmolNetwork(Network):
         """Short answers, rewarded also by how near their length is to the target."""
         run = run_definition(self.plan, base)
         budgets = LengthBudgets(targets=(16,), penalty_micro=20_000)
-        arguments = {"family": "chain_sum"}
+        conversation = Conversation(turns=3, role="user")
+        sums = EnvironmentPart(name="reasoning_gym", arguments={"family": "chain_sum"})
+        guess = {"largest": 9, "turn_micro": 100_000}
+        parts = (sums, EnvironmentPart(name="guess", arguments=guess, weight=2))
         return run.model_copy(
             update={
-                "schema_version": 2,
+                "schema_version": 5,
                 "budgets": budgets,
                 "environment": environment_ref(
-                    "reasoning_gym", arguments, budgets, train_size=1000, heldout_size=8
+                    MIXTURE,
+                    {},
+                    budgets,
+                    train_size=1000,
+                    heldout_size=8,
+                    conversation=conversation,
+                    parts=parts,
                 ),
-                "chat": chat_from({"system": "Answer in one line."}, self.model),
-                "max_output_tokens": 32,
+                "conversation": conversation,
+                "chat": chat_from({}, self.model, conversation),
+                "max_output_tokens": 40,
                 "lease_seconds": 120,
             }
         )

@@ -30,7 +30,7 @@ class Guess(Environment):
     [conversation] and no tools."""
 
     name = "guess"
-    version = 1
+    version = 2
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         super().__init__(arguments, budgets)
@@ -58,10 +58,7 @@ class Guess(Environment):
         return f"{with_budget(problem.prompt, target_length)}\n"
 
     def question(self, problem: Problem) -> str:
-        return (
-            f"Find a secret number from 0 to {self._largest}. Answer with one number. After each "
-            "guess you read whether the secret is higher or lower."
-        )
+        return f"Guess a number from 0 to {self._largest}. Write only the number."
 
     def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
         guess = _guess(turns[-1])

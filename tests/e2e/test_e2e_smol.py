@@ -24,4 +24,6 @@ def test_a_real_model_trains_on_a_network_and_an_8_bit_attacker_is_slashed(tmp_p
     assert [row for row in rows.values() if not row.ok] == []
     steps = [json.loads(line) for line in (root / "trainer/metrics.jsonl").read_text().splitlines()]
     assert [line["applied"] for line in steps[:4]] == [True] * 4
+    assert {part for line in steps for part in line["reward_by_environment"]} >= {"guess"}
+    assert max(line["turns_mean"] for line in steps) > 1, "no row is a conversation"
     assert processes_of(root) == []
