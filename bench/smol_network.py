@@ -77,7 +77,7 @@ class SmolNetwork(Network):
         budgets = LengthBudgets(targets=(16,), penalty_micro=20_000)
         conversation = Conversation(turns=3, role="user")
         sums = EnvironmentPart(name="reasoning_gym", arguments={"family": "chain_sum"})
-        guess = {"largest": 9, "turn_micro": 100_000}
+        guess: dict[str, int | str] = {"largest": 9, "turn_micro": 100_000}
         parts = (sums, EnvironmentPart(name="guess", arguments=guess, weight=2))
         return run.model_copy(
             update={
