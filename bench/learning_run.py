@@ -33,11 +33,12 @@ from prime_engine.variants import quantizer
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for, environment_ref, load_environment
 from prime_trainer.config import Objective
-from prime_trainer.evaluate import ask, summary
+from prime_trainer.evaluate import answers_of, summary
 from prime_trainer.learner import Learner, make_learner, train_step
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.parallel import World, published_state
 from prime_trainer.publish import export
+from prime_trainer.sampling import Sampling
 from prime_verify import build
 from prime_verify.engines import load_engine
 from prime_verify.rollout_file import load_rollouts, write_rollout_file
@@ -232,7 +233,7 @@ class Learning:
     def evaluate(self) -> None:
         """Held-out reward of the newest policy, one answer to each of all held-out problems."""
         model, record = self.policies.path(self.record.steps), self.record
-        answered = ask(model, self.run, HELDOUT, EVALUATION_SEED, 1, "cpu")
+        answered = answers_of(model, self.run, HELDOUT, EVALUATION_SEED, 1, Sampling())
         found = summary(model, EVALUATION_SEED, self.run, answered)
         record.curve.append((record.steps, record.samples, found.reward.mean))
         for target, part in found.by_budget.items():

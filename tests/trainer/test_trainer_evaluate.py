@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trainer_kit as kit
@@ -22,6 +23,7 @@ from prime_envs.graders.families import Families
 from prime_envs.graders.mathematics import Mathematics
 from prime_envs.registry import environment_for, environment_ref, load_environment
 from prime_envs.tasks import Task
+from prime_trainer import sampling
 from prime_trainer.difficulty import Range, describe, filter_tasks, select
 from prime_trainer.evaluate import (
     compare,
@@ -34,7 +36,8 @@ from prime_trainer.evaluate import (
     share,
     summary,
 )
-from prime_trainer.sampling import Answered
+from prime_trainer.sampling import Answered, Sampling
+from prime_verify.build import PlannedRow
 
 RUN = kit.run_definition()
 
@@ -229,3 +232,70 @@ def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(
     with pytest.raises(UserError, match="pass rate"):  # a random model solves nothing
         list(filter_tasks(model, run, Range(0.9, 1.0, 2), tmp_path / "none.jsonl", tasks=3))
     assert not (tmp_path / "none.jsonl").exists()
+
+
+class DiedError(Exception):
+    pass
+
+
+def test_an_evaluation_that_was_ended_goes_on_where_it_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "ROWS", 4)  # two problems a batch
+    whole = evaluate(model, RUN, problems=6, seed=1, samples=2)
+    counted: list[int] = []
+
+    def die(answered: int) -> None:
+        counted.append(answered)
+        if answered == 4:
+            raise DiedError
+
+    kept = Sampling(answers=tmp_path / "answers", progress=die)
+    with pytest.raises(DiedError):
+        evaluate(model, RUN, problems=6, seed=1, samples=2, sampling=kept)
+    file = tmp_path / "answers" / "model.jsonl"
+    with file.open("a") as torn:
+        torn.write('{"number": 4, "ind')  # the machine stopped in the middle of a line
+
+    generated: list[int] = []
+    generate = sampling.generate_rows
+
+    def counting(plan: list[PlannedRow], *rest: Any, **more: Any) -> Any:
+        generated.extend(row.group for row in plan)
+        return generate(plan, *rest, **more)
+
+    monkeypatch.setattr(sampling, "generate_rows", counting)
+    again = Sampling(answers=tmp_path / "answers", progress=counted.append)
+    assert evaluate(model, RUN, problems=6, seed=1, samples=2, sampling=again) == whole
+    assert generated == [4, 4, 5, 5], "only what was missing is generated"
+    assert counted == [2, 4, 2, 4, 6]
+    generated.clear()
+    assert evaluate(model, RUN, problems=6, seed=1, samples=2, sampling=again) == whole
+    assert generated == []
+
+
+def test_answers_to_another_question_are_not_used(model: Path, tmp_path: Path) -> None:
+    kept = Sampling(answers=tmp_path)
+    evaluate(model, RUN, problems=2, seed=1, sampling=kept)
+    with pytest.raises(UserError, match="holds answers for seed 1, not 2"):
+        evaluate(model, RUN, problems=2, seed=2, sampling=kept)
+    file = tmp_path / "model.jsonl"
+    file.write_text(file.read_text().replace('"grades"', '"marks"'))
+    with pytest.raises(UserError, match=r"line 2 of .* is no graded answer"):
+        evaluate(model, RUN, problems=2, seed=1, sampling=kept)
+
+
+def test_a_filter_that_was_ended_goes_on_where_it_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "ROWS", 4)
+    run = sums(tmp_path, 6)
+    kept, out = Sampling(answers=tmp_path / "answers"), tmp_path / "kept.jsonl"
+    steps = filter_tasks(model, run, Range(0.0, 1.0, 2), out, sampling=kept)
+    assert next(steps) == (2, 2)
+    steps.close()
+    assert not out.exists()
+    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), out, sampling=kept))[-1] == (6, 6)
+    other = tmp_path / "other.jsonl"
+    assert list(filter_tasks(model, run, Range(0.0, 1.0, 2), other))[-1] == (6, 6)
+    assert out.read_bytes() == other.read_bytes()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,6 +60,9 @@ Engine = Annotated[str, typer.Option(help="plain or vllm.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 DataFolder = Annotated[Path, typer.Option(help="The trainer's data folder.")]
+AnswersFolder = Annotated[
+    Path | None, typer.Option(help="Folder of graded answers, to go on after an interruption.")
+]
 
 Policy = Annotated[
     Path,
@@ -371,6 +375,39 @@ def _questions() -> Iterator[str]:
         yield line
 
 
+@contextmanager
+def _counting(things: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` things are done: a bar on a terminal, otherwise a line on stderr at
+    each call. With two models, the count starts again for the second one."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    terminal = Console(stderr=True)
+    bar = Progress(
+        TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=terminal, disable=not terminal.is_terminal,
+    )  # fmt: skip
+    task, last, before = bar.add_task(things, total=total), 0, 0
+
+    def went(done: int) -> None:
+        nonlocal last, before
+        if done <= last:
+            before += last
+        last = done
+        bar.update(task, completed=before + done)
+        if bar.disable:
+            print(f"{before + done} of {total} {things}", file=sys.stderr)
+
+    with bar:
+        yield went
+
+
 @app.command()
 def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
@@ -379,28 +416,40 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
     base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    answers: AnswersFolder = None,
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals."""
+    """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals.
+
+    With --answers, the same command goes on where an earlier one stopped.
+    """
     import torch
 
     from prime_core.run_file import read_run
     from prime_trainer.evaluate import compare, comparison_table, evaluation_table
     from prime_trainer.evaluate import evaluate as evaluate_model
+    from prime_trainer.sampling import Sampling
 
     torch.set_num_threads(1)
     definition = read_run(run)
+    with _counting("problems", problems * (1 if base is None else 2)) as progress:
+        sampling = Sampling(engine, dtype, device, answers, progress)
+        if base is None:
+            one = evaluate_model(
+                model, definition, problems=problems, seed=seed, samples=samples, sampling=sampling
+            )
+        else:
+            both = compare(
+                base, model, definition,
+                problems=problems, seed=seed, samples=samples, sampling=sampling,
+            )  # fmt: skip
     if base is None:
-        one = evaluate_model(
-            model, definition, problems=problems, seed=seed, samples=samples, device=device
-        )
         print(json.dumps(one.as_json()) if as_json else evaluation_table(one))
-        return
-    both = compare(
-        base, model, definition, problems=problems, seed=seed, samples=samples, device=device
-    )
-    print(json.dumps(both.as_json()) if as_json else comparison_table(both))
+    else:
+        print(json.dumps(both.as_json()) if as_json else comparison_table(both))
 
 
 @app.command(name="filter")
@@ -413,23 +462,33 @@ def filter_(
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
     tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
+    answers: AnswersFolder = None,
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest."""
+    """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest.
+
+    With --answers, the same command goes on where an earlier one stopped.
+    """
     import torch
 
     from prime_core.run_file import read_run
     from prime_trainer.difficulty import Range, describe, filter_tasks
+    from prime_trainer.sampling import Sampling
 
     torch.set_num_threads(1)
     if low > high:
         raise UserError(f"--low {low:g} is above --high {high:g}", hint="swap them")
-    wanted = Range(low, high, samples)
-    for asked, kept in filter_tasks(
-        model, read_run(run), wanted, out, tasks=tasks, seed=seed, device=device
-    ):
-        print(f"{asked} tasks asked, {kept} kept", file=sys.stderr)
+    wanted, definition = Range(low, high, samples), read_run(run)
+    total = definition.environment.train_size
+    with _counting("tasks", total if tasks is None else min(tasks, total)) as progress:
+        sampling = Sampling(engine, dtype, device, answers, progress)
+        for _ in filter_tasks(
+            model, definition, wanted, out, tasks=tasks, seed=seed, sampling=sampling
+        ):
+            pass
     found = describe(out)
     if as_json:
         print(json.dumps(found.as_json()))

@@ -25,10 +25,8 @@ from prime_envs.crowd import CrowdEnvironment
 from prime_envs.dataset import TaskDataset
 from prime_envs.registry import environment_for, load_environment
 from prime_envs.tasks import Task
-from prime_trainer.sampling import Answered, answer, sampling_seed
+from prime_trainer.sampling import Answered, Sampling, answer, keep, sampling_seed
 
-CHUNK = 64
-"""Tasks sampled between two progress lines."""
 GRADED_AGAIN = 64
 """Number of gold answers graded in the finished file."""
 
@@ -136,13 +134,13 @@ def filter_tasks(
     *,
     tasks: int | None = None,
     seed: int = 0,
-    device: str = "cpu",
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Iterator[tuple[int, int]]:
     """Samples the run's first `tasks` training problems (None: all) and writes the selected ones to
     `out` as JSONL; yields (asked, kept) as progress. Afterwards, `describe` returns the result.
 
-    Raises UserError if nothing is kept, `out` exists or the environment's problems cannot be rows,
-    UnavailableError for a full disk.
+    Raises UserError if nothing is kept, `out` exists, the environment's problems cannot be rows or
+    `sampling` keeps answers to another question; UnavailableError for a full disk.
     """
     total = run.environment.train_size
     count = total if tasks is None else min(tasks, total)
@@ -154,14 +152,19 @@ def filter_tasks(
     try:
         task_of(environment.problem(0), environment)  # fail before hours of sampling
         answered: list[Answered] = []
-        for start in range(0, count, CHUNK):
-            root = sampling_seed(seed, b"filter").encode()
-            answered += answer(
-                model, run, environment, range(start, min(count, start + CHUNK)),
-                samples=wanted.samples, source=encoding.sha256(root + start.to_bytes(8, "big")),
-                device=device,
-            )  # fmt: skip
-            yield len(answered), len(select(answered, wanted))
+        stated = {"seed": seed, "samples": wanted.samples, "tasks": count}
+        known = keep(sampling, "filter", model, run, stated)
+        engine = sampling.load(model)
+        try:
+            for some in answer(
+                engine, run, environment, range(count), samples=wanted.samples,
+                source=sampling_seed(seed, b"filter"), kept=known,
+            ):  # fmt: skip
+                answered += some
+                sampling.progress(len(answered))
+                yield len(answered), len(select(answered, wanted))
+        finally:
+            engine.close()
         kept = select(answered, wanted)
         if not kept:
             raise UserError(

@@ -19,7 +19,7 @@ from prime_core.gateway import Answers
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_envs.registry import environment_for
-from prime_trainer.sampling import Answered, answer, sampling_seed
+from prime_trainer.sampling import Answered, Kept, Sampling, answer, keep, sampling_seed
 
 NORMAL_95 = 1.959964
 
@@ -134,49 +134,76 @@ def evaluate(
     problems: int,
     seed: int,
     samples: int = 1,
-    device: str = "cpu",
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Evaluation:
     """Generates `samples` answers to each of `problems` held-out problems, at the run's
     temperature, and summarizes them.
 
     Targets are drawn from all targets of the run. Raises UserError if the run holds out fewer
-    problems, UnavailableError if `model` cannot be loaded, PolicyError if the installed environment
-    is not the run's.
+    problems or `sampling` keeps answers to another question, UnavailableError if `model` cannot be
+    loaded, PolicyError if the installed environment is not the run's.
     """
-    return summary(model, seed, run, ask(model, run, problems, seed, samples, device))
+    return summary(model, seed, run, answers_of(model, run, problems, seed, samples, sampling))
 
 
-def ask(
+def answers_of(
     model: Path,
     run: RunDefinition,
     problems: int,
     seed: int,
     samples: int,
-    device: str,
-    engine: Engine | None = None,
-    gateway: Answers | None = None,
+    sampling: Sampling,
+    name: str = "model",
 ) -> list[Answered]:
-    """Returns the graded answers of an evaluation; `engine`, `gateway`: see sampling.answer. Raises
-    the same errors as `evaluate`."""
+    """Loads `model` and returns its graded answers, kept under `name`. Raises the same errors as
+    `evaluate`."""
+    _require_heldout(run, problems)
+    stated = {"seed": seed, "samples": samples, "problems": problems}
+    kept = keep(sampling, name, model, run, stated)
+    engine = sampling.load(model)
+    try:
+        return ask(engine, run, problems, seed, samples, kept=kept, progress=sampling.progress)
+    finally:
+        engine.close()
+
+
+def ask(
+    engine: Engine,
+    run: RunDefinition,
+    problems: int,
+    seed: int,
+    samples: int,
+    gateway: Answers | None = None,
+    kept: Kept | None = None,
+    progress: Callable[[int], None] = lambda answered: None,
+) -> list[Answered]:
+    """Returns the graded answers of an evaluation; for `gateway` and `kept` see sampling.answer.
+    `progress` is called with the number of answered problems. Raises the same errors as
+    `evaluate`."""
+    _require_heldout(run, problems)
+    first, source = run.environment.train_size, sampling_seed(seed)
+    drawn = seeds.problem_indices(source, problems, run.environment.heldout_size)
+    environment = environment_for(run)
+    found: list[Answered] = []
+    try:
+        for some in answer(
+            engine, run, environment, [first + index for index in drawn],
+            samples=samples, source=source, gateway=gateway, kept=kept,
+        ):  # fmt: skip
+            found += some
+            progress(len(found))
+    finally:
+        environment.close()
+    return found
+
+
+def _require_heldout(run: RunDefinition, problems: int) -> None:
     ref = run.environment
     if not 1 <= problems <= ref.heldout_size:
         raise UserError(
             f"{problems} problems were asked for; the run holds out {ref.heldout_size}",
             hint=f"use --problems 1 to {ref.heldout_size}",
         )
-    source = sampling_seed(seed)
-    indices = [
-        ref.train_size + index
-        for index in seeds.problem_indices(source, problems, ref.heldout_size)
-    ]
-    environment = environment_for(run)
-    try:
-        return answer(
-            model, run, environment, indices, samples=samples, source=source, device=device,
-            engine=engine, gateway=gateway,
-        )  # fmt: skip
-    finally:
-        environment.close()
 
 
 def compare(
@@ -187,12 +214,12 @@ def compare(
     problems: int,
     seed: int,
     samples: int,
-    device: str = "cpu",
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Comparison:
     """Evaluates both models on the same problems, targets and noise. Raises the same errors as
     `evaluate`."""
-    before = ask(base, run, problems, seed, samples, device)
-    after = ask(trained, run, problems, seed, samples, device)
+    before = answers_of(base, run, problems, seed, samples, sampling, "base")
+    after = answers_of(trained, run, problems, seed, samples, sampling)
     return compared(base, trained, run, seed, before, after)
 
 

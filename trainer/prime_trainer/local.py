@@ -496,10 +496,7 @@ class Local:
         self.observers.waiting("evaluate")
         run, seed = self.run, self.options.seed
         with interruptible():
-            answered = ask(
-                self.folder, run, self.options.problems, seed, 1, self.options.device, self.engine,
-                self.answers,
-            )  # fmt: skip
+            answered = ask(self.engine, run, self.options.problems, seed, 1, self.answers)
         found = summary(self.folder, seed, run, answered)
         line: dict[str, Any] = {"version": self.version, **found.as_json()}
         said = f"policy {self.version}, {self.options.problems} held-out problems: "

@@ -6,9 +6,11 @@ the same seed gives the same answers; engine and reward are those of the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from prime_core import encoding, seeds
 from prime_core.errors import UserError
@@ -17,10 +19,12 @@ from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_engine.base import Engine
 from prime_envs.base import Environment, Grade, Problem
+from prime_trainer.disk import writing
 from prime_verify.build import PlannedRow, generate_rows
 
 ROWS = 256
 """Answers generated in one batch."""
+ANOTHER = "name another folder by --answers, or remove the file to start again"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,96 @@ class Answered:
         return sum(grade.parts["task_micro"] >= MICRO for grade in self.grades)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a command samples: the engine and its device, the folder in which graded answers are
+    kept (None: nowhere), and what is called with the number of problems answered so far."""
+
+    engine: str = "plain"
+    dtype: str = "float32"
+    device: str = "cpu"
+    answers: Path | None = None
+    progress: Callable[[int], None] = lambda answered: None
+
+    def load(self, model: Path) -> Engine:
+        """Loads `model`. Raises UnavailableError if it cannot be loaded."""
+        from prime_verify.engines import load_engine
+
+        # vLLM batches by itself
+        options = {"batch_rows": ROWS} if self.engine == "plain" else {}
+        return load_engine(
+            model, engine=self.engine, dtype=self.dtype, device=self.device, **options
+        )
+
+
+class Kept:
+    """A file of graded answers, so that a command that was ended goes on where it stopped.
+
+    JSON lines: what was asked, then one line for each problem. Lines are added after each batch; an
+    incomplete last line is cut off. Raises UserError if the file answers another question, or
+    cannot be read; UnavailableError for a full disk.
+    """
+
+    def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
+        self._path = path
+        self._found: dict[int, tuple[int, tuple[Grade, ...]]] = {}
+        with writing("the graded answers", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            raw = path.read_bytes() if path.exists() else b""
+            whole = raw[: raw.rfind(b"\n") + 1]
+            if not whole:
+                path.write_text(json.dumps(question, sort_keys=True) + "\n")
+                return
+            self._read(whole.decode("utf-8", "replace").splitlines(), question)
+            if whole != raw:
+                with path.open("r+b") as file:
+                    file.truncate(len(whole))
+
+    def get(self, number: int, problem: Problem, target: int) -> Answered | None:
+        """The answer to problem `number` of those asked, if it is kept."""
+        index, grades = self._found.get(number, (-1, ()))
+        return Answered(problem, target, grades) if index == problem.index else None
+
+    def add(self, first: int, answered: Sequence[Answered]) -> None:
+        """Keeps the answers to the problems from number `first` on."""
+        lines = [
+            json.dumps(
+                {
+                    "number": number,
+                    "index": one.problem.index,
+                    "grades": [asdict(grade) for grade in one.grades],
+                }
+            )
+            for number, one in enumerate(answered, start=first)
+        ]
+        with writing("the graded answers", self._path), self._path.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def _read(self, lines: Sequence[str], question: Mapping[str, Any]) -> None:
+        number = 0
+        try:
+            for number, line in enumerate(lines, start=1):
+                found = json.loads(line)
+                if number == 1:
+                    self._require(question, found)
+                    continue
+                grades = tuple(Grade(**grade) for grade in found["grades"])
+                self._found[int(found["number"])] = int(found["index"]), grades
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {self._path} is no graded answer: {error}", hint=ANOTHER
+            ) from error
+
+    def _require(self, question: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        for name in question:
+            if found[name] != question[name]:
+                raise UserError(
+                    f"{self._path} holds answers for {name} {found[name]!r}, not "
+                    f"{question[name]!r}",
+                    hint=ANOTHER,
+                )
+
+
 def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
     """The 32-byte seed of all randomness. Raises UserError if `seed` is not a 64-bit number."""
     if not 0 <= seed < 1 << 64:
@@ -44,53 +138,75 @@ def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
     return encoding.sha256(b"prime/" + purpose + b"/v1" + seed.to_bytes(8, "big"))
 
 
+def keep(
+    sampling: Sampling, name: str, model: Path, run: RunDefinition, question: Mapping[str, Any]
+) -> Kept | None:
+    """Opens the file `name` of graded answers for `model`, if they are to be kept. `question`: what
+    else has to be the same for its answers to count. Raises the same errors as `Kept`."""
+    if sampling.answers is None:
+        return None
+    from prime_broadcast.manifest import build_manifest
+
+    weights = build_manifest(model, pool=0, version=0, step=0).result_digest
+    how = {"engine": sampling.engine, "dtype": sampling.dtype, "device": sampling.device}
+    stated = {"model": weights, "run": run.digest(), **how, **question}
+    return Kept(sampling.answers / f"{name}.jsonl", stated)
+
+
 def answer(
-    model: Path,
+    engine: Engine,
     run: RunDefinition,
     environment: Environment,
     indices: Sequence[int],
     *,
     samples: int,
     source: Digest,
-    device: str = "cpu",
-    engine: Engine | None = None,
     gateway: Answers | None = None,
-) -> list[Answered]:
+    kept: Kept | None = None,
+) -> Iterator[list[Answered]]:
     """Generates and grades `samples` answers to each problem of `indices`, at the run's
-    temperature.
+    temperature; yields them in order, about ROWS answers at a time.
 
-    `engine` has `model` loaded; None loads a plain engine on `device`. `gateway` answers calls of
-    the gateway's tools (see build.generate_rows). Raises UnavailableError if
-    `model` cannot be loaded, MalformedError for an invalid problem index.
+    `gateway` answers calls of the gateway's tools (see build.generate_rows). Answers in `kept` are
+    not generated again, and new ones are added to it. Raises MalformedError for an invalid problem
+    index, and the errors of `Kept`.
     """
-    from prime_engine.plain import PlainEngine
-    from prime_verify.proofs.sampling_torch import gumbel
-
-    engine = engine or PlainEngine(model, noise=gumbel, device=device, batch_rows=ROWS)
-    asked = [environment.problem(index) for index in indices]
-    targets = seeds.target_lengths(source, len(asked), run.budgets.targets)
-    plan = [
-        PlannedRow(
-            group=number,
-            sample=sample,
-            problem=problem,
-            target_length=target,
-            prompt_tokens=tuple(environment.prompt_tokens(problem, target, engine.tokenizer)),
-            noise_seed=seeds.noise_seed(source, number, sample),
-        )
-        for number, (problem, target) in enumerate(zip(asked, targets, strict=True))
-        for sample in range(samples)
-    ]
-    answers = iter(generate_rows(plan, run, engine, environment=environment, answers=gateway))
-    found = []
-    for problem, target in zip(asked, targets, strict=True):
-        grades = []
-        for _ in range(samples):
-            made = next(answers)
-            grades.append(
-                environment.grade_output(
-                    problem, target, made.output_tokens, engine.tokenizer, made.spans
-                )
+    targets = seeds.target_lengths(source, len(indices), run.budgets.targets)
+    size = max(1, ROWS // samples)
+    for start in range(0, len(indices), size):
+        numbers = range(start, min(len(indices), start + size))
+        asked = {number: environment.problem(indices[number]) for number in numbers}
+        if kept is not None:
+            known = [kept.get(number, asked[number], targets[number]) for number in numbers]
+            if None not in known:
+                yield [one for one in known if one is not None]
+                continue
+        plan = [
+            PlannedRow(
+                group=number,
+                sample=sample,
+                problem=problem,
+                target_length=targets[number],
+                prompt_tokens=tuple(
+                    environment.prompt_tokens(problem, targets[number], engine.tokenizer)
+                ),
+                noise_seed=seeds.noise_seed(source, number, sample),
             )
-        found.append(Answered(problem, target, tuple(grades)))
-    return found
+            for number, problem in asked.items()
+            for sample in range(samples)
+        ]
+        made = iter(generate_rows(plan, run, engine, environment=environment, answers=gateway))
+        found = []
+        for number, problem in asked.items():
+            grades = []
+            for _ in range(samples):
+                row = next(made)
+                grades.append(
+                    environment.grade_output(
+                        problem, targets[number], row.output_tokens, engine.tokenizer, row.spans
+                    )
+                )
+            found.append(Answered(problem, targets[number], tuple(grades)))
+        if kept is not None:
+            kept.add(start, found)
+        yield found
