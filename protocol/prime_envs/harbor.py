@@ -63,12 +63,23 @@ _ONE, _ZERO = (rf"echo {n} > {_LOGS}/reward.txt" for n in (1, 0))
 _BY_STATUS = (['if [ $? -eq 0 ]', "then", _ONE, "else", _ZERO, "fi"],)  # fmt: skip
 _CALLS = frozenset({"exec", "eval", "compile", "__import__", "globals", "vars", "input"})
 _CHANGING = frozenset({"time", "timeit", "threading", "gc", "signal", "resource", "inspect"})
+_SEEDS = frozenset({"seed", "Random"})
+"""Without arguments, these start from the clock."""
 _NOW = frozenset({"now", "today", "utcnow", "urandom", "SystemRandom"})
-_OS = frozenset({
-    "path", "sep", "linesep", "fspath", "listdir", "getcwd", "makedirs", "mkdir", "remove",
-    "unlink", "rename", "replace",
+_HOOKS = frozenset({
+    "setup_module", "setup_function", "setup_class", "setup_method", "setUpModule",
+    "teardown_module", "teardown_function", "teardown_class", "teardown_method", "tearDownModule",
 })  # fmt: skip
-"""What a verifier may use of `os`: what is replaced in the sandbox, or touches no file."""
+"""Functions that pytest calls around tests."""
+OS = frozenset({
+    "os.sep", "os.linesep", "os.fspath", "os.listdir", "os.getcwd", "os.makedirs", "os.mkdir",
+    "os.remove", "os.unlink", "os.rename", "os.replace",
+    *(f"os.path.{name}" for name in (
+        "abspath", "basename", "commonpath", "dirname", "exists", "getsize", "isabs", "isdir",
+        "isfile", "join", "normpath", "realpath", "relpath", "sep", "split", "splitext",
+    )),
+})  # fmt: skip
+"""What gives the same on every machine: it is replaced in the sandbox, or touches no file."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Package:
         problem = in_bounds(package.bytes()) or in_bounds({package.path: package.verifier})
         if problem or not _absolute(package.workdir) or package.runner not in ("pytest", "python"):
             raise MalformedError(f"{where}: the Harbor package {problem or 'names no place'}")
-        _require_pure(package.verifier, f"{where}: its {package.path}")
+        _require_pure(package.verifier, package.runner, f"{where}: its {package.path}")
         return package
 
     def bytes(self) -> dict[str, str]:
@@ -147,7 +158,12 @@ def rows(source: Path) -> list[dict[str, Any]]:
         if home in homes:
             found[home][path[len(home) + 1 :] if home else path] = data
     plain = source.resolve().name.removesuffix(".tar.gz").removesuffix(".tgz")
-    return [row(found[home], posixpath.basename(home) or plain) for home in sorted(homes)]
+    made = [row(found[home], posixpath.basename(home) or plain) for home in sorted(homes)]
+    names = [one["problem_id"] for one in made]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{source} holds two Harbor tasks of the name {twice}")
+    return made
 
 
 def packed(made: list[dict[str, Any]]) -> bytes:
@@ -161,6 +177,8 @@ def _listed(source: Path) -> Iterator[tuple[str, bytes]]:
     size = 0
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
+        if not _absolute("/" + name):
+            raise UserError(f"{source} has the path {name[:MAX_PATH]!a}")
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(f"{source}: {name} is a link or no plain file")
         if path.is_file():
@@ -187,11 +205,11 @@ def _archived(source: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for member in archive:
+                if member.isdir():
+                    continue
                 name = posixpath.normpath(member.name)
                 if not _absolute("/" + name) or name.startswith(".."):
                     raise MalformedError(f"{source.name} has the path {member.name[:MAX_PATH]!a}")
-                if member.isdir():
-                    continue
                 opened = archive.extractfile(member) if member.isreg() else None
                 if opened is None or member.sparse is not None:
                     raise MalformedError(f"{source.name}: {name} is a link or no plain file")
@@ -235,8 +253,11 @@ def _row(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     }  # fmt: skip
     Package.read(info, name)
     solution = "solution/solve.py"
+    known = str(settings.get("task", {}).get("name") or name)
+    if not known.strip() or not _absolute("/" + known):
+        raise MalformedError(f"its name is {known[:MAX_PATH]!a}")
     return {
-        "problem_id": str(settings.get("task", {}).get("name") or name)[:MAX_PATH],
+        "problem_id": known,
         "source": "harbor",
         "task_type": "harbor",
         "prompt": f"{instruction}\n\n{ENDING.format(workdir=workdir)}",
@@ -268,7 +289,7 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     """task.toml, if it asks for nothing that we do not have."""
     try:
         settings = tomllib.loads(_text(files, "task.toml"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise MalformedError(f"its task.toml is no TOML: {error}") from error
     tables = {name: settings.get(name, {}) for name in ("task", "environment", "verifier", "agent")}
     if not all(isinstance(table, dict) for table in tables.values()):
@@ -373,7 +394,28 @@ def _verifier(script: str) -> tuple[str, str]:
     raise MalformedError(f"its tests/test.sh needs a shell, and only one Python file is run{said}")
 
 
-def _require_pure(source: str, what: str) -> None:
+def os_names(tree: ast.AST) -> set[str]:
+    """What a program uses of `os`, as dotted names; "os" for the module itself."""
+    found: set[str] = set()
+    inner: set[int] = set()
+    for node in ast.walk(tree):  # an attribute before what it is of
+        if isinstance(node, ast.Import):
+            found |= {"os" for one in node.names if one.name in ("os", "os.path") and one.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("os", "os.path"):
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+        elif isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+            words: list[str] = []
+            of: ast.expr = node
+            while isinstance(of, ast.Attribute):
+                words.append(of.attr)
+                of = of.value
+                inner.add(id(of))
+            if isinstance(of, ast.Name) and of.id == "os":
+                found.add(".".join(["os", *reversed(words)]))
+    return found
+
+
+def _require_pure(source: str, runner: str, what: str) -> None:
     """Raises MalformedError unless a verifier uses only what the sandbox has, and gives every
     machine the same answer."""
     if len(source) > MAX_VERIFIER:
@@ -382,41 +424,52 @@ def _require_pure(source: str, what: str) -> None:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise MalformedError(f"{what} is no Python: {error}") from error
+    for name in sorted(os_names(tree) - OS - {"os", "os.path"}):
+        raise MalformedError(f"{what} uses {name[:80]}, which files in memory do not have")
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
-            if node.module == "os":
-                names += [f"os.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == "os":
-                names = [f"os.{node.attr}"]
-            if node.attr in _NOW:
-                raise MalformedError(f"{what} reads a clock or chance ({node.attr})")
+        elif isinstance(node, ast.Attribute) and node.attr in _NOW:
+            raise MalformedError(f"{what} reads a clock or chance ({node.attr})")
         elif isinstance(node, ast.Name) and node.id in _CALLS:
             raise MalformedError(f"{what} runs other code or asks for input ({node.id})")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif isinstance(node, ast.Call) and not node.args and not node.keywords:
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if called in _SEEDS:
+                raise MalformedError(f"{what} reads a clock or chance ({called})")
+        elif runner == "pytest":
             _require_plain(node, what)
         for name in names:
             _require_module(name, what)
 
 
-def _require_plain(node: ast.FunctionDef | ast.AsyncFunctionDef, what: str) -> None:
-    if not node.name.startswith("test"):
+def _require_plain(node: ast.AST, what: str) -> None:
+    """Raises MalformedError for tests that only pytest runs: else a verifier would seem to pass."""
+    if isinstance(node, ast.ClassDef):
+        tests = (one for one in node.body if isinstance(one, ast.ClassDef))
+        strange = any(one.name.startswith("Test") for one in tests)
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = [one.arg for one in (*node.args.posonlyargs, *node.args.args) if one.arg != "self"]
+        strange = node.name in _HOOKS or (
+            node.name.startswith("test")
+            and bool(
+                given
+                or node.decorator_list
+                or isinstance(node, ast.AsyncFunctionDef)
+                or any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(node))
+            )
+        )
+    else:
         return
-    given = [one.arg for one in (*node.args.posonlyargs, *node.args.args) if one.arg != "self"]
-    if given or node.decorator_list or isinstance(node, ast.AsyncFunctionDef):
+    if strange:
         raise MalformedError(f"{what} needs pytest itself for {node.name}")
 
 
 def _require_module(name: str, what: str) -> None:
-    if name.startswith("os."):
-        if name.split(".")[1] not in _OS:
-            raise MalformedError(f"{what} uses {name}, which files in memory do not have")
-        return
     if name.partition(".")[0] in _CHANGING:
         raise MalformedError(f"{what} imports {name}, so it may judge differently another time")
-    if name not in MODULES and name not in ("pathlib", "__future__"):
+    if name not in MODULES and name not in ("os.path", "pathlib", "__future__"):
         raise MalformedError(f"{what} imports {name[:80]!a}, which the sandbox does not have")

@@ -217,6 +217,7 @@ def test_the_same_program_gets_the_same_score_parts_and_reason(grader: PythonCod
         ("__import__('time')", True),
         ("print(().__class__)", True),
         ("import random\nrandom.seed()", True),
+        ("import random\nprint(random.Random().random())", True),
         ("class A:\n    def __init__(self): self.x = 1\nif __name__ == '__main__': A()", False),
         ("not python (", False),
     ],

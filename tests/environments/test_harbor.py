@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,10 @@ def test_an_archive_gives_the_rows_of_its_folder(tmp_path: Path) -> None:
     source = tmp_path / "set.tar.gz"
     source.write_bytes(archived(*members))
     assert harbor.packed(rows(source)) == harbor.packed(rows(EXAMPLE))
+    folder = tarfile.TarInfo(".")
+    folder.type = tarfile.DIRTYPE
+    source.write_bytes(archived((folder, b""), *members))
+    assert harbor.packed(rows(source)) == harbor.packed(rows(EXAMPLE))
     alone = rows(EXAMPLE / "count-words")
     assert alone == rows(EXAMPLE)
 
@@ -154,6 +159,7 @@ class TestSeven:
         package(**{"tests/test.sh": TEMPLATE}),
         package(**{"tests/test.sh": "if pytest /tests/test_outputs.py; then\n" + BRANCHES}),
         package(**{"tests/test_outputs.py": METHOD}),
+        package(**{"solution/solve.py": "f = open('/app/out.txt', 'w')\nf.write('7')"}),
         judged(JUDGE.format(name="reward.txt", right="1.0\n", wrong="0.25")),
         judged(
             JUDGE.format(name="reward.json", right='{"reward": 1}', wrong='{"reward": 0, "x": 2}')
@@ -228,6 +234,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test_outputs.py": "import datetime\ndatetime.datetime.now()"}, "reads a clock"),
     ({"tests/test_outputs.py": "exec(open('/app/a.py').read())"}, "runs other code"),
     ({"tests/test_outputs.py": "def test_a(tmp_path): pass"}, "needs pytest itself for test_a"),
+    ({"tests/test_outputs.py": "def test_a():\n    yield 1"}, "needs pytest itself for test_a"),
+    ({"tests/test_outputs.py": "def setup_module(): pass"}, "itself for setup_module"),
+    ({"tests/test_outputs.py": "class TestA:\n class TestB: pass"}, "pytest itself for TestA"),
+    ({"tests/test_outputs.py": "import os\nos.path.getmtime('/')"}, "uses os.path.getmtime, which"),
+    ({"tests/test_outputs.py": "from random import Random\nRandom()"}, "clock or chance (Random)"),
+    ({"tests/test_outputs.py": "import random\nrandom.seed()"}, "clock or chance (seed)"),
+    ({"task.toml": f"a = {'9' * 5000}"}, "its task.toml is no TOML"),
+    ({"task.toml": '[task]\nname = "\\u001b[2J"'}, r"its name is '\x1b[2J'"),
     ({"tests/test_outputs.py": "def"}, "is no Python"),
     ({"tests/test_outputs.py": "#" * (harbor.MAX_VERIFIER + 1)}, "has 262145 characters, at most"),
     ({"environment/a": "x" * (harbor.MAX_BYTES + 1)}, "has more than"),
@@ -312,6 +326,57 @@ def test_a_link_in_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "instruction.md").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match=r"instruction\.md is a link"):
         rows(tmp_path)
+
+
+def test_names_that_clash_or_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name, data in package().items():
+            (tmp_path / folder / name).parent.mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_bytes(data)
+    with pytest.raises(UserError, match="two Harbor tasks of the name a/b"):
+        rows(tmp_path)
+    (tmp_path / os.fsdecode(b"\xff\x1b")).write_text("")
+    with pytest.raises(UserError, match=r"has the path '\\udcff\\x1b'"):
+        rows(tmp_path)
+
+
+def test_a_test_that_exits_fails_and_inherited_tests_count(grader: Harbor) -> None:
+    """As in pytest: the first verifier exits on a wrong file, the second inherits the only test."""
+    exits = "import sys\ndef test_a():\n    if open('out.txt').read() != '7':\n        sys.exit(0)"
+    ends = (
+        "assert True\ndef test_a(): pass\nif open('out.txt').read() != '7':\n    raise SystemExit"
+    )
+    inherits = (
+        "class Base:\n    def test_a(self): assert open('out.txt').read() == '7'\n"
+        "class TestA(Base):\n    def test_b(self): pass"
+    )
+    for verifier in (exits, ends, inherits):
+        files = package(**{"tests/test_outputs.py": verifier})
+        for text, micro in (("7", MICRO), ("8", 0)):
+            found = grade(grader, files, f"open('out.txt', 'w').write({text!r})")
+            assert (found.task_micro, found.uncertain) == (micro, False), found
+    files = judged("import os\nraise SystemExit")
+    assert grade(grader, files, "pass").reason == "the verifier wrote no reward"
+
+
+@pytest.mark.parametrize(
+    ("program", "varies"),
+    [
+        ("import os\nos.makedirs(os.path.join('a', 'b'))", False),
+        ("from os.path import exists\nexists('a')", False),
+        ("import os\nprint(os.getpid())", True),
+        ("import os\nos.path.getmtime('/')", True),
+        ("import os as o\no.getpid()", True),
+        ("from os import path\npath.getmtime('/')", True),
+        ("import os\nx = os\nx.getpid()", True),
+        ("import random\nrandom.Random()", True),
+    ],
+)
+def test_only_an_answer_that_may_vary_is_uncertain(
+    grader: Harbor, program: str, varies: bool
+) -> None:
+    assert grade(grader, package(), program).uncertain is varies
 
 
 def reward(text: str, name: str = "reward.txt") -> str:

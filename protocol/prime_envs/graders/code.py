@@ -46,8 +46,8 @@ _UNSTEADY_MODULES = frozenset({
 })  # fmt: skip
 _UNSTEADY_NAMES = frozenset({
     "id", "hash", "object", "eval", "exec", "compile", "globals", "locals", "vars", "dir",
-    "__import__", "getattr", "repr", "memoryview", "SystemRandom", "urandom", "seed", "now",
-    "today", "utcnow", "monotonic", "perf_counter",
+    "__import__", "getattr", "repr", "memoryview", "Random", "SystemRandom", "urandom", "seed",
+    "now", "today", "utcnow", "monotonic", "perf_counter",
 })  # fmt: skip
 
 
@@ -194,9 +194,10 @@ def _close(found: str, wanted: str) -> bool:
         return False
 
 
-def may_vary(source: str) -> bool:
+def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
     """Whether a program might behave differently from run to run: it uses clocks, addresses or
-    threads, or accesses names in ways that could hide this. Errs on the side of True."""
+    threads, or accesses names in ways that could hide this. Errs on the side of True. The modules
+    `but` do not count."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -206,7 +207,7 @@ def may_vary(source: str) -> bool:
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 names.append(node.module or "")
-            if any(name.partition(".")[0] in _UNSTEADY_MODULES for name in names):
+            if any(name.partition(".")[0] in _UNSTEADY_MODULES - but for name in names):
                 return True
             if _UNSTEADY_NAMES & set(names):
                 return True

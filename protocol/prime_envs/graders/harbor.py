@@ -12,6 +12,7 @@ The reward is 1 if all test functions pass ("pytest"), or what the verifier writ
 
 from __future__ import annotations
 
+import ast
 import math
 import platform
 import re
@@ -27,7 +28,7 @@ from prime_envs.base import TaskScore
 from prime_envs.graders.answers import final_section, python_code
 from prime_envs.graders.base import Grader
 from prime_envs.graders.code import MAX_SOURCE, may_vary
-from prime_envs.harbor import Package, fenced, in_bounds
+from prime_envs.harbor import OS, Package, fenced, in_bounds, os_names
 from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
 from prime_envs.tasks import Task, load_json, parse_task
 
@@ -80,7 +81,7 @@ class Harbor(Grader):
             return TaskScore(0, "no fenced block of Python after the thinking")
         if len(source) > MAX_SOURCE:
             return TaskScore(0, f"a program of {len(source)} characters")
-        varies = may_vary(source)
+        varies = _varies(source)
         try:
             score = self.judge(task, source)
         except UnavailableError as error:
@@ -127,13 +128,22 @@ def _ending(outcome: Outcome) -> str:
     return f"ended its process: {last[0][:120]}"
 
 
+def _varies(source: str) -> bool:
+    """As `may_vary`; the part of `os` that works on files in memory gives the same everywhere."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # it fails to compile everywhere
+    return may_vary(source, but=frozenset({"os"})) or not os_names(tree) <= OS
+
+
 def _change(files: dict[str, str], result: str) -> str:
     """Applies what an answer's program returned to the package's files; says what is wrong with it.
     A program may have taken over what reports its files, so this is only data."""
     try:
         changed = load_json(result, "the result")["changed"]
         for path, text in changed.items():
-            if path.startswith(HIDDEN):
+            if f"{path}/".startswith(HIDDEN):
                 continue
             if text is None:
                 files.pop(path, None)
@@ -149,7 +159,10 @@ def _reward(runner: str, outcome: Outcome) -> TaskScore:
     """The score that a verifier gave. Raises VerifierError."""
     if outcome.status != "ok":
         raise VerifierError(_ending(outcome))
-    found = load_json(outcome.result, "the result")
+    try:
+        found = load_json(outcome.result, "the result")
+    except MalformedError as error:
+        raise VerifierError("ended its process") from error
     if found["unsupported"]:
         raise VerifierError(f"needs what is not supported: {found['unsupported']}")
     passed, failed = found["passed"], found["failed"]
@@ -158,7 +171,8 @@ def _reward(runner: str, outcome: Outcome) -> TaskScore:
         return TaskScore(score, f"the verifier gave {score / MICRO:g}")
     counted = {"tests": len(passed) + len(failed), "passed": len(passed)}
     if failed:
-        return TaskScore(0, f"{failed[0][:100]} failed", parts=counted)
+        name = failed[0].encode("ascii", "backslashreplace").decode()
+        return TaskScore(0, f"{name[:100]} failed", parts=counted)
     if not passed:
         raise VerifierError("has no test function")
     return TaskScore(MICRO, f"all {len(passed)} tests passed", parts=counted)

@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,8 @@ class Files:
         self.workdir = workdir
         self.contents = {path: text.encode("latin-1") for path, text in contents.items()}
         self.folders: set[str] = set()
-        self.handles: list[Handle] = []
+        self._handles: list[Handle] = []
+        self._texts: list[weakref.ref[io.TextIOWrapper]] = []
         for path in (*FOLDERS, workdir):
             self.make(path)
         for path in self.contents:
@@ -83,12 +85,20 @@ class Files:
         handle = Handle(self, at, start, writes)
         if "a" in letters:
             handle.seek(0, io.SEEK_END)
-        self.handles.append(handle)
+        self._handles.append(handle)
         if writes:
             handle.flush()
         if "b" in letters:
             return handle
-        return io.TextIOWrapper(handle, encoding or "utf-8", errors, newline)
+        text = io.TextIOWrapper(handle, encoding or "utf-8", errors, newline)
+        self._texts.append(weakref.ref(text))
+        return text
+
+    def flush(self) -> None:
+        """Stores what open files hold, as the end of a process does."""
+        for one in [*(text() for text in self._texts), *self._handles]:
+            if one is not None and not one.closed:
+                one.flush()
 
     def remove(self, path: Any, *_: Any, **__: Any) -> None:
         """As `os.remove`."""
@@ -268,14 +278,12 @@ def _installed(contents: dict[str, str], workdir: str) -> Files:
 
 
 def _run(source: str, name: str, path: str) -> dict[str, Any]:
-    """Runs a program like a script; returns its names. Raises what it raises, but for an end by
-    sys.exit."""
+    """Runs a program like a script; returns its names. Raises what it raises."""
     module = ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=path)
     sys.modules[name] = module
     sys.argv = [path]
-    with contextlib.suppress(SystemExit):
-        exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     return module.__dict__
 
 
@@ -289,13 +297,13 @@ def run_answer(source: str, contents: dict[str, str], workdir: str) -> dict[str,
     files = _installed(contents, workdir)
     error = ""
     try:
-        _run(source, "__main__", "answer.py")
+        with contextlib.suppress(SystemExit):
+            _run(source, "__main__", "answer.py")
     except MemoryError:
         raise
     except Exception as raised:
         error = _failure(raised)
-    for handle in files.handles:
-        handle.flush()
+    files.flush()
     changed: dict[str, str | None] = {path: None for path in contents if path not in files.contents}
     for path, data in files.contents.items():
         text = data.decode("latin-1")
@@ -309,29 +317,34 @@ def run_verifier(source: str, path: str, runner: str, contents: dict[str, str], 
 ):  # fmt: skip
     """Runs a verifier. With `runner` "pytest", calls its test functions and methods in the order of
     their definition. Returns `passed` and `failed` (names; none for "python"), `reward`: the texts
-    of /logs/verifier/reward.json and reward.txt (null where there is none), and `unsupported`."""
+    of /logs/verifier/reward.json and reward.txt (null where there is none), and `unsupported`. A
+    test that calls sys.exit has failed, as in pytest."""
     files = _installed(contents, workdir)
     passed: list[str] = []
     failed: list[str] = []
     unsupported = ""
     try:
-        names = _run(source, "__main__" if runner == "python" else "verifier", path)
-        for name, test in _tests(names) if runner == "pytest" else ():
+        names: dict[str, Any] = {}
+        if runner == "pytest":
+            names = _run(source, "verifier", path)
+        else:
+            with contextlib.suppress(SystemExit):
+                _run(source, "__main__", path)
+        for name, test in _tests(names):
             try:
                 test()
                 passed.append(name)
             except (MemoryError, Unsupported, PermissionError):
                 raise
-            except Exception:
+            except (Exception, SystemExit):
                 failed.append(name)
     except (Unsupported, PermissionError) as error:
         unsupported = _failure(error)
     except MemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failed.append(_failure(error))
-    for handle in files.handles:
-        handle.flush()
+    files.flush()
     logs = [files.contents.get(f"/logs/verifier/reward.{kind}") for kind in ("json", "txt")]
     texts = [None if data is None else data[:4096].decode("latin-1") for data in logs]
     return {"passed": passed, "failed": failed, "reward": texts, "unsupported": unsupported}
@@ -343,9 +356,10 @@ def _tests(names: dict[str, Any]) -> list[tuple[str, Any]]:
         if name.startswith("test") and callable(value) and not isinstance(value, type):
             found.append((name, value))
         elif name.startswith("Test") and isinstance(value, type):
+            methods = [method for owner in reversed(value.__mro__) for method in vars(owner)]
             found.extend(
                 (f"{name}.{method}", lambda value=value, method=method: getattr(value(), method)())
-                for method in vars(value)
-                if method.startswith("test")
+                for method in dict.fromkeys(methods)
+                if method.startswith("test") and callable(getattr(value, method))
             )
     return found
