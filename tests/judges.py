@@ -11,6 +11,7 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from prime_broadcast.manifest import Trust
+from prime_broadcast.pool import Policies
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
 from prime_core.deployment import Deployment
@@ -44,7 +45,6 @@ from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
 from prime_validator.judging import Setup, Validator
-from prime_validator.policies import Policies
 from prime_validator.pool import Pool, Runs
 from prime_verify.engines import EngineProvider
 from prime_verify.proofs.thresholds import Calibration, shipped

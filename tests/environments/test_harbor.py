@@ -287,7 +287,7 @@ HOSTILE: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "words"), HOSTILE)
+@pytest.mark.parametrize(("data", "words"), HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_archive_is_refused_in_one_sentence(
     tmp_path: Path, data: bytes, words: str
 ) -> None:

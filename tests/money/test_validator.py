@@ -15,6 +15,7 @@ from judging_kit import HONEST, LIAR, JudgedPool, StoreReader
 from money_kit import TRAINER, VALIDATOR, key
 
 from prime_broadcast.manifest import Trust
+from prime_broadcast.pool import Policies
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
@@ -30,7 +31,6 @@ from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder
-from prime_validator.policies import Policies
 from prime_verify import verify
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine

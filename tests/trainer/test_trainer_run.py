@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,8 @@ from prime_chain.keystore import save_keystore
 from prime_core.errors import UserError
 from prime_orchestrator.store import batches
 from prime_trainer import checkpoint
+from prime_trainer.evaluate import evaluate
+from prime_trainer.follow import due
 from prime_trainer.run import publish_by_hand
 
 STEPS = 4
@@ -254,3 +257,59 @@ def test_a_trainer_killed_between_publication_and_checkpoint_makes_no_version_ag
     ]
     assert [(one["batch"], one["before"]) for one in origins] == [(2, 2), (2, 2), (4, 4)]
     assert checkpoint.latest(data) == data / "checkpoints" / "5"  # written at SIGTERM
+
+
+@pytest.mark.slow
+def test_every_second_policy_is_evaluated_by_a_follower_without_a_key(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """It is stopped after the first one, and goes on while the trainer has gone further."""
+    data, found = tmp_path / "data", tmp_path / "follower"
+    command = [
+        sys.executable, "-m", "prime_trainer.cli", "follow", "--orchestrator", pool.url,
+        "--data", str(found), "--every", "2", "--problems", "4", "--samples", "2",
+        "--tensorboard", str(tmp_path / "events"),
+    ]  # fmt: skip
+    record = found / "evaluations.jsonl"
+
+    def versions() -> list[int]:
+        lines = record.read_text().splitlines() if record.is_file() else []
+        return [json.loads(line)["version"] for line in lines]
+
+    with started(pool.command(data)) as trainer:
+        with started(command) as follower:
+            wait_until(lambda: versions() == [0], "policy 0's evaluation")
+            code, said = asked_to_stop(follower)
+            assert code == 130, said
+        for step in range(3):
+            pool.seal_random(step)
+        wait_until(lambda: len(pool.published()) == 4, "policy 3")
+        ended = finished([*command, "--until", "2"])
+        assert ended.returncode == 0, ended.stdout
+        assert "policy 2, 4 held-out problems: reward" in ended.stdout
+        assert versions() == [0, 2]
+        code, said = asked_to_stop(trainer)
+        assert code == 0, said
+    by_hand = evaluate(found / "policies" / "2", pool.run, problems=4, seed=0, samples=2)
+    line = json.loads(record.read_text().splitlines()[-1])
+    assert line["found"]["mean_reward"] == by_hand.reward.mean
+    assert not list((found / "answers").iterdir())
+    assert b"heldout/mean_reward" in b"".join(
+        path.read_bytes() for path in (tmp_path / "events").iterdir()
+    )
+
+
+def test_a_follower_of_a_pool_that_holds_out_too_few_problems_is_refused(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert [due(latest, last, 3) for latest, last in ((None, -1), (0, -1), (2, 0), (7, 0))] == [
+        None, 0, None, 6,
+    ]  # fmt: skip
+    with started(pool.command(tmp_path / "data")):
+        wait_until(lambda: len(pool.published()) == 1, "policy 0")
+        ended = finished([
+            sys.executable, "-m", "prime_trainer.cli", "follow", "--orchestrator", pool.url,
+            "--data", str(tmp_path / "follower"), "--problems", "100000",
+        ])  # fmt: skip
+    assert ended.returncode == 64, ended.stdout
+    assert "100000 problems were asked for; the run holds out" in ended.stdout

@@ -452,6 +452,55 @@ def evaluate(
         print(json.dumps(both.as_json()) if as_json else comparison_table(both))
 
 
+@app.command()
+def follow(
+    orchestrator: Annotated[str, typer.Option(help="Base URL of the pool's orchestrator.")],
+    data: Annotated[Path, typer.Option(help="Folder for policies and evaluations.jsonl.")],
+    every: Annotated[int, typer.Option(min=1, help="Evaluate every n-th policy.")] = 5,
+    until: Annotated[
+        int | None, typer.Option(min=0, help="End after a policy of this version or later.")
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    tensorboard: TensorBoard = None,
+    tracker: Tracker = None,
+) -> None:
+    """Evaluate a pool's policies on held-out problems while it trains, on any machine.
+
+    Needs no key. Ctrl-C ends it; the same command goes on where it stopped.
+    """
+    import torch
+
+    from prime_core.transport.client import OrchestratorClient
+    from prime_core.waiting import StoppedError
+    from prime_trainer import follow as following
+    from prime_trainer import observe
+    from prime_trainer.sampling import Sampling
+
+    torch.set_num_threads(1)
+    sampling = Sampling(engine, dtype, device)
+    options = following.Options(data, every, until, problems, samples, seed, sampling=sampling)
+    data.mkdir(parents=True, exist_ok=True)
+    sinks: list[observe.Sink] = []
+    if tensorboard is not None:
+        sinks.append(observe.TensorBoard(tensorboard))
+    if tracker is not None:
+        sinks.append(observe.Tracker(tracker, "prime", {"orchestrator": orchestrator}))
+    stop = until_stopped(second_ends=True)
+    try:
+        with OrchestratorClient(orchestrator) as client:
+            following.follow(client, options, sinks, stop, lambda line: print(line, flush=True))
+    except StoppedError:
+        raise typer.Exit(130) from None
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
 @app.command(name="filter")
 def filter_(
     model: Annotated[Path, typer.Option(help="Hugging Face folder that answers.")],

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
-from pydantic import TypeAdapter
-
+from prime_broadcast.pool import PoolNames
 from prime_core.checkpoint import SignedManifest
 from prime_core.draws import DrawList, DrawReveal, SignedDrawCommitment
 from prime_core.encoding import sha256
 from prime_core.errors import MalformedError
 from prime_core.ids import Digest
-from prime_core.messages import PoolInfo, RelayInfo, UploadAnswer
+from prime_core.messages import PoolInfo, UploadAnswer
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.signing import Answer, Strict
 from prime_core.transport.client import OrchestratorClient
@@ -34,7 +33,6 @@ from prime_core.verdict import Reason, SignedOpinion
 
 MAX_OBJECT_BYTES = 32 << 20
 Answered = TypeVar("Answered", bound=Strict)
-_RELAYS = TypeAdapter(list[RelayInfo])
 
 
 class Empty(Answer):
@@ -50,6 +48,7 @@ class ValidatorApi:
         self.client = client
         self.worker = worker
         self._lock = threading.Lock()
+        self._names = PoolNames(client)
 
     def close(self) -> None:
         self.client.close()
@@ -126,12 +125,12 @@ class ValidatorApi:
 
     def policy(self, version: int) -> SignedManifest:
         with self._lock:
-            return self.client.get(f"/v1/policies/{version}", SignedManifest)
+            return self._names.policy(version)
 
     def relays(self) -> list[str]:
         """Returns the URLs of the relays that serve policies."""
         with self._lock:
-            return relays_of(self.client)
+            return self._names.relays()
 
     def _release(
         self,
@@ -150,13 +149,3 @@ class ValidatorApi:
     def _post(self, path: str, body: Strict, answer: type[Answered]) -> Answered:
         with self._lock:
             return self.client.post(f"/v1/validators/{path}", body, answer)
-
-
-def relays_of(client: OrchestratorClient) -> list[str]:
-    """Returns the URLs of the relays that an orchestrator names. Raises MalformedError if its
-    answer does not parse."""
-    raw = client.request("GET", "/v1/relays", b"", signed=False)
-    try:
-        return [relay.url for relay in _RELAYS.validate_json(raw)]
-    except ValueError as error:
-        raise MalformedError("the orchestrator's list of relays does not parse") from error

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from prime_broadcast.pool import Policies
 from prime_core import encoding
 from prime_core.errors import (
     ConflictError,
@@ -45,7 +46,6 @@ from prime_core.verdict import (
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draw, Draws
 from prime_validator.folder import Folder, Sealed
-from prime_validator.policies import Policies
 from prime_validator.pool import Pool, Runs
 from prime_verify.engines import EngineProvider
 from prime_verify.packing import Packing

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from prime_broadcast.access import Passes
 from prime_broadcast.manifest import Trust
+from prime_broadcast.pool import Policies, PoolNames
 from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import (
     Case,
@@ -69,9 +70,7 @@ from prime_engine.base import Engine
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for
 from prime_envs.sources import bring_files, datasets_folder
-from prime_validator.api import relays_of
 from prime_validator.folder import Folder, KeptVote
-from prime_validator.policies import Policies
 from prime_validator.pool import check_replay
 from prime_validator.run import Background
 from prime_validator.settings import JurorSettings
@@ -300,7 +299,7 @@ class _Orchestrators:
         """See Names."""
         for client in self._clients:
             try:
-                return client.get(f"/v1/policies/{version}", SignedManifest)
+                return PoolNames(client).policy(version)
             except PrimeError as error:
                 log.info("policy %d: %s", version, error)
         raise NotFoundError(f"no orchestrator of the pool names policy {version}")
@@ -310,7 +309,7 @@ class _Orchestrators:
         found: list[str] = []
         for client in self._clients:
             try:
-                found += relays_of(client)
+                found += PoolNames(client).relays()
             except PrimeError as error:
                 log.info("relays: %s", error)
         return list(dict.fromkeys(found))

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from prime_broadcast.access import Passes
 from prime_broadcast.manifest import Trust
+from prime_broadcast.pool import Policies
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
@@ -35,7 +36,6 @@ from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
 from prime_validator.judging import Setup, Validator
-from prime_validator.policies import Policies
 from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
 from prime_validator.settings import Settings
 from prime_verify.engines import FolderEngines, load_engine

@@ -1,4 +1,5 @@
-"""The validator's policies, fetched over the broadcast as a node's are and verified on arrival."""
+"""A pool's policies for a reader: named by its orchestrator, fetched over the broadcast, verified
+on arrival."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import TypeAdapter
+
 from prime_broadcast.access import Passes
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.layout import ANCHOR_EVERY
 from prime_broadcast.manifest import Trust
 from prime_broadcast.sources import SourceBook
 from prime_core.checkpoint import SignedManifest
-from prime_core.errors import NotFoundError, UnavailableError, UntrustedError
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Digest
+from prime_core.messages import RelayInfo
+from prime_core.transport.client import OrchestratorClient
 
 log = logging.getLogger(__name__)
+_RELAYS = TypeAdapter(list[RelayInfo])
 
 
 class Names(Protocol):
@@ -26,7 +32,27 @@ class Names(Protocol):
         """Raises NotFoundError if there is none."""
         ...
 
-    def relays(self) -> list[str]: ...
+    def relays(self) -> list[str]:
+        """The URLs of the relays that serve policies."""
+        ...
+
+
+class PoolNames:
+    """An orchestrator's word; `Policies` checks it."""
+
+    def __init__(self, client: OrchestratorClient) -> None:
+        self._client = client
+
+    def policy(self, version: int) -> SignedManifest:
+        return self._client.get(f"/v1/policies/{version}", SignedManifest)
+
+    def relays(self) -> list[str]:
+        """Raises MalformedError if the orchestrator's answer does not parse."""
+        raw = self._client.request("GET", "/v1/relays", b"", signed=False)
+        try:
+            return [relay.url for relay in _RELAYS.validate_json(raw)]
+        except ValueError as error:
+            raise MalformedError("the orchestrator's list of relays does not parse") from error
 
 
 class Policies:
