@@ -149,6 +149,10 @@ class Environment(ABC):
         """The environment and those that it is made of."""
         return (self,)
 
+    def firsts(self) -> Sequence[int]:
+        """The first problem of each environment that this one is made of."""
+        return (0,)
+
     @abstractmethod
     def data_digest(self) -> Digest:
         """SHA-256 of everything outside this code that problems or scores depend on."""

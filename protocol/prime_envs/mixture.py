@@ -16,13 +16,13 @@ from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.run import Conversation, LengthBudgets
 from prime_envs.base import Environment, Grade, Problem, Reply, TaskScore, Tokenizer
-from prime_envs.tasks import Task
+from prime_envs.tasks import MAX_ID, Task
 from prime_envs.tools import Call
 
 
 class Mixture(Environment):
     """`parts` are (label, weight, environment), with different labels. A problem's id begins with
-    its part's label and a slash."""
+    its part's label and a slash; if it would be too long, the SHA-256 of the part's id follows."""
 
     name = "mixture"
     version = 1
@@ -51,6 +51,9 @@ class Mixture(Environment):
     def members(self) -> Sequence[Environment]:
         return (self, *self._parts)
 
+    def firsts(self) -> Sequence[int]:
+        return [self._cycle.index(part) for part in range(len(self._parts))]
+
     def data_digest(self) -> Digest:
         """Covers labels, weights, and the digests of the parts."""
         digests = [part.digest() for part in self._parts]
@@ -68,9 +71,9 @@ class Mixture(Environment):
         label = self._labels[part]
         return replace(
             found,
-            problem_id=f"{label}/{found.problem_id}",
+            problem_id=self._named(part, found.problem_id),
             index=index,
-            metadata={**found.metadata, "environment": label},
+            metadata={**found.metadata, "environment": label, "own_id": found.problem_id},
         )
 
     def prompt_text(self, problem: Problem, target_length: int) -> str:
@@ -128,7 +131,7 @@ class Mixture(Environment):
         task = self._parts[part].as_task(number)
         if task is None:
             return None
-        return replace(task, problem_id=f"{self._labels[part]}/{task.problem_id}")
+        return replace(task, problem_id=self._named(part, task.problem_id))
 
     def close(self) -> None:
         """Ends the parts' child processes."""
@@ -141,10 +144,17 @@ class Mixture(Environment):
         part = self._cycle[slot]
         return part, cycles * self._weights[part] + self._earlier[slot]
 
+    def _named(self, part: int, name: str) -> str:
+        """The id in the mixture of a part's problem."""
+        whole = f"{self._labels[part]}/{name}"
+        if len(whole) <= MAX_ID:
+            return whole
+        return f"{self._labels[part]}/{encoding.sha256(name.encode())}"
+
     def _own(self, problem: Problem) -> tuple[Environment, Problem]:
         """A problem's part, and the problem as that part made it."""
         part, number = self._place(problem.index)
-        name = problem.problem_id.removeprefix(f"{self._labels[part]}/")
+        name = problem.metadata["own_id"]
         return self._parts[part], replace(problem, problem_id=name, index=number)
 
     def _first_missing(self, part: int) -> int:

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from prime_core.errors import PolicyError, PrimeError, UserError
+from prime_core.ids import Digest
 from prime_core.run import (
     Conversation,
     EnvironmentPart,
@@ -58,7 +59,8 @@ def load_environment(
     parts: Sequence[EnvironmentPart] = (),
 ) -> Environment:
     """The environment `name` with its arguments, or the mixture of `parts`. Raises UserError on an
-    unknown name or value."""
+    unknown name or value, and if two parts are the same: what one trains on, the other holds out.
+    """
     if not parts:
         return environment_class(name)(arguments, budgets)
     loaded: list[tuple[str, int, Environment]] = []
@@ -66,6 +68,14 @@ def load_environment(
         for part in parts:
             found = load_environment(part.name, part.arguments, budgets)
             loaded.append((part.title, part.weight, found))
+        seen: dict[Digest, str] = {}
+        for title, _, environment in loaded:
+            first = seen.setdefault(environment.digest(), title)
+            if first != title:
+                raise UserError(
+                    f"the parts {first!r} and {title!r} have the same problems",
+                    hint="name the environment once, with the sum of the weights",
+                )
     except PrimeError:
         for _, _, environment in loaded:
             environment.close()

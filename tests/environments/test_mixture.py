@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ from prime_core.verdict import Outcome, Reason
 from prime_envs.base import Environment, Problem, TaskScore
 from prime_envs.definition import run_from
 from prime_envs.mixture import Mixture, spread
-from prime_envs.registry import environment_for
+from prime_envs.registry import environment_for, load_environment
 from prime_envs.sources import bring_files, file_digest
+from prime_envs.tasks import MAX_ID, parse_task
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
 BUDGETS = LengthBudgets(targets=(2, 6), penalty_micro=0)
@@ -164,6 +166,53 @@ def test_a_wrong_part_is_refused_in_one_sentence(parts: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as found:
         run_of(parts)
     assert "\n" not in str(found.value)
+
+
+def test_two_parts_of_the_same_problems_are_refused(tmp_path: Path) -> None:
+    """What one of them trains on, the other would hold out."""
+    twice = PARTS.replace("shortest = 5, longest = 5", "shortest = 3, longest = 3")
+    with pytest.raises(UserError, match="'short' and 'long' have the same problems"):
+        run_of(twice)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        file.write_text(json.dumps(row_of("one")))
+    part = '[[environment.parts]]\nname = "tasks"\nlabel = "{}"\narguments = {{ {} }}\n'
+    parts = "".join(
+        part.format(file.stem, f'sha256 = "{file_digest(file)}", path = "{file}"') for file in files
+    )
+    with pytest.raises(UserError, match="'a' and 'b' have the same problems"):
+        run_of(parts)
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """A row of the environment `tasks`, answered by 4."""
+    return {
+        "problem_id": name, "source": "test", "task_type": "verifiable_math", "prompt": "2 + 2",
+        "gold_standard_solution": "4", "verification_info": {"ground_truth": "4"},
+    }  # fmt: skip
+
+
+def test_long_ids_of_a_part_fit_into_a_file(tmp_path: Path) -> None:
+    names = ["a/b", "x" * MAX_ID, "y" * MAX_ID]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(row_of(name)) + "\n" for name in names))
+    arguments = {"sha256": str(file_digest(file)), "path": str(file)}
+    part = load_environment("tasks", arguments, BUDGETS)
+    mixture = Mixture([("maths", 1, part)], BUDGETS)
+    try:
+        problems = [mixture.problem(index) for index in range(3)]
+        found = {problem.problem_id for problem in problems}
+        assert "maths/a/b" in found
+        assert len(found) == 3
+        for problem in problems:
+            assert len(problem.problem_id) <= MAX_ID
+            assert problem.problem_id.startswith("maths/")
+            task = mixture.as_task(problem.index)
+            assert task is not None
+            assert parse_task(task.plain(), "row").problem_id == problem.problem_id
+            assert mixture.check(problem, "\\boxed{4}", 1).task_micro == MICRO
+    finally:
+        mixture.close()
 
 
 def test_a_part_that_the_conversation_does_not_fit_is_named() -> None:

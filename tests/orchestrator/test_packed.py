@@ -34,6 +34,12 @@ def test_what_is_packed_comes_back(value: dict[str, Any] | str) -> None:
         assert unpack(pack(text)) == text
 
 
+def test_text_with_a_mark_is_kept_as_it_is() -> None:
+    for mark in "\x01\x02\x03":
+        text = f"{{{mark}{'x' * 19}é{'0x' + 'ab' * 32}"  # a mark's bytes would end inside the é
+        assert unpack(pack(text)) == pack(text) == text
+
+
 def test_a_stored_value_stays_readable() -> None:
     assert unpack(STORED) == OLD
 

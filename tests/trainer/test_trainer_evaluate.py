@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from prime_core.encoding import sha256
 from prime_core.errors import FatalError, UserError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.run import RunDefinition
+from prime_core.run import EnvironmentPart, RunDefinition
 from prime_envs.base import Grade, Problem
+from prime_envs.crowd import pack, write_template
 from prime_envs.dataset import TaskDataset
 from prime_envs.graders.families import Families
 from prime_envs.graders.mathematics import Mathematics
@@ -201,6 +202,28 @@ def test_an_environment_without_rows_is_refused_before_anything_is_sampled(tmp_p
         list(filter_tasks(nowhere, RUN, Range(0.0, 1.0, 2), tmp_path / "kept.jsonl"))
     with pytest.raises(UserError, match="JSON lines"):
         list(filter_tasks(nowhere, RUN, Range(0.0, 1.0, 2), tmp_path / "kept.parquet"))
+
+
+@pytest.mark.parametrize("second", ["reverse", "crowd"])
+def test_a_mixture_is_refused_before_anything_is_sampled_if_a_part_has_no_rows(
+    tmp_path: Path, second: str
+) -> None:
+    first = sums(tmp_path, 6).environment
+    other: dict[str, int | str] = {}
+    if second == "crowd":
+        write_template(tmp_path / "crowd", "crowd")
+        packed = tmp_path / "packed.jsonl"
+        packed.write_bytes(pack(tmp_path / "crowd"))
+        other = {"sha256": sha256(packed.read_bytes()), "path": str(packed)}
+    parts = (
+        EnvironmentPart(name="tasks", arguments=first.arguments),
+        EnvironmentPart(name=second, arguments=other),
+    )
+    ref = environment_ref("mixture", {}, RUN.budgets, train_size=4, heldout_size=0, parts=parts)
+    run = RUN.model_copy(update={"environment": ref})
+    why = "cannot be a row" if second == "reverse" else "has a grader of its own"
+    with pytest.raises(UserError, match=why):
+        list(filter_tasks(tmp_path / "no model", run, Range(0.0, 1.0, 2), tmp_path / "k.jsonl"))
 
 
 def test_a_filtered_dataset_whose_gold_answers_fail_gets_no_name(

@@ -84,6 +84,20 @@ def task_of(problem: Problem, environment: Environment) -> Task:
     return task
 
 
+def _require_rows(environment: Environment, count: int) -> None:
+    """Raises UserError if an environment's problems, or those of a mixture's part, cannot be rows.
+    Only the first of each part, below `count`, is tried."""
+    for index in environment.firsts():
+        if index < count:
+            task_of(environment.problem(index), environment)
+    parts = environment.members()[1:]
+    if any(isinstance(part, CrowdEnvironment) and part.header.grader for part in parts):
+        raise UserError(
+            "a part of the mixture has a grader of its own, which a row of `tasks` cannot name",
+            hint="filter a run of that environment alone",
+        )
+
+
 def row(one: Answered, environment: Environment) -> dict[str, Any]:
     """A task in the common schema, with its pass rate in the metadata. Raises the same errors as
     `task_of`."""
@@ -150,7 +164,7 @@ def filter_tasks(
         raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
     environment = environment_for(run)
     try:
-        task_of(environment.problem(0), environment)  # fail before hours of sampling
+        _require_rows(environment, count)  # fail before hours of sampling
         answered: list[Answered] = []
         stated = {"seed": seed, "samples": wanted.samples, "tasks": count}
         known = keep(sampling, "filter", model, run, stated)

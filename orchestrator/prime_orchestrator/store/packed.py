@@ -26,6 +26,7 @@ _SIZES = {b"\x01": 20, b"\x02": 32, b"\x03": 65}
 """Bytes of an address, a digest and a signature, by their marks. JSON text contains no mark."""
 _KINDS = {size: mark for mark, size in _SIZES.items()}
 _ANY = re.compile(b"[\x01\x02\x03]")
+_MARKED = re.compile("[\x01\x02\x03]")
 _ZERO = b"\x02" + bytes(32)
 _DICTIONARY = (
     b'{"receipt":{"submission_digest":"\x02","received_at":1795633357},"signature":"\x03"}'
@@ -44,7 +45,7 @@ _DICTIONARY = (
 
 def pack(text: str) -> str:
     """Returns the form that is stored."""
-    if not text.startswith("{"):
+    if not text.startswith("{") or _MARKED.search(text):
         return text
     stream = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
     packed = base64.b64encode(stream.compress(_to_bytes(text)) + stream.flush()).decode()
