@@ -24,8 +24,9 @@ CPU = "CPU"
 
 @dataclass(frozen=True)
 class KnownCard:
-    """`models` are names as NVML shows them; `memory_mb` in MiB, and `tera` in 10¹² multiply-adds
-    per second. A card that is not `judged` has no rate to compare with."""
+    """`models` are names as NVML shows them; `memory_mb` in MiB, for GDDR6 without error
+    correction, which takes a sixteenth; `tera` in 10¹² multiply-adds per second. A card that is
+    not `judged` has no rate to compare with."""
 
     kind: str
     models: tuple[str, ...]
@@ -47,10 +48,10 @@ _KNOWN = (
     KnownCard("h200", ("NVIDIA H200",), 143_771, 989.5, "NVIDIA H200 data sheet, 2024"),
     KnownCard("h200-nvl", ("NVIDIA H200 NVL",), 143_771, 835.5, "NVIDIA H200 data sheet, 2024"),
     KnownCard("b200", ("NVIDIA B200",), 183_359, 2250.0, "NVIDIA DGX B200 data sheet, 2024"),
-    KnownCard("l4", ("NVIDIA L4",), 23_034, 121.0, "NVIDIA L4 data sheet, 2023"),
-    KnownCard("l40", ("NVIDIA L40",), 46_068, 181.0, "NVIDIA L40 data sheet, 2023"),
-    KnownCard("l40s", ("NVIDIA L40S",), 46_068, 366.5, "NVIDIA L40S data sheet, 2023"),
-    KnownCard("a40", ("NVIDIA A40",), 46_068, 149.7, "NVIDIA A40 data sheet, 2021"),
+    KnownCard("l4", ("NVIDIA L4",), 24_564, 121.0, "NVIDIA L4 data sheet, 2023"),
+    KnownCard("l40", ("NVIDIA L40",), 49_140, 181.0, "NVIDIA L40 data sheet, 2023"),
+    KnownCard("l40s", ("NVIDIA L40S",), 49_140, 366.5, "NVIDIA L40S data sheet, 2023"),
+    KnownCard("a40", ("NVIDIA A40",), 49_140, 149.7, "NVIDIA A40 data sheet, 2021"),
     KnownCard("rtx-a6000", ("NVIDIA RTX A6000",), 49_140, 154.8,
               "NVIDIA Ampere GA102 white paper, 2021"),
     KnownCard("rtx-6000-ada", ("NVIDIA RTX 6000 Ada Generation",), 49_140, 364.2,

@@ -25,6 +25,7 @@ from prime_core.messages import (
 )
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
+from prime_orchestrator.api import admission
 from prime_orchestrator.api import cards as service
 from prime_orchestrator.store import shadows
 from prime_verify.proofs.cards import Card, Cell, Prover, Work
@@ -32,15 +33,17 @@ from prime_verify.proofs.cards import Card, Cell, Prover, Work
 TERA = 0.01
 TEST_CARD = KnownCard("test-card", ("Test Card",), 1000, TERA, "this test")
 SLOWER = KnownCard("slower-card", ("Slower Card",), 1000, TERA / 4, "this test")
+PATIENT = KnownCard("patient-card", ("Patient Card",), 1000, TERA / 50, "this test")
 GPU = Gpu(model="Test Card", memory_mb=1000)
 MACHINE = Hardware(cpu_model="x", cpu_count=2, memory_mb=100, disk_mb=100, gpus=(GPU,))
 ASKED = Cards(kinds=("test-card", "h200"), counts=(1, 2), work_ms=40)
+TWO_SECONDS = Cards(kinds=("patient-card",), counts=(1,), work_ms=2000)
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards that this machine's processor can play."""
-    for one in (TEST_CARD, SLOWER):
+    """Cards that this machine's processor can play."""
+    for one in (TEST_CARD, SLOWER, PATIENT):
         monkeypatch.setitem(KNOWN, one.kind, one)
     monkeypatch.setattr(service, "GPU_SIZES", (1024, 256, 64))
 
@@ -213,22 +216,54 @@ def test_a_proof_is_its_nodes_own_and_ends(world: World) -> None:
     assert "deadline" in node.refused("/echo", echo, 403)
 
 
-def test_the_smallest_round_trip_is_subtracted_up_to_a_limit(world: World) -> None:
+def with_round_trips(node: Node, trips: list[float], waited: float) -> SignedPassport:
+    """Proves with these round trips, and this time between order and commitment."""
+    left = iter(trips)
+    node.start(lambda: next(left))
+    root = node.prover.commit(node.order)
+    node.world.clock.advance(waited)
+    draw = node.post(CardsDraw, "/commitment", CardsCommitment(root=root, device_ms=1))
+    node.post(AdmissionAnswer, "/opening", node.opening(draw))
+    return node.passport()
+
+
+def test_the_smallest_round_trip_is_subtracted_up_to_a_limit(make_world: MakeWorld) -> None:
+    world = make_world(cards=TWO_SECONDS)
+    wish = request(Gpu(model="Patient Card", memory_mb=1000))
     for number, trips, subtracted in (
         (1, [0.09, 0.05, 0.07, 0.3], 50), (2, [3.0] * 4, 200), (3, [0.0] * 4, 0)
     ):  # fmt: skip
-        node = Node(world, world.newcomer(number))
-        left = iter(trips)
-        node.start(lambda left=left: next(left))  # type: ignore[misc]
-        silicon = Silicon(0.8 * TERA)
-        root = node.prover.commit(node.order)
-        worked = node.work.card_multiply_adds / (silicon.tera * 1e12)
-        world.clock.advance(worked + subtracted / 1000)
-        draw = node.post(CardsDraw, "/commitment", CardsCommitment(root=root, device_ms=1))
-        node.post(AdmissionAnswer, "/opening", node.opening(draw))
-        said = node.passport().passport
+        node = Node(world, world.newcomer(number), wish=wish)
+        said = with_round_trips(node, trips, 2.5 + subtracted / 1000).passport
         assert said.round_trip_ms == subtracted
-        assert said.measured_ms == pytest.approx(1000 * worked, abs=1.5)
+        assert said.measured_ms == pytest.approx(2500, abs=1.5)
+
+
+def test_delayed_echoes_of_short_work_gain_a_tenth_at_most(world: World) -> None:
+    """The work takes 50 ms: 200 ms subtracted would leave nothing."""
+    said = with_round_trips(Node(world, world.newcomer(1)), [3.0] * 4, 0.05).passport
+    assert (said.round_trip_ms, said.measured_ms) == (5, 45)
+    assert said.card_gmacs == 8  # 8.9, and 10 is the vendor's
+
+
+def test_a_node_cannot_try_until_it_is_lucky(world: World) -> None:
+    """One that skips half of the rows and drops each proof whose drawn cells it did not compute.
+    Refused, it does not hold the turn of its address."""
+    session = world.newcomer(1)
+    for _ in range(admission.MOST_UNPROVEN):
+        node = Node(world, session)
+        node.start()
+        node.commit([Silicon(TERA)], order=node.begun.work.operands)
+        world.clock.advance(125)  # it is left open until its end
+    answer = world.post("/v1/admission/cards", request(GPU), session)
+    assert answer.status_code == 403
+    assert "6 proofs of this node's cards failed or were left" in answer.json()["detail"]
+    assert Node(world, world.newcomer(2)).prove([Silicon(0.8 * TERA)]).invite
+    world.clock.advance(3600)
+    session = world.login(session.account)
+    assert Node(world, session).prove([Silicon(0.8 * TERA)]).invite
+    for _ in range(admission.MOST_UNPROVEN):  # what is passed does not count
+        Node(world, session).prove([Silicon(0.8 * TERA)])
 
 
 def test_round_trips_of_another_connection_do_not_count(world: World) -> None:
@@ -242,7 +277,7 @@ def test_round_trips_of_another_connection_do_not_count(world: World) -> None:
     )  # fmt: skip
     with world.backend.store.read() as connection:
         _, state = service._open(connection, account, node.begun.id, world.clock())
-    assert (state.trip, round(state.seconds, 3)) == (0.0, 0.05)
+    assert (state.subtracted, round(state.seconds, 3)) == (0.0, 0.05)
     again = Node(world, world.newcomer(2))
     answer, account = again.begun, again.session.account.address
     for number in range(service.ECHOES + 1):
@@ -324,6 +359,7 @@ def test_the_table_names_each_model_once_and_fits_the_proof(
                 asked = Cards(kinds=("cpu",), counts=(1,), work_ms=1000 * seconds)
                 work = service._work(asked, card, count)
                 assert work.card_multiply_adds >= seconds * card.tera * 1e12
+        assert card.kind != "a40" or known_card([Gpu(model="NVIDIA A40", memory_mb=46_068)]) is card
         claimed = Gpu(model=card.models[0], memory_mb=card.memory_mb)
         assert known_card([claimed, claimed]) is card
         assert card.source

@@ -157,6 +157,32 @@ def test_a_share_of_skipped_rows_is_found_as_often_as_is_said() -> None:
     assert all(cell.round < WORK.rounds and cell.row < WORK.rows for cell in drawn)
 
 
+def test_a_check_holds_little_of_the_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone can have openings checked, several at once: each holds a few columns of B. Paths and
+    marks, which cost little, are checked first."""
+    held: list[int] = []
+    stream = cards._stream
+
+    def counted(seed: Digest, label: str, first: int, count: int) -> np.ndarray[Any, Any]:
+        if label == "B":
+            held.append(count)
+        return stream(seed, label, first, count)
+
+    work = Work(rows=1024, inner=256, columns=512, cards=1, rounds=1)
+    prover = Prover(OPERANDS, work, ["numpy"])
+    proof = Proof(OPERANDS, ORDER, work, prover.commit(ORDER))
+    drawn = work.cells(DRAW)
+    opening = prover.open(drawn)
+    monkeypatch.setattr(cards, "_stream", counted)
+    proof.check(drawn, opening, rng())
+    assert sum(held) == work.inner * work.columns
+    assert max(held) == 64 * work.inner
+    held.clear()
+    with pytest.raises(UntrustedError, match="committed"):
+        proof.check(drawn, bytes([opening[0] ^ 1]) + opening[1:], rng())
+    assert not held
+
+
 def test_sizes_out_of_bounds_and_missing_devices_are_refused() -> None:
     good = {"rows": 1024, "inner": 128, "columns": 8, "cards": 1, "rounds": 1}
     Work(**good)
@@ -167,6 +193,9 @@ def test_sizes_out_of_bounds_and_missing_devices_are_refused() -> None:
         for value in values:
             with pytest.raises(MalformedError):
                 Work(**good | {name: value})
+    for large in ({"rows": 1 << 16, "inner": 1 << 15}, {"rows": 1 << 16, "rounds": 1 << 14}):
+        with pytest.raises(MalformedError):  # each fits, and a node would hold gigabytes
+            Work(**good | large)
     with pytest.raises(UnavailableError, match="cuda"):
         Prover(OPERANDS, Work(**good), ["cuda:0"])
 

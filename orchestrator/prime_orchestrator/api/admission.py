@@ -52,6 +52,9 @@ from prime_verify.proofs import hardware
 
 CHALLENGE_SECONDS = 120
 MAX_OPEN_CHALLENGES = 8
+MOST_UNPROVEN = 6
+"""Proofs of cards that a node may begin within an hour and not pass: a node that skips work must
+not be able to try until no skipped row is drawn, and each check takes CPU time."""
 TURN_MS = 500
 """How long a node waits before it asks for its turn again."""
 TURN_REASON = "another node behind this address is being measured"
@@ -124,14 +127,30 @@ def issue(
     _look(backend, account, row.shadow, row.place)
     if not backend.turns.take(address or account, account, now):
         return None
-    with backend.store.begin() as connection:
-        if row.place is not None:
-            lock(connection, shadow_work.LOCK)
-            shadow_work.check_place(connection, row.place, account, now)
-        if challenges.open_for(connection, account, now) >= MAX_OPEN_CHALLENGES:
-            raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
-        challenges.add(connection, row)
+    try:
+        with backend.store.begin() as connection:
+            _add(connection, row)
+    except PolicyError:
+        backend.turns.done(account)
+        raise
     return row
+
+
+def _add(connection: Connection, row: ChallengeRow) -> None:
+    """Writes the challenge. Raises PolicyError if the node, or its address, began too many."""
+    if row.place is not None:
+        lock(connection, shadow_work.LOCK)
+        shadow_work.check_place(connection, row.place, row.node, row.issued_at)
+    if challenges.open_for(connection, row.node, row.issued_at) >= MAX_OPEN_CHALLENGES:
+        raise PolicyError(f"{MAX_OPEN_CHALLENGES} challenges are open already; answer one")
+    if row.cards is not None:
+        lock(connection, f"cards {row.node}")
+        if challenges.unproven(connection, row.node, row.issued_at - 3600) >= MOST_UNPROVEN:
+            raise PolicyError(
+                f"{MOST_UNPROVEN} proofs of this node's cards failed or were left within the "
+                "hour: find out why, and join again in an hour"
+            )
+    challenges.add(connection, row)
 
 
 def _look(backend: Backend, account: Address, shadow: bool, place: str | None = None) -> None:

@@ -6,8 +6,9 @@
 
 The sizes come from the claimed cards: all of them compute at once, and at the vendor's rate the
 work takes `work_ms`. From the time between order and commitment, the smallest of the echoes' round
-trips is subtracted, at most MOST_TRIP and only if all came over one connection. A machine with
-fewer or slower cards than it claims takes longer, and is refused with the numbers.
+trips is subtracted: at most MOST_TRIP and MOST_SHARE of the time, and only if all came over one
+connection. A machine with fewer or slower cards than it claims takes longer, and is refused with
+the numbers.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ ECHOES = 4
 """Round trips that are measured."""
 MOST_TRIP = 0.2
 """Longest round trip in seconds that is subtracted: a node can delay its echoes."""
+MOST_SHARE = 0.1
+"""Largest share of the time that is subtracted."""
 DRAWN = 24
 """Cells to open. A node that computes 80 % of the rows passes with a chance of 0.5 %, one that
 computes half of them with 6·10⁻⁸."""
 GPU_SIZES = (16_384, 32_768, 2048)
 CPU_SIZES = (1024, 1024, 128)
-MAX_OPENING = DRAWN * Work(*GPU_SIZES, cards=64, rounds=1 << 16).cell_bytes
+MAX_OPENING = DRAWN * Work(*GPU_SIZES, cards=64, rounds=1 << 15).cell_bytes
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -74,6 +77,7 @@ class State(Strict):
     trips: tuple[Seconds, ...] = ()
     started_at: Seconds | None = None
     root: DigestField | None = None
+    subtracted: Seconds = 0.0
     seconds: Seconds = 0.0
     device_ms: int = 0
     cells: tuple[tuple[int, int, int], ...] = ()
@@ -83,10 +87,11 @@ class State(Strict):
         values = self.work.model_dump(exclude={"operands"})
         return Work(**values)
 
-    @property
-    def trip(self) -> float:
-        """Seconds to subtract."""
-        return min((*self.trips, MOST_TRIP)) if len(self.trips) >= ECHOES else 0.0
+    def trip(self, waited: float, connection: str) -> float:
+        """Seconds to subtract from those between order and commitment."""
+        if connection != self.connection or len(self.trips) < ECHOES:
+            return 0.0
+        return min(*self.trips, MOST_TRIP, MOST_SHARE * waited)
 
 
 def begin(
@@ -210,12 +215,13 @@ def commitment(
             raise ConflictError("the proof's order is not out yet: send the tokens back first")
         if state.root is not None:
             raise ConflictError("the proof is committed to already; begin another")
-        trip = state.trip if connection == state.connection else 0.0
+        waited = max(1e-6, arrived_at - state.started_at)
+        trip = state.trip(waited, connection)
         state = state.model_copy(
             update={
                 "root": request.root,
-                "seconds": max(1e-6, arrived_at - state.started_at - trip),
-                "trips": state.trips if trip else (),
+                "subtracted": trip,
+                "seconds": waited - trip,
                 "device_ms": request.device_ms,
                 "cells": state.sizes.cells(backend.random(8 * DRAWN)),
             }
@@ -266,7 +272,7 @@ def opening(
         card_gmacs=int(rate / 1e9),
         claimed_memory_mb=state.memory_mb,
         measured_ms=round(1000 * state.seconds),
-        round_trip_ms=round(1000 * state.trip),
+        round_trip_ms=round(1000 * state.subtracted),
         claimed_ms=state.device_ms,
         root=state.root,
         measured_at=int(backend.now()),

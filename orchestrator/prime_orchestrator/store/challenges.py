@@ -50,6 +50,18 @@ def open_for(connection: Connection, node: Address, now: float) -> int:
     return connection.execute(query).scalar_one()
 
 
+def unproven(connection: Connection, node: Address, since: float) -> int:
+    """Returns how many proofs of cards the node began since `since` (Unix seconds, at most an hour
+    ago) and did not pass: refused, left, or still open."""
+    query = sa.select(sa.func.count()).where(
+        _challenges.node == node,
+        _challenges.cards.is_not(None),
+        _challenges.rate.is_(None),
+        _challenges.issued_at >= since,
+    )
+    return connection.execute(query).scalar_one()
+
+
 def asked_from(connection: Connection, place: str, since: float) -> set[Address]:
     """Returns the accounts that were challenged for shadow work at `place` since `since` (Unix
     seconds, at most an hour ago)."""

@@ -53,6 +53,10 @@ of at most 1/64, and all with one of 2⁻⁴⁸."""
 MAX_INNER, MAX_COLUMNS, MAX_ROWS = 1 << 16, 2048, 1 << 16
 """Sums stay below 2³¹ (inner), and those of Freivalds' check below 2²⁴ (columns)."""
 MAX_CARDS, MAX_ROUNDS = 64, 1 << 16
+MAX_OPERAND, MAX_MARKS = 1 << 30, 1 << 31
+"""Bytes of A and of a card's marks: what an orchestrator can make a prover hold."""
+_COLUMNS_AT_ONCE = 64
+"""Columns of B that a check holds at a time: 2 MB at the sizes for GPUs."""
 
 
 class Cell(NamedTuple):
@@ -80,6 +84,8 @@ class Work:
             and 8 <= self.columns <= MAX_COLUMNS
             and 1 <= self.cards <= MAX_CARDS
             and 1 <= self.rounds <= MAX_ROUNDS
+            and self.rows * self.inner <= MAX_OPERAND
+            and self.rounds * self.rows * MARK <= MAX_MARKS
         )
         parts_fit = not (self.rows % SLAB or self.inner % (2 * GROUP) or self.columns % 8)
         if not (sizes_fit and parts_fit):
@@ -140,9 +146,11 @@ def left_rows(seed: Digest, work: Work, first: int, count: int) -> NDArray[np.in
     return flat.reshape(count, work.inner)
 
 
-def right(seed: Digest, work: Work) -> NDArray[np.int8]:
-    """B transposed, int8 [columns, inner]."""
-    return _stream(seed, "B", 0, work.columns * work.inner).reshape(work.columns, work.inner)
+def right(seed: Digest, work: Work, first: int = 0, count: int | None = None) -> NDArray[np.int8]:
+    """Columns `first` … of B (all, without `count`), transposed, int8 [count, inner]."""
+    count = work.columns - first if count is None else count
+    flat = _stream(seed, "B", first * work.inner, count * work.inner)
+    return flat.reshape(count, work.inner)
 
 
 def mark_columns(seed: Digest, work: Work) -> NDArray[np.int8]:
@@ -229,9 +237,7 @@ class TorchCard:
             raise UnavailableError(f"torch sees no CUDA device, so {device!r} cannot be proven")
         self._torch = torch
         self._integer = device.startswith("cuda")
-        self._a, self._bt, self._ht = (
-            torch.from_numpy(one.copy()).to(device) for one in (a, bt, ht)
-        )
+        self._a, self._bt, self._ht = (torch.from_numpy(one).to(device) for one in (a, bt, ht))
         self._device = device
 
     def marks(self, orders: NDArray[np.int64]) -> NDArray[np.int8]:
@@ -355,37 +361,41 @@ class Proof:
     root: Digest
 
     def check(self, cells: Sequence[Cell], opening: bytes, rng: np.random.Generator) -> None:
-        """Checks the opening of drawn cells. `rng` must be unpredictable to the prover. Raises
-        MalformedError for a wrong length, UntrustedError naming the first wrong cell."""
+        """Checks the opening of drawn cells: paths and marks of all, then rows, which costs most.
+        `rng` must be unpredictable to the prover. Raises MalformedError for a wrong length,
+        UntrustedError naming a wrong cell."""
         work = self.work
         if len(opening) != len(cells) * work.cell_bytes:
             raise MalformedError(
                 f"an opening of {len(cells)} cells has {len(cells) * work.cell_bytes} bytes, "
                 f"not {len(opening)}"
             )
-        x = rng.integers(0, 64, size=(work.columns, VECTORS)).astype(np.float32)
-        y = self._folded(x)
-        ht = mark_columns(self.operands, work)
+        ht, products = mark_columns(self.operands, work), []
         for number, cell in enumerate(cells):
             data = opening[number * work.cell_bytes : (number + 1) * work.cell_bytes]
             marks, path = data[: SLAB * MARK], data[SLAB * MARK : -4 * work.columns]
             product = np.frombuffer(data[-4 * work.columns :], dtype="<i4").astype(np.int32)
-            where = f"row {cell.row} of round {cell.round} on card {cell.card}"
+            where = _named(cell)
             if self._root_by(marks, path, cell) != to_bytes(self.root):
                 raise UntrustedError(f"the opening of {where} is not what was committed to")
             at = cell.row % SLAB * MARK
             if marks_of(product[None], ht).tobytes() != marks[at : at + MARK]:
                 raise UntrustedError(f"the mark of {where} is not that of the row")
+            products.append(product)
+        x = rng.integers(0, 64, size=(work.columns, VECTORS)).astype(np.float32)
+        y = self._folded(x)
+        for cell, product in zip(cells, products, strict=True):
             left = _left(self.operands, self.order, work, cell).astype(np.int64)
             if not np.array_equal(product.astype(np.int64) @ x.astype(np.int64), left @ y):
-                raise UntrustedError(f"{where} is not the product's")
+                raise UntrustedError(f"{_named(cell)} is not the product's")
 
     def _folded(self, x: NDArray[np.float32]) -> NDArray[np.int64]:
         """B · x, int64 [inner, VECTORS]; exact, since each sum is below 2²⁴."""
-        bt = right(self.operands, self.work)
-        total = np.zeros((VECTORS, self.work.inner), dtype=np.float32)
-        for first in range(0, len(bt), 64):
-            total += x[first : first + 64].T @ bt[first : first + 64].astype(np.float32)
+        work = self.work
+        total = np.zeros((VECTORS, work.inner), dtype=np.float32)
+        for first in range(0, work.columns, _COLUMNS_AT_ONCE):
+            some = x[first : first + _COLUMNS_AT_ONCE]
+            total += some.T @ right(self.operands, work, first, len(some)).astype(np.float32)
         return total.T.astype(np.int64)
 
     def _root_by(self, marks: bytes, path: bytes, cell: Cell) -> bytes:
@@ -401,6 +411,10 @@ class Proof:
                 odd = index >> level & 1
                 node = _node(sibling, node) if odd else _node(node, sibling)
         return node
+
+
+def _named(cell: Cell) -> str:
+    return f"row {cell.row} of round {cell.round} on card {cell.card}"
 
 
 # -- the tree: leaves and nodes have different prefixes; levels are filled up with zeros ---------
