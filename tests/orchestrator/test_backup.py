@@ -20,8 +20,18 @@ from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager import uploads
-from prime_orchestrator.store import Store, backup, meta, open_store, schema, sqlite_url
+from prime_orchestrator.store import (
+    Store,
+    backup,
+    meta,
+    open_store,
+    opinions,
+    schema,
+    sqlite_url,
+    submissions,
+)
 from prime_orchestrator.store.leaders import LoopLease
+from prime_orchestrator.store.opinions import OpinionRow
 
 PLACE = "31337/0xPools/1"
 
@@ -114,7 +124,13 @@ def test_a_backup_restores_into_a_database_of_either_kind(
     pool: World, empty_database: Store, tmp_path: Path
 ) -> None:
     """And rows that are added then get numbers of their own."""
-    pool.hand_in(pool.member(1))
+    session = pool.member(1)
+    digest, author = pool.hand_in(session), session.account.address
+    with pool.backend.store.begin() as connection:
+        opinions.add(connection, OpinionRow(digest, author, 0, '{"a":1}', 1.0))
+        submissions.change(connection, digest, status="rejected")
+        connection.execute(schema.batch_targets.insert().values(step=3, target=2, groups=5))
+        assert [one.overruled for one in opinions.of(connection, digest)] == [True]
     root = {"root": "0x1", "leaves_object": sha256(b"leaves"), "count": 1, "created_at": 1.0}
     with pool.backend.store.begin() as connection:
         connection.execute(schema.roots.insert().values(**root))
