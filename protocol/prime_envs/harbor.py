@@ -36,6 +36,9 @@ MAX_FILES = 256
 MAX_BYTES = 2 << 20
 """All files of a package together; so many may an answer leave, too."""
 MAX_VERIFIER = 1 << 18
+MAX_SETTINGS = 1 << 14
+"""Characters of task.toml, Dockerfile and test.sh each: reading them may take time and memory that
+grow with the square."""
 MAX_PATH = 200
 MAX_ARCHIVE = 64 << 20
 MAX_PACKAGES = 10_000
@@ -235,7 +238,7 @@ def _row(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not instruction or len(instruction) > MAX_PROMPT - len(ENDING):
         raise MalformedError("its instruction.md is empty or too long")
     workdir, placed = _placed(files, settings)
-    path, runner = _verifier(_text(files, "tests/test.sh"))
+    path, runner = _verifier(_text(files, "tests/test.sh", MAX_SETTINGS))
     held = path.removeprefix("/")
     others = sorted(
         one for one in files if one.startswith("tests/") and one.endswith(".py") and one != held
@@ -273,22 +276,22 @@ def digest(files: Mapping[str, bytes]) -> str:
     return str(encoding.sha256(encoding.canonical_json(named)))
 
 
-def _text(files: Mapping[str, bytes], path: str) -> str:
+def _text(files: Mapping[str, bytes], path: str, most: int = MAX_BYTES) -> str:
     if path not in files:
         raise MalformedError(f"it has no {path}")
     try:
         text = files[path].decode()
     except UnicodeDecodeError as error:
         raise MalformedError(f"its {path} is no text in UTF-8") from error
-    if len(text) > MAX_BYTES:
-        raise MalformedError(f"its {path} has more than {MAX_BYTES} characters")
+    if len(text) > most:
+        raise MalformedError(f"its {path} has more than {most} characters")
     return text
 
 
 def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     """task.toml, if it asks for nothing that we do not have."""
     try:
-        settings = tomllib.loads(_text(files, "task.toml"))
+        settings = tomllib.loads(_text(files, "task.toml", MAX_SETTINGS))
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise MalformedError(f"its task.toml is no TOML: {error}") from error
     tables = {name: settings.get(name, {}) for name in ("task", "environment", "verifier", "agent")}
@@ -328,7 +331,7 @@ def _placed(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> tuple[st
     if "Dockerfile" not in inside:
         lines = ["COPY . ."] if inside else []
     else:
-        text = re.sub(r"\\\n", " ", _text(files, "environment/Dockerfile"))
+        text = re.sub(r"\\\n", " ", _text(files, "environment/Dockerfile", MAX_SETTINGS))
         lines = [line.strip() for line in text.splitlines()]
     for line in lines:
         word, _, rest = line.partition(" ")

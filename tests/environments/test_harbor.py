@@ -241,6 +241,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test_outputs.py": "from random import Random\nRandom()"}, "clock or chance (Random)"),
     ({"tests/test_outputs.py": "import random\nrandom.seed()"}, "clock or chance (seed)"),
     ({"task.toml": f"a = {'9' * 5000}"}, "its task.toml is no TOML"),
+    ({"task.toml": f"{'a.' * 200_000}a = 1"}, "its task.toml has more than 16384 characters"),
+    ({"environment/Dockerfile": "COPY . .\n" * 9999}, "Dockerfile has more than 16384 characters"),
     ({"task.toml": '[task]\nname = "\\u001b[2J"'}, r"its name is '\x1b[2J'"),
     ({"tests/test_outputs.py": "def"}, "is no Python"),
     ({"tests/test_outputs.py": "#" * (harbor.MAX_VERIFIER + 1)}, "has 262145 characters, at most"),
