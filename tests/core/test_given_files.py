@@ -85,8 +85,8 @@ BY_FUNCTION: dict[str, Callable[[Path], object]] = {
     "keep": load_calibration,
 }
 FOLDERS = {
-    "archive", "base", "data", "folder", "journal", "mirror", "model", "new", "objects", "old",
-    "out", "output", "queue", "tensorboard", "provider_password_file",
+    "answers", "archive", "base", "data", "folder", "journal", "mirror", "model", "new", "objects",
+    "old", "out", "output", "queue", "tensorboard", "provider_password_file",
 }  # fmt: skip
 """Folders, and files that are written. A provider's password is read as any password is."""
 
