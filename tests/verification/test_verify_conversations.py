@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from prime_core.errors import UntrustedError, UserError
+from prime_core.proof_form import SKETCH_DIMENSIONS
 from prime_core.rollout import Rollout
 from prime_core.run import Conversation, Corpus, RunDefinition
 from prime_core.verdict import Outcome, Reason, VerdictTable
@@ -26,6 +27,7 @@ from prime_envs.tools import Observation
 from prime_verify import build
 from prime_verify.build import PlannedRow
 from prime_verify.calibrate import HonestFile, synthetic_run
+from prime_verify.proofs.activations import pack, unpack, windows_of
 from prime_verify.rollout_file import (
     FileError,
     FileRow,
@@ -236,8 +238,11 @@ def test_a_row_that_leaves_out_what_the_environment_says_is_found(
 ) -> None:
     def cut(row: FileRow) -> FileRow:
         kept = row.spans[0]
+        windows = windows_of(kept)
+        proofs = pack(unpack(row.proofs, windows_of(len(row.places)))[:windows])
         return replace(
             row, output_tokens=row.output_tokens[:kept], logprobs=row.logprobs[:kept], spans=(),
+            proofs=proofs, sketch=row.sketch[: 2 * SKETCH_DIMENSIONS * windows],
             finish_reason="end",
         )  # fmt: skip
 
