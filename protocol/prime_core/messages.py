@@ -223,7 +223,7 @@ class CardsDraw(Answer):
     )
 
 
-class SignedPassport(Answer):
+class SignedPassport(Strict):
     """A node's hardware passport, signed by the pool's manager."""
 
     passport: HardwarePassport
