@@ -278,10 +278,9 @@ def opening(
         measured_at=int(backend.now()),
     )
     signed = SignedPassport(passport=passport, signature=backend.sign(passport))
-    answer = admission.admit(backend, account, row, work.cards * rate / 1e6)
-    with backend.store.begin() as store:
+    with backend.store.begin() as store:  # first, so that an admitted node has its passport
         passports.put(store, signed)
-    return answer
+    return admission.admit(backend, account, row, work.cards * rate / 1e6)
 
 
 def passport_of(backend: Backend, account: Address) -> SignedPassport:
