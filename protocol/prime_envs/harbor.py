@@ -218,7 +218,7 @@ def _archived(source: Path) -> Iterator[tuple[str, bytes]]:
                     raise MalformedError(f"{source.name}: {name} is a link or no plain file")
                 yield name, opened.read()
     except (tarfile.TarError, OSError, ValueError, OverflowError, LookupError) as error:
-        raise MalformedError(f"{source.name} is no sound archive: {error}") from error
+        raise MalformedError(f"{source.name} is no valid archive: {error}") from error
 
 
 def row(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_stopped(
 
     def die(answered: int) -> None:
         counted.append(answered)
-        if answered == 4:
+        if sum(counted) == 4:
             raise DiedError
 
     kept = Sampling(answers=tmp_path / "answers", progress=die)
@@ -291,7 +291,7 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_stopped(
     again = Sampling(answers=tmp_path / "answers", progress=counted.append)
     assert evaluate(model, RUN, problems=6, seed=1, samples=2, sampling=again) == whole
     assert generated == [4, 4, 5, 5], "only what was missing is generated"
-    assert counted == [2, 4, 2, 4, 6]
+    assert counted == [2, 2, 2, 2, 2]
     generated.clear()
     assert evaluate(model, RUN, problems=6, seed=1, samples=2, sampling=again) == whole
     assert generated == []

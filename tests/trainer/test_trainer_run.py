@@ -281,6 +281,8 @@ def test_every_second_policy_is_evaluated_by_a_follower_without_a_key(
             wait_until(lambda: versions() == [0], "policy 0's evaluation")
             code, said = asked_to_stop(follower)
             assert code == 130, said
+        with record.open("a") as torn:
+            torn.write('{"version": 1')  # the machine stopped in the middle of a line
         for step in range(3):
             pool.seal_random(step)
         wait_until(lambda: len(pool.published()) == 4, "policy 3")

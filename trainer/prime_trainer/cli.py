@@ -377,8 +377,8 @@ def _questions() -> Iterator[str]:
 
 @contextmanager
 def _counting(things: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` things are done: a bar on a terminal, otherwise a line on stderr at
-    each call. With two models, the count starts again for the second one."""
+    """Yields a function that counts things done, out of `total`: a bar on a terminal, otherwise a
+    line on stderr at each call."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -393,16 +393,12 @@ def _counting(things: str, total: int) -> Iterator[Callable[[int], None]]:
         TextColumn(things), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
         console=terminal, disable=not terminal.is_terminal,
     )  # fmt: skip
-    task, last, before = bar.add_task(things, total=total), 0, 0
+    task = bar.add_task(things, total=total)
 
-    def went(done: int) -> None:
-        nonlocal last, before
-        if done <= last:
-            before += last
-        last = done
-        bar.update(task, completed=before + done)
+    def went(count: int) -> None:
+        bar.advance(task, count)
         if bar.disable:
-            print(f"{before + done} of {total} {things}", file=sys.stderr)
+            print(f"{bar.tasks[task].completed:.0f} of {total} {things}", file=sys.stderr)
 
     with bar:
         yield went

@@ -175,7 +175,7 @@ def filter_tasks(
                 source=sampling_seed(seed, b"filter"), kept=known,
             ):  # fmt: skip
                 answered += some
-                sampling.progress(len(answered))
+                sampling.progress(len(some))
                 yield len(answered), len(select(answered, wanted))
         finally:
             engine.close()

@@ -39,6 +39,19 @@ def writing(what: str, where: Path) -> Iterator[None]:
         raise _refused(what, where, (refusals or causes)[0]) from error
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Returns the lines of a file that grows line by line, and cuts off an incomplete last one, so
+    that the next line can be added. A missing file has no lines. Raises OSError; UnicodeDecodeError
+    if it is not UTF-8."""
+    raw = path.read_bytes() if path.exists() else b""
+    end = raw.rfind(b"\n") + 1
+    lines = raw[:end].decode().splitlines()
+    if end < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return lines
+
+
 def _refused(what: str, where: Path, cause: BaseException) -> UnavailableError:
     why = (isinstance(cause, OSError) and cause.strerror) or str(cause).partition("\n")[0]
     return UnavailableError(

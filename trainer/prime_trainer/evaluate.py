@@ -178,7 +178,7 @@ def ask(
     progress: Callable[[int], None] = lambda answered: None,
 ) -> list[Answered]:
     """Returns the graded answers of an evaluation; for `gateway` and `kept` see sampling.answer.
-    `progress` is called with the number of answered problems. Raises the same errors as
+    `progress` is called after each batch with its number of problems. Raises the same errors as
     `evaluate`."""
     _require_heldout(run, problems)
     first, source = run.environment.train_size, sampling_seed(seed)
@@ -191,7 +191,7 @@ def ask(
             samples=samples, source=source, gateway=gateway, kept=kept,
         ):  # fmt: skip
             found += some
-            progress(len(found))
+            progress(len(some))
     finally:
         environment.close()
     return found

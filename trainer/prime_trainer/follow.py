@@ -27,7 +27,7 @@ from prime_core.checkpoint import SignedManifest
 from prime_core.messages import Status
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
-from prime_trainer.disk import writing
+from prime_trainer.disk import whole_lines, writing
 from prime_trainer.evaluate import evaluate
 from prime_trainer.feed import PoolFacts, insist, pool_facts
 from prime_trainer.metrics import read_lines
@@ -75,6 +75,8 @@ def follow(
         keep=KEPT, passes=passes, public_only=not client.allows_private,
     )  # fmt: skip
     record = options.data / "evaluations.jsonl"
+    with writing("the evaluations", record):
+        whole_lines(record)
     last = max((line["version"] for line in read_lines(record)), default=-1)
     while options.until is None or last < options.until:
         version = due(_latest(client, options, stop), last, options.every)

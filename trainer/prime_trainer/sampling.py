@@ -19,7 +19,7 @@ from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_engine.base import Engine
 from prime_envs.base import Environment, Grade, Problem
-from prime_trainer.disk import writing
+from prime_trainer.disk import whole_lines, writing
 from prime_verify.build import PlannedRow, generate_rows
 
 ROWS = 256
@@ -44,7 +44,7 @@ class Answered:
 @dataclass(frozen=True)
 class Sampling:
     """How a command samples: the engine and its device, the folder in which graded answers are
-    kept (None: nowhere), and what is called with the number of problems answered so far."""
+    kept (None: nowhere), and what is called after each batch with its number of problems."""
 
     engine: str = "plain"
     dtype: str = "float32"
@@ -76,15 +76,11 @@ class Kept:
         self._found: dict[int, tuple[int, tuple[Grade, ...]]] = {}
         with writing("the graded answers", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            raw = path.read_bytes() if path.exists() else b""
-            whole = raw[: raw.rfind(b"\n") + 1]
-            if not whole:
+            lines = self._lines()
+            if not lines:
                 path.write_text(json.dumps(question, sort_keys=True) + "\n")
-                return
-            self._read(whole.decode("utf-8", "replace").splitlines(), question)
-            if whole != raw:
-                with path.open("r+b") as file:
-                    file.truncate(len(whole))
+        if lines:
+            self._read(lines, question)
 
     def get(self, number: int, problem: Problem, target: int) -> Answered | None:
         """The answer to problem `number` of those asked, if it is kept."""
@@ -105,6 +101,12 @@ class Kept:
         ]
         with writing("the graded answers", self._path), self._path.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
+
+    def _lines(self) -> list[str]:
+        try:
+            return whole_lines(self._path)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self._path} is not text in UTF-8", hint=ANOTHER) from error
 
     def _read(self, lines: Sequence[str], question: Mapping[str, Any]) -> None:
         number = 0

@@ -33,13 +33,14 @@ MAX_TEST_BYTES = 8 << 20
 PRELUDE = "from typing import *\n"
 """Datasets with functions expect the harness to provide these imports (`List[int]` in a
 signature)."""
-_ENDINGS = {
+ENDINGS = {
     "cpu": "ran out of processor time",
     "wall": "ran out of time",
-    "idle": "stood still",
+    "idle": "waited too long",
     "output": "wrote without end",
     "threads": "started too many threads",
 }
+"""What ended a program, by the sandbox's status."""
 _UNSTEADY_MODULES = frozenset({
     "time", "timeit", "threading", "queue", "gc", "os", "signal", "inspect", "weakref", "resource",
     "traceback", "warnings",
@@ -126,8 +127,8 @@ class PythonCode(Grader):
 def _failure(test: Test, outcome: Outcome) -> str:
     """What is wrong with a run; "" if it passed. Never reveals the expected output, because
     attackers could read the reason to learn the tests."""
-    if outcome.status in _ENDINGS:
-        return _ENDINGS[outcome.status]
+    if outcome.status in ENDINGS:
+        return ENDINGS[outcome.status]
     if outcome.status == "failed":
         last = outcome.error.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
         return f"it failed: {last[0][:120]}"

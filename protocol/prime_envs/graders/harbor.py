@@ -3,7 +3,7 @@ them.
 
 The answer is the last fenced block of Python. It runs in the sandbox on the package's files, held
 in memory (sandbox/files.py); then the verifier runs in another program of the sandbox, on what the
-first one left. So an answer never meets the tests, and neither of them has network, processes or
+first one left. So an answer never sees the tests, and neither of them has network, processes or
 the machine's files.
 
 The reward is 1 if all test functions pass ("pytest"), or what the verifier writes to
@@ -27,7 +27,7 @@ from prime_core.run import MICRO
 from prime_envs.base import TaskScore
 from prime_envs.graders.answers import final_section, python_code
 from prime_envs.graders.base import Grader
-from prime_envs.graders.code import MAX_SOURCE, may_vary
+from prime_envs.graders.code import ENDINGS, MAX_SOURCE, may_vary
 from prime_envs.harbor import OS, Package, fenced, in_bounds, os_names
 from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
 from prime_envs.tasks import Task, load_json, parse_task
@@ -35,13 +35,7 @@ from prime_envs.tasks import Task, load_json, parse_task
 LIMITS = Limits(cpu_seconds=4.0, memory_mb=256, output_bytes=4 << 20)
 HIDDEN = ("/tests/", "/logs/")
 """The verifier's folders: answers see no file in them and leave none."""
-_ENDINGS = {
-    "cpu": "ran out of processor time",
-    "wall": "ran out of time",
-    "idle": "stood still",
-    "output": f"wrote more than {LIMITS.output_bytes} bytes",
-    "threads": "started too many threads",
-}
+_ENDINGS = {**ENDINGS, "output": f"wrote more than {LIMITS.output_bytes} bytes"}
 _NUMBER = re.compile(r"[-+]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?")
 
 

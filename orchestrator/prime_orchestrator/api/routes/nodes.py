@@ -145,7 +145,7 @@ def router(backend: Backend) -> APIRouter:
         openapi_extra=takes(CardsEcho),
     )
     def echo(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
-        """Send a token back; the last answer starts the time."""
+        """Send a token back. The last answer holds the order and starts the clock."""
         return answer(
             cards.echo(
                 backend,
@@ -163,7 +163,7 @@ def router(backend: Backend) -> APIRouter:
         openapi_extra=takes(CardsCommitment),
     )
     def commit_cards(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
-        """Commit to all products; hear which rows to open."""
+        """Commit to all products. The answer names the rows to open."""
         return answer(
             cards.commitment(
                 backend,
