@@ -24,6 +24,7 @@ from devnet.plan import Plan
 from prime_chain.faulty import FaultyRpc
 from prime_chain.networks import BASE
 from prime_core.messages import Heartbeat
+from prime_envs.definition import DEATH_SECONDS
 from prime_orchestrator.store import schema
 
 WATCHERS = 500
@@ -85,8 +86,8 @@ def watcher_rows(quick: bool, database: Database) -> list[Row]:
 
 
 def death_rows(quick: bool, database: Database) -> list[Row]:
-    """The row `node_death_s` by the default run, or one that kills sooner if `quick`."""
-    run = seats.definition()
+    """The row `node_death_s` by a new run's time, or a shorter one if `quick`."""
+    run = seats.definition().model_copy(update={"death_seconds": DEATH_SECONDS})
     if quick:
         run = run.model_copy(update={"heartbeat_seconds": 2, "death_seconds": 5})
     beat = min(BEAT_SECONDS, run.heartbeat_seconds)

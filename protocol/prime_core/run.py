@@ -302,9 +302,10 @@ class RunDefinition(Strict):
     validity_seconds: int = Field(default=86_400, ge=5)
     lease_seconds: int = Field(default=1800, ge=5)
     heartbeat_seconds: int = Field(default=10, ge=1)
-    death_seconds: int = Field(default=40, ge=2)
-    """Silence after which a node is considered dead: four heartbeats by default. The tick that
-    detects it comes a second or two later, and the node's leases go to others."""
+    death_seconds: int = Field(default=55, ge=2)
+    """Silence after which a node is considered dead. The tick that detects it comes a second or two
+    later, and the node's leases go to others. `run new` writes a shorter time
+    (prime_envs.definition.DEATH_SECONDS); programs disagree on a run whose default changes."""
     root_seconds: int = Field(default=10, ge=1)
     root_submissions: int = Field(default=64, ge=1, le=4096)
 

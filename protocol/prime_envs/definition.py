@@ -23,6 +23,8 @@ from prime_envs.tools import load_tools
 
 PROMPT_SHARE = 20
 """A prompt's token is paid the price of a generated one divided by this, unless the TOML says."""
+DEATH_SECONDS = 40
+"""Four heartbeats of ten seconds: `death_seconds`, unless the TOML says that or the heartbeat."""
 RISK_FACTOR_MICRO = 900_000
 """Share of its stake (in millionths) that a provider's work at risk may be worth, unless the TOML
 says."""
@@ -109,14 +111,17 @@ def _check_cards(run: RunDefinition, source: Path) -> None:
 
 
 def unsaid(values: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the price of prompts and the factor of work at risk for a TOML that pays for work and
-    leaves them out. They are no defaults of the schema, so the digests of runs do not change."""
+    """Returns what a TOML leaves out: the time until a silent node is dead and, if it pays for
+    work, the price of prompts and the factor of work at risk. They are no defaults of the schema,
+    so the digests of runs do not change."""
     price, stake = (values.get(name) for name in ("price_per_unit", "stake_per_seat"))
     chosen = {}
     if isinstance(price, int) and price >= PROMPT_SHARE:
         chosen["price_per_prompt_token"] = price // PROMPT_SHARE
     if isinstance(price, int) and isinstance(stake, int) and min(price, stake) > 0:
         chosen["risk_factor_micro"] = RISK_FACTOR_MICRO
+    if "heartbeat_seconds" not in values:
+        chosen["death_seconds"] = DEATH_SECONDS
     return {name: value for name, value in chosen.items() if name not in values}
 
 

@@ -14,6 +14,7 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.run import Chat, EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
 from prime_core.run_file import read_run
 from prime_core.task import Task
+from prime_envs.definition import unsaid
 
 
 def made(kind: type[RunDefinition] = RunDefinition) -> RunDefinition:
@@ -104,8 +105,13 @@ def test_a_challenge_s_solution_has_at_most_64_mebibytes() -> None:
         SpeedClasses(challenge_size=8192, challenge_rounds=64)
 
 
-def test_a_silent_node_is_dead_within_45_seconds_and_four_heartbeats_by_default() -> None:
+def test_a_silent_node_is_dead_within_a_minute_by_default() -> None:
     ticks = 2  # seconds: silence must exceed the bound, and a tick a second must notice it
-    fields = RunDefinition.model_fields
-    assert fields["death_seconds"].default + ticks < 45
-    assert fields["death_seconds"].default >= 4 * fields["heartbeat_seconds"].default
+    assert RunDefinition.model_fields["death_seconds"].default + ticks < 60
+
+
+def test_in_a_new_run_a_silent_node_is_dead_within_45_seconds_and_four_heartbeats() -> None:
+    named = unsaid({})["death_seconds"]
+    assert named + 2 < 45
+    assert named >= 4 * RunDefinition.model_fields["heartbeat_seconds"].default
+    assert unsaid({"death_seconds": 60}) == unsaid({"heartbeat_seconds": 60}) == {}
