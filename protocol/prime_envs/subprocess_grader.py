@@ -209,3 +209,22 @@ def _environment(path: Path | None) -> dict[str, str]:
     known = os.environ.get("PYTHONPATH", "")
     paths = os.pathsep.join(filter(None, (str(path or ""), known)))
     return {**kept, "PYTHONHASHSEED": "0", **({"PYTHONPATH": paths} if paths else {})}
+
+
+def require_module(python: str, module: str, variable: str, need: str, hint: str) -> None:
+    """Raises UserError unless the interpreter `python` has `module`. `variable` is the environment
+    variable that names the interpreter; `need` begins the sentence, `hint` says how to install."""
+    look = (
+        "import importlib.util, sys\n"
+        "try: found = importlib.util.find_spec(sys.argv[1])\n"
+        "except ModuleNotFoundError: found = None\n"
+        "sys.exit(found is None)"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-c", look, module], capture_output=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{python} cannot be run: {error}", hint=f"mend {variable}") from error
+    if done.returncode != 0:
+        raise UserError(f"{need}, which is not installed for {python}", hint=hint)

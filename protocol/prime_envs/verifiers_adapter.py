@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from prime_envs.subprocess_grader import (
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
+    require_module,
 )
 from prime_envs.tools import Observation, first_call
 
@@ -207,15 +207,11 @@ class VerifiersEnvironment(Environment):
 
 def _require_package(python: str) -> None:
     """Raises UserError unless `python` has verifiers 0.4 or later."""
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('verifiers.v1') is None)"
-    try:
-        done = subprocess.run([python, "-c", look], capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{python} cannot be run: {error}", hint=f"mend {VARIABLE}") from error
-    if done.returncode != 0:
-        raise UserError(
-            "this environment needs the package verifiers (0.4 or later), which is not installed "
-            f"for {python}",
-            hint=f"python -m venv DIR && DIR/bin/pip install 'verifiers>=0.4' && "
-            f"export {VARIABLE}=DIR/bin/python",
-        )
+    require_module(
+        python,
+        "verifiers.v1",
+        VARIABLE,
+        "this environment needs the package verifiers (0.4 or later)",
+        f"python -m venv DIR && DIR/bin/pip install 'verifiers>=0.4' && "
+        f"export {VARIABLE}=DIR/bin/python",
+    )

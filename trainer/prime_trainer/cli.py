@@ -449,6 +449,69 @@ def evaluate(
 
 
 @app.command()
+def benchmark(
+    model: Policy,
+    task: Annotated[
+        str,
+        typer.Option(help="aime24, aime25, gpqa-diamond, ifeval or livecodebench-v5."),
+    ],
+    data: Annotated[Path, typer.Option("--data", help="The benchmark's rows: .jsonl or .parquet.")],
+    digest: Annotated[
+        str | None, typer.Option(help="Refuse a file whose SHA-256 is another: 0x….")
+    ] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    run: RunOfPolicy = None,
+    budget: Budget = None,
+    system: System = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 32_768,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of sampling; 0: the most probable token.")
+    ] = 0.6,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**64 - 1, help="Fixes noise and the order of choices.")
+    ] = 0,
+    answers: AnswersFolder = None,
+    out: Annotated[Path | None, typer.Option(help="File for the report as JSON.")] = None,
+    engine: Engine = "plain",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """A model's score on a public benchmark, whose file you supply, next to published figures.
+
+    With --answers, the same command goes on where an earlier one stopped. See docs/benchmarks.md.
+    """
+    import torch
+
+    from prime_trainer.benchmark import (
+        Asked,
+        count_problems,
+        report_table,
+        require_pinned,
+        run_benchmark,
+        write_report,
+    )
+    from prime_trainer.benchmark_tasks import open_benchmark
+    from prime_trainer.sampling import Sampling
+
+    torch.set_num_threads(1)
+    folder, definition = _policy(model, run)
+    found = require_pinned(data, digest)
+    asked = Asked(data, problems, samples, seed, temperature, max_tokens, budget, system)
+    scored = open_benchmark(task, seed)
+    try:
+        with _counting("problems", count_problems(scored, asked)) as progress:
+            sampling = Sampling(engine, dtype, device, answers, progress)
+            report = run_benchmark(scored, folder, definition, asked, found, sampling)
+    finally:
+        scored.close()
+    if out is not None:
+        write_report(report, out)
+    print(json.dumps(report.as_json()) if as_json else report_table(report))
+
+
+@app.command()
 def follow(
     orchestrator: Annotated[str, typer.Option(help="Base URL of the pool's orchestrator.")],
     data: Annotated[Path, typer.Option(help="Folder for policies and evaluations.jsonl.")],

@@ -166,8 +166,8 @@ def filter_tasks(
     try:
         _require_rows(environment, count)  # fail before hours of sampling
         answered: list[Answered] = []
-        stated = {"seed": seed, "samples": wanted.samples, "tasks": count}
-        known = keep(sampling, "filter", model, run, stated)
+        stated = {"run": run.digest(), "seed": seed, "samples": wanted.samples, "tasks": count}
+        known = keep(sampling, "filter", model, stated)
         engine = sampling.load(model)
         try:
             for some in answer(

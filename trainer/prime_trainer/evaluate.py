@@ -158,8 +158,8 @@ def answers_of(
     """Loads `model` and returns its graded answers, kept under `name`. Raises the same errors as
     `evaluate`."""
     _require_heldout(run, problems)
-    stated = {"seed": seed, "samples": samples, "problems": problems}
-    kept = keep(sampling, name, model, run, stated)
+    stated = {"run": run.digest(), "seed": seed, "samples": samples, "problems": problems}
+    kept = keep(sampling, name, model, stated)
     engine = sampling.load(model)
     try:
         return ask(engine, run, problems, seed, samples, kept=kept, progress=sampling.progress)

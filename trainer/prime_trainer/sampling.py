@@ -140,9 +140,7 @@ def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
     return encoding.sha256(b"prime/" + purpose + b"/v1" + seed.to_bytes(8, "big"))
 
 
-def keep(
-    sampling: Sampling, name: str, model: Path, run: RunDefinition, question: Mapping[str, Any]
-) -> Kept | None:
+def keep(sampling: Sampling, name: str, model: Path, question: Mapping[str, Any]) -> Kept | None:
     """Opens the file `name` of graded answers for `model`, if they are to be kept. `question`: what
     else has to be the same for its answers to count. Raises the same errors as `Kept`."""
     if sampling.answers is None:
@@ -151,7 +149,7 @@ def keep(
 
     weights = build_manifest(model, pool=0, version=0, step=0).result_digest
     how = {"engine": sampling.engine, "dtype": sampling.dtype, "device": sampling.device}
-    stated = {"model": weights, "run": run.digest(), **how, **question}
+    stated = {"model": weights, **how, **question}
     return Kept(sampling.answers / f"{name}.jsonl", stated)
 
 

@@ -32,15 +32,20 @@ def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Ch
     return chat if system is None else chat.model_copy(update={"system": system})
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-    """The tokens of a conversation in the model's own template, up to where its answer begins.
-    Raises UserError if the template cannot render it."""
+def rendered_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation in the model's own template, up to where its answer begins. Raises UserError
+    if the template cannot render it."""
     special = {
         name: str(token)
         for name, token in tokenizer.special_tokens_map.items()
         if not isinstance(token, list)
     }
-    text = render(tokenizer.chat_template, messages, special)
+    return render(tokenizer.chat_template, messages, special)
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """The tokens of `rendered_text`."""
+    text = rendered_text(tokenizer, messages)
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 

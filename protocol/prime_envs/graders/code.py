@@ -67,9 +67,20 @@ class PythonCode(Grader):
 
     version = 1
 
-    def __init__(self, sandbox: Sandbox | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        limits: Limits | None = None,
+        *,
+        most_tests: int | None = MAX_TESTS,
+        prelude: str = "",
+    ) -> None:
+        """`most_tests`: more are thinned out (None: all are run). `prelude` runs before every
+        program; if it is empty, PRELUDE runs before functions."""
         self._sandbox = sandbox or Sandbox()
         self._limits = limits or Limits()
+        self._most_tests = most_tests
+        self._prelude = prelude
 
     def close(self) -> None:
         self._sandbox.close()
@@ -87,7 +98,7 @@ class PythonCode(Grader):
         return f"```python\n{solution}\n```"
 
     def grade(self, task: Task, output_text: str) -> TaskScore:
-        tests = unit_tests(task)
+        tests = unit_tests(task, self._most_tests)
         counted = {"tests": len(tests), "passed": 0}
         source = python_code(final_section(output_text))
         if source is None:
@@ -119,7 +130,7 @@ class PythonCode(Grader):
             stdin=test.stdin,
             function=test.function,
             arguments=test.arguments,
-            prelude=PRELUDE if test.function else "",
+            prelude=self._prelude or (PRELUDE if test.function else ""),
         )
         return self._sandbox.run(program, self._limits)
 
@@ -225,8 +236,8 @@ def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
 # --- reading tests -------------------------------------------------------------------------------
 
 
-def unit_tests(task: Task) -> list[Test]:
-    """The task's tests. Raises MalformedError with file and row."""
+def unit_tests(task: Task, most: int | None = MAX_TESTS) -> list[Test]:
+    """The task's tests, thinned out to `most`. Raises MalformedError with file and row."""
     info = dict(task.verification_info)
     language = info.get("language")
     if language not in (None, "", "python", "python3"):
@@ -242,15 +253,15 @@ def unit_tests(task: Task) -> list[Test]:
         raise MalformedError(f"{task.where}: test_cases are missing: the task has no answer")
     if not tests:
         raise MalformedError(f"{task.where}: there is no test, so every program would pass")
-    return thinned(tests)
+    return tests if most is None else thinned(tests, most)
 
 
-def thinned(tests: Sequence[Test]) -> list[Test]:
-    """At most MAX_TESTS of them, evenly spaced."""
-    if len(tests) <= MAX_TESTS:
+def thinned(tests: Sequence[Test], most: int = MAX_TESTS) -> list[Test]:
+    """At most `most` (two or more) of them, evenly spaced."""
+    if len(tests) <= most:
         return list(tests)
     last = len(tests) - 1
-    return [tests[index * last // (MAX_TESTS - 1)] for index in range(MAX_TESTS)]
+    return [tests[index * last // (most - 1)] for index in range(most)]
 
 
 def _from_case(case: Any, where: str) -> Test:
