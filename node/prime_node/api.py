@@ -24,6 +24,8 @@ from prime_core.messages import (
     CardsEcho,
     CardsRequest,
     ChallengeAnswer,
+    ClassAnswer,
+    ClassRequest,
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
@@ -152,6 +154,10 @@ class NodeApi:
             if manager != pool.manager or lease.node != mine or lease.pool != number:
                 raise UntrustedError("the lease is not the pool manager's for this node")
         return answer
+
+    def exact_class(self, request: ClassRequest) -> ClassAnswer:
+        """Asks whether an exact class is wanted, or announces it."""
+        return self.client.post("/v1/classes", request, ClassAnswer)
 
     def abandon(self, lease_digest: Digest) -> None:
         self.client.post(f"/v1/leases/{lease_digest}/abandon", b"{}", Empty)

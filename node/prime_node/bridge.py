@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
 from prime_core.gateway import GatewayCall
+from prime_core.messages import ClassRequest
 from prime_core.signing import Strict
 from prime_core.transport.problems import CONTENT_TYPE, to_problem
 from prime_core.version import HEADER, SPOKEN, agree
@@ -132,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         self._answer(
             {
+                "/class": lambda body: _json(broker.exact_class(_parse(ClassRequest, body))),
                 "/lease": lambda body: _json(broker.lease(_parse(LeaseWish, body))),
                 "/submit": lambda body: _json(broker.submit(_parse(HandIn, body))),
                 "/abandon": abandon,

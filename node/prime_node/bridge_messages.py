@@ -3,6 +3,7 @@
 | method and path | body → answer |
 |---|---|
 | GET  /run | → canonical RunDefinition bytes |
+| POST /class | ClassRequest → ClassAnswer |
 | POST /lease | LeaseWish → LeaseOffer (held open up to `wait_seconds`) |
 | PUT /file/NAME | a finished file's bytes → {} ; replaces the one sent before |
 | POST /submit | HandIn → HandInAnswer |

@@ -22,6 +22,7 @@ from typing import Protocol
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.gateway import GatewayCall, GatewayRequest
 from prime_core.ids import Digest
+from prime_core.messages import ClassAnswer, ClassRequest
 from prime_core.rollout import SignedSubmission, Submission
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain, Signer
@@ -197,6 +198,18 @@ class LeaseBroker:
     def run_definition(self) -> bytes:
         """Returns the bytes of the run whose task should run now."""
         return self._run.raw()
+
+    def exact_class(self, request: ClassRequest) -> ClassAnswer:
+        """Passes the worker's exact class on to the orchestrator. Not wanted while the node may
+        not work, or if the orchestrator refuses, does not answer, or knows no such classes."""
+        if not self._working or self.trouble:
+            return ClassAnswer(wanted=False)
+        try:
+            with self._api_lock:
+                return self._api.exact_class(request)
+        except PrimeError as error:
+            log.info("the exact class of policy %d: %s", request.policy_version, error)
+            return ClassAnswer(wanted=False)
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         """Returns a lease whose policy is on disk, or none once the wish's time is over.

@@ -21,6 +21,7 @@ from prime_core.errors import UserError
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_node.worker.__main__ import main as worker_main
+from prime_node.worker.client import BridgeClient
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
 from prime_verify.canaries.lies import LIES, Make
 from prime_verify.canaries.planting import HONEST, kind, read_secret
@@ -40,6 +41,9 @@ class LyingBuilder(RolloutBuilder):
         self._variants: dict[str, FolderEngines] = {}
         self._earlier: Sequence[FileRow] = ()
         self.engines = self._loaded(None, keep=2)  # an older policy next to the leased one
+
+    def announce(self, bridge: BridgeClient) -> None:
+        """Announces nothing: the attacks are made for leases that statistics judge."""
 
     def make(self, job: Job) -> bytes:
         lie = self._choose(job)

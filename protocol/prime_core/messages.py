@@ -16,6 +16,8 @@
 | POST /v1/admission/cards/{id}/commitment | node* | CardsCommitment → CardsDraw |
 | POST /v1/admission/cards/{id}/opening | node* | bytes of the drawn rows → AdmissionAnswer |
 | POST /v1/heartbeat | node* | Heartbeat → HeartbeatAnswer |
+| POST /v1/classes | node* | ClassRequest → ClassAnswer |
+| GET  /v1/classes/{digest} | anyone | → ClassInfo |
 | POST /v1/leases | node* | LeaseRequest → LeaseAnswer |
 | GET  /v1/leases/{digest} | anyone | → SignedLease, once a file was submitted for it |
 | POST /v1/leases/{digest}/abandon | node* | {} → {} |
@@ -308,6 +310,43 @@ class LeaseAnswer(Answer):
     retry_after_ms: int = 0
     reason: str = ""
     run_digest: DigestField | None = None
+
+
+ClassFacts = Annotated[
+    dict[
+        Annotated[str, Field(min_length=1, max_length=64)],
+        Annotated[str, Field(max_length=256)],
+    ],
+    Field(min_length=1, max_length=32),
+]
+"""What a machine's bits depend on, as names and values (prime_engine.exact)."""
+
+
+class ClassRequest(Strict):
+    """A node's exact class (prime_engine.exact) with one policy. Without `fingerprint` it asks
+    whether such a class is wanted, so that a machine which no validator equals measures nothing."""
+
+    policy_version: Count
+    policy_digest: DigestField
+    facts: ClassFacts
+    fingerprint: DigestField | None = None
+
+
+class ClassAnswer(Answer):
+    """Whether enough live validators announced a class of these facts for this policy, or, with a
+    fingerprint, exactly this class: the node's next leases of the policy may then name it."""
+
+    wanted: bool
+
+
+class ClassInfo(Answer):
+    """An exact class that a validator announced for a policy: what hardware and software it takes
+    to repeat a proof pass. `digest` follows from `facts` and `fingerprint`."""
+
+    digest: DigestField
+    facts: dict[str, str]
+    fingerprint: DigestField
+    policy_version: int
 
 
 class UploadRequest(Strict):

@@ -5,6 +5,7 @@
 | POST /v1/validators/commitments | CommitRequest → {} |
 | POST /v1/validators/reveals | DrawReveal → {} |
 | POST /v1/validators/claims | ClaimRequest → ClaimAnswer |
+| POST /v1/validators/classes | ClassList → {} |
 | POST /v1/validators/keep | KeepRequest → {} |
 | POST /v1/validators/release | ReleaseRequest → {} |
 | POST /v1/validators/rows | RowsRequest → RowsAnswer |
@@ -21,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from prime_core.draws import SignedDrawCommitment
-from prime_core.messages import ReceiptAnswer
+from prime_core.messages import ClassFacts, Count, ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Answer, DigestField, Strict
 from prime_core.task import SignedLease, SubmissionStatus
@@ -43,6 +44,22 @@ class ClaimRequest(Strict):
 
     worker: Worker
     most: int = Field(default=1, ge=1, le=MAX_JOBS)
+
+
+class ExactClass(Strict):
+    """Facts of a machine and the fingerprint of a policy on it (prime_engine.exact)."""
+
+    facts: ClassFacts
+    fingerprint: DigestField
+
+
+class ClassList(Strict):
+    """The exact classes in which the caller can repeat proof passes of one policy. They take the
+    place of those that it announced for that policy before."""
+
+    policy_version: Count
+    policy_digest: DigestField
+    classes: tuple[ExactClass, ...] = Field(max_length=4)
 
 
 class Job(Answer):

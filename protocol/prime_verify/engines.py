@@ -5,6 +5,7 @@ Importing this module does not load torch; loading an engine does.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,6 +137,15 @@ class FolderEngines:
                 yield number, self._get(number, self.digest(number))
             except UnavailableError:
                 continue
+
+    def newest(self) -> tuple[int, Digest] | None:
+        """Newest version with a manifest and its policy digest, or None."""
+        folders = self._root.iterdir() if self._root.is_dir() else ()
+        versions = [int(one.name) for one in folders if one.name.isascii() and one.name.isdigit()]
+        for version in sorted(versions, reverse=True):
+            with contextlib.suppress(UnavailableError):
+                return version, self.digest(version)
+        return None
 
     def digest(self, version: int) -> Digest:
         """Policy digest of the manifest in the folder. Raises UnavailableError if there is none."""

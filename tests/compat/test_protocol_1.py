@@ -99,7 +99,7 @@ def grown(value: Any) -> Any:
     if not isinstance(value, dict) or "signature" in value:
         return value
     exact = {"lease", "receipt", "opening", "invite", "headers", "urls", "submission", "files"}
-    exact |= {"batches", "transactions", "slashes", "shadow_files", "marks", "args"}
+    exact |= {"batches", "transactions", "slashes", "shadow_files", "marks", "args", "facts"}
     return {k: v if k in exact else grown(v) for k, v in value.items()} | {"added_later": {"x": 1}}
 
 

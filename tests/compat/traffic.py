@@ -243,6 +243,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
         with walked(world, folder) as walk:
             refusals(world)
             walk.cards()  # last: what came before is recorded with its keys and nonces
+            walk.classes()  # and later than that
             yield world
     store.close()
 

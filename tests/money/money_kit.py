@@ -181,6 +181,7 @@ class ManagerSide:
         step: int = 0,
         version: int = 0,
         shadow: bool = False,
+        numeric_class: Digest | None = None,
         make: Callable[[SignedLease, Digest], bytes] | None = None,
     ) -> SubmissionRow:
         """A lease, a file (by `make`, else arbitrary bytes) and its submission through the real
@@ -194,7 +195,11 @@ class ManagerSide:
         with self.store.begin() as connection:
             listed = self.board.current(connection, self.objects, self.context, self.now())
         assert listed is not None
-        opening = SaltOpening(random=encoding.sha256(f"salt {number}".encode()), draws=listed)
+        opening = SaltOpening(
+            random=encoding.sha256(f"salt {number}".encode()),
+            draws=listed,
+            numeric_class=numeric_class,
+        )
         lease = Lease(
             pool=shadow_pool(self.context.pool) if shadow else self.context.pool,
             step=step,

@@ -195,6 +195,9 @@ class Bench:
         self._folder, self._stop, self._left = kit.world.folder, stop, files
         self.built: list[str] = []
 
+    def announce(self, bridge: BridgeClient) -> None:
+        """It has no engine."""
+
     def build(self, job: Job) -> Built:
         self.built.append(job.lease_digest)
         path = self._folder / f"{job.lease_digest[2:]}.parquet"

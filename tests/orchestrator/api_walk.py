@@ -25,6 +25,7 @@ from prime_core.messages import (
     CardsEcho,
     CardsRequest,
     ChallengeAnswer,
+    ClassRequest,
     LeaseAnswer,
     RevisionRequest,
     RevokeRequest,
@@ -36,7 +37,9 @@ from prime_core.task import SignedLease
 from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
+    ClassList,
     CommitRequest,
+    ExactClass,
     Job,
     KeepRequest,
     ObjectRequest,
@@ -45,6 +48,7 @@ from prime_core.validator_messages import (
     SealRequest,
 )
 from prime_core.verdict import Reason, VerdictRow
+from prime_engine.exact import NumericClass
 from prime_orchestrator.manager import reviews
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, epoch_at
@@ -218,6 +222,24 @@ class Walk:
         opening = prover.open([Cell(*cell) for cell in cells])
         self.send(f"{here}/opening", opening, newcomer, challenge_id=begun.id)
         self.send("GET /v1/nodes/{node}/passport", node=newcomer.account.address)
+
+    def classes(self) -> None:
+        """A validator and a node announce the same exact class."""
+        policy = self.world.manifest(1).manifest.digest()
+        one = ExactClass(facts={"engine": "plain/1"}, fingerprint=sha256(b"fingerprint"))
+        announced = ClassList(policy_version=1, policy_digest=policy, classes=(one,))
+        self.send("POST /v1/validators/classes", announced, self.validator)
+        wish = ClaimRequest(worker=WORKER, most=1)
+        self.send("POST /v1/validators/claims", wish, self.validator)  # it is live
+        node = self.world.member(25)
+        for fingerprint in (None, one.fingerprint):
+            asked = ClassRequest(
+                policy_version=1, policy_digest=policy, facts=one.facts, fingerprint=fingerprint
+            )
+            assert self.send("POST /v1/classes", asked, node).json() == {"wanted": True}
+        digest = NumericClass(one.facts, Digest(one.fingerprint)).digest()
+        self.digests.append(digest)
+        self.send("GET /v1/classes/{digest}", digest=digest)
 
     def files(self) -> None:
         """Files end in every way; two accepted ones make a batch."""

@@ -147,6 +147,7 @@ def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
     world.publish(0)
     with walked(world, tmp_path / "validator") as done:
         done.cards()
+        done.classes()
         yield done
 
 

@@ -19,6 +19,7 @@ from prime_core.transport.client import OrchestratorClient
 from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
+    ClassList,
     CommitRequest,
     Job,
     KeepRequest,
@@ -65,6 +66,10 @@ class ValidatorApi:
 
     def claim(self, most: int) -> ClaimAnswer:
         return self._post("claims", ClaimRequest(worker=self.worker, most=most), ClaimAnswer)
+
+    def announce(self, classes: ClassList) -> None:
+        """Announces the exact classes in which this machine repeats proof passes of a policy."""
+        self._post("classes", classes, Empty)
 
     def keep(self, submissions: Sequence[Digest]) -> None:
         request = KeepRequest(worker=self.worker, submissions=tuple(submissions))

@@ -107,6 +107,10 @@ def run(
     pack: Annotated[
         int | None, typer.Option(help="Files of one policy whose rows share a prefill (4).")
     ] = None,
+    exact: Annotated[
+        str | None,
+        typer.Option(help="Announce the exact class for files in this dtype: float32, bfloat16."),
+    ] = None,
     first_answer_seconds: Annotated[
         float | None, typer.Option(help="How long the first start waits for an answer.")
     ] = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -25,7 +26,7 @@ from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import PolicyError, UnavailableError
+from prime_core.errors import PolicyError, UnavailableError, UntrustedError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
@@ -33,6 +34,7 @@ from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
+from prime_validator.classes import Announcer
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
 from prime_validator.judging import Setup, Validator
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAW_SECONDS = 1.0
+ANNOUNCE_SECONDS = 2.0
+"""Shortest time between questions for a new policy, whose exact class is announced."""
 LONGEST_PAUSE = 30.0
 
 
@@ -128,7 +132,8 @@ def run(settings: Settings) -> None:
             follower = Follower(mirror, chain, pool.deployment)
             threads.start("mirror", follower.tick, EVERY_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
-        judge_until(stop, validator, settings.pack, settings.idle_seconds)
+        announcer = Announcer(api, policies, engines, settings.exact) if settings.exact else None
+        judge_until(stop, validator, settings.pack, settings.idle_seconds, announcer)
         threads.join()
         threads.raise_defect()
     log.info("ended")
@@ -145,16 +150,25 @@ def version() -> str:
 
 
 def judge_until(
-    stop: threading.Event, validator: Validator, pack: int, idle_seconds: float
+    stop: threading.Event,
+    validator: Validator,
+    pack: int,
+    idle_seconds: float,
+    announcer: Announcer | None = None,
 ) -> None:
-    """Judges up to `pack` files together until `stop`. Asks again every `idle_seconds` when there
-    is nothing, with growing pauses while the orchestrator refuses or does not answer."""
+    """Judges up to `pack` files together until `stop`, and announces the exact class of each new
+    policy. Asks again every `idle_seconds` when there is nothing, with growing pauses while the
+    orchestrator refuses or does not answer."""
     pause = idle_seconds
+    announced_at = -math.inf
     while not stop.is_set():
         try:
+            if announcer is not None and time.monotonic() - announced_at >= ANNOUNCE_SECONDS:
+                announced_at = time.monotonic()
+                announcer.tick()
             judged = validator.judge_some(pack)
             pause = idle_seconds
-        except (UnavailableError, PolicyError) as error:
+        except (UnavailableError, PolicyError, UntrustedError) as error:
             pause = min(2 * pause, LONGEST_PAUSE)
             log.warning("judging pauses for %.1f s: %s", pause, error)
             judged = []

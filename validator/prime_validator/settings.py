@@ -48,6 +48,9 @@ class Settings(ReplaySettings):
     """Policies to keep loaded."""
     policy_memory_mb: int = Field(default=0, ge=0)
     """Memory limit in MiB for all loaded policies, by file size; 0: no limit."""
+    exact: Literal["", "float32", "bfloat16"] = ""
+    """Announce this machine's exact class for files in this dtype, so that leases may name it.
+    Empty: none is announced."""
     pack: int = Field(default=4, ge=1, le=64)
     """Files of one policy whose rows share a prefill."""
     idle_seconds: float = Field(default=0.3, gt=0)

@@ -10,6 +10,7 @@ import httpx
 
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
 from prime_core.gateway import GatewayAnswer, GatewayCall
+from prime_core.messages import ClassAnswer, ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.signing import Strict
 from prime_core.transport.problems import from_problem
@@ -44,6 +45,11 @@ class BridgeClient:
 
     def run(self) -> RunDefinition:
         return RunDefinition.parse(self._request("GET", "/run", b""))
+
+    def exact_class(self, request: ClassRequest) -> ClassAnswer:
+        """Asks whether an exact class is wanted, or announces it. Raises NotFoundError if the agent
+        is older than exact classes."""
+        return self._post("/class", request, ClassAnswer)
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         return self._post("/lease", wish, LeaseOffer)

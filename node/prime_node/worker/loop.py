@@ -1,5 +1,6 @@
 """The worker's loop: lease → file → submit, until stopped.
 
+announce the exact class of the newest policy, if the pool wants it
 ask for a lease ──► build the file ──► submit it ──► …
        │                  │                 │
     SIGTERM:           SIGTERM:             SIGTERM while submitting:
@@ -78,6 +79,7 @@ def work(
         job: Job | None = None
         try:
             with stop:
+                builder.announce(bridge)
                 job = _next_job(bridge)
                 silent_since = None
                 if job is None:

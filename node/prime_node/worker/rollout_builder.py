@@ -8,6 +8,8 @@ program with its own subclass that overrides `make`.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prime_core.errors import UnavailableError
+from prime_core.errors import NotFoundError, UnavailableError
 from prime_core.ids import Digest
+from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_envs.registry import environment_for
@@ -24,6 +27,10 @@ from prime_node.worker.client import BridgeClient
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import read_rollout_file
+
+log = logging.getLogger("prime.worker")
+ASK_AGAIN_SECONDS = 30.0
+"""Pause before a worker asks again whether the exact class of one policy is wanted."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,38 @@ class RolloutBuilder:
         self.engines = FolderEngines(options.policies, load, keep=1)
         self._clock = clock
         self._sleep = sleep
+        self._class_of: int | None = None
+        """The policy version of whose exact class the pool was told or asked last."""
+        self._ask_class_at = -math.inf
+
+    def announce(self, bridge: BridgeClient) -> None:
+        """Announces the exact class of this machine with the newest policy, once for each policy.
+        Measures it only if the pool wants classes of this machine's facts. Raises UnavailableError
+        if the agent does not answer."""
+        newest = self.engines.newest()
+        now = self._clock()
+        if newest is None or (newest[0] == self._class_of and now < self._ask_class_at):
+            return
+        version, digest = newest
+        try:
+            engine = self.engines.engine(version, digest)
+            facts = dict(engine.facts())
+        except UnavailableError as error:
+            log.info("no exact class is announced: %s", error)
+            self._class_of, self._ask_class_at = version, math.inf
+            return
+        question = ClassRequest(policy_version=version, policy_digest=digest, facts=facts)
+        again = now + ASK_AGAIN_SECONDS
+        try:
+            if bridge.exact_class(question).wanted:
+                measured = engine.numeric_class()
+                known = question.model_copy(update={"fingerprint": measured.fingerprint})
+                if bridge.exact_class(known).wanted:
+                    log.info("policy %d: exact class %s", version, measured.digest())
+                    again = math.inf
+        except NotFoundError:  # an older agent
+            again = math.inf
+        self._class_of, self._ask_class_at = version, again
 
     def make(self, job: Job) -> bytes:
         """Returns the rollout file of a lease; calls of the gateway's tools go over the bridge.

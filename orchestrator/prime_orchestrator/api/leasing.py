@@ -19,7 +19,7 @@ from prime_core.ids import Address, Digest
 from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
-from prime_core.rollout import MAX_FILE_BYTES, MAX_PROMPT_TOKENS
+from prime_core.rollout import EXACT_BYTES, MAX_FILE_BYTES, MAX_PROMPT_TOKENS
 from prime_core.run import RunDefinition
 from prime_core.task import SHADOW_POOLS, Lease, LeaseOutcome, SignedLease, shadow_pool
 from prime_orchestrator import scheduler
@@ -254,7 +254,14 @@ def _make(
         target = again.target
         opened = again.signed().opening
         problems = (opened and opened.problems) or seeds.lease_seed(again.digest)
-    opening = SaltOpening(random=view.backend.salt(), draws=draws, problems=problems)
+    opening = SaltOpening(
+        random=view.backend.salt(),
+        draws=draws,
+        problems=problems,
+        numeric_class=None
+        if pool >= SHADOW_POOLS
+        else view.exact_class(node, choice.policy_version),
+    )
     statement = Lease(
         pool=pool,
         step=choice.step,
@@ -399,7 +406,7 @@ def largest_file(run: RunDefinition) -> int:
     """Returns an upper bound in bytes on the run's files, however well they compress; one lease may
     store no more. Includes two spare bytes per token and 4 KiB per row for levels and names."""
     windows = -(-run.max_output_tokens // PROOF_WINDOW)
-    proofs = windows * (2 + 2 + 2 * PROOF_TOPK + 2 * SKETCH_DIMENSIONS)
+    proofs = windows * (2 + 2 + 2 * PROOF_TOPK + 2 * SKETCH_DIMENSIONS + EXACT_BYTES)
     row = (4 + 2) * MAX_PROMPT_TOKENS + (4 + 4 + 2) * run.max_output_tokens + proofs + 4096
     return min(MAX_FILE_BYTES, run.rows_per_lease * row + (64 << 10))
 

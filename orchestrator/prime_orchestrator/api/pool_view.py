@@ -17,6 +17,7 @@ from prime_core.ids import Address, Digest
 from prime_core.revisions import RunHistory
 from prime_core.run import RunDefinition
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.classes import held_by_enough
 from prime_orchestrator.manager import revisions, speed, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
@@ -24,6 +25,7 @@ from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
     batches,
+    exact_classes,
     groups,
     leases,
     nodes,
@@ -173,6 +175,25 @@ class PoolView:
     @cached_property
     def _tallies(self) -> dict[Address, dict[str, int]]:
         return submissions.tallies_of(self.connection, self.nodes)
+
+    @cached_property
+    def _classes(self) -> dict[tuple[Address, int], Digest]:
+        return exact_classes.of_accounts(self.connection, self.nodes)
+
+    @cached_property
+    def _held_classes(self) -> frozenset[Digest]:
+        """The nodes' classes that enough live validators announced. Only validators whose draws
+        new leases name can judge their files."""
+        if self.draws is None:
+            return frozenset()
+        listed = self.backend.draws.named(self.backend.objects, self.draws)
+        named = {signed.validator for signed in listed.commitments}
+        return held_by_enough(self.connection, {*self._classes.values()}, named, self.now)
+
+    def exact_class(self, node: NodeRow, version: int) -> Digest | None:
+        """Returns the exact class that a lease of the node with this policy names; None if none."""
+        found = self._classes.get((node.address, version))
+        return found if found is not None and found in self._held_classes else None
 
     def own(self, node: NodeRow) -> list[NodeRow]:
         """Returns every node of the same provider, in any state."""

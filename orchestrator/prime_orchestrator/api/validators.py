@@ -50,6 +50,7 @@ from prime_orchestrator.manager.judging import check_law
 from prime_orchestrator.store import (
     Connection,
     chain,
+    exact_classes,
     jobs,
     leases,
     lock,
@@ -196,6 +197,8 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
     rows = submissions.those(connection, digests)
     promises = leases.those(connection, [row.lease_digest for row in rows.values()])
     known = jobs.assignments_among(connection, digests)
+    named = {promise.signed().numeric_class() for promise in promises.values()}
+    provers = exact_classes.members(connection, [one for one in named if one is not None])
     secrets: dict[Digest, Digest] = {}
     for job in short:
         if all(load.get(one, 0) >= ROOM for one in able):
@@ -212,7 +215,9 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
             needed = first_needed(listed, secret, row.digest)
             jobs.change(connection, row.digest, needed=needed)
         parts = {one.validator: one for one in known.get(row.digest, ())}
-        _assign(connection, job, needed, listed, secret, parts, able, load, now)
+        numeric = promise.signed().numeric_class()
+        proving = provers[numeric] if numeric is not None else frozenset[Address]()
+        _assign(connection, job, needed, listed, secret, parts, able, proving, load, now)
 
 
 def first_needed(listed: DrawList, second: Digest, submission: Digest) -> int:
@@ -231,12 +236,17 @@ def _assign(
     secret: Digest,
     parts: dict[Address, AssignmentRow],
     able: Collection[Address],
+    proving: Collection[Address],
     load: dict[Address, int],
     now: float,
 ) -> None:
-    """Fills the open places of one job; `parts` are its existing assignments."""
+    """Fills the open places of one job; `parts` are its existing assignments. While validators of
+    the file's exact class (`proving`) are live and did not miss it, it waits for them; then any may
+    judge it, by statistics."""
     digest = job.submission_digest
     named = [signed.validator for signed in listed.commitments]
+    fresh = {one for one in named if one in able and one in proving and one not in parts}
+    able = fresh or able
     order = sorted(
         (one for one in named if one in able and load.get(one, 0) < ROOM),
         # validators that missed it before come last
@@ -277,7 +287,11 @@ def _job(connection: Connection, backend: Backend, digest: Digest, now: float) -
     second = file_secret(second_secret(connection, listed.second), digest)
     run = revisions.history(connection, backend.context).of_lease(lease.lease)
     before = submissions.accepted_of(connection, row.node)
-    whole = job.whole or backend.drifting.drifts(connection, row.node, now)
+    whole = (
+        job.whole
+        or backend.drifting.drifts(connection, row.node, now)
+        or history.mismatches_often(connection, Address(row.node))
+    )
     rows = run.rows_per_lease if whole else history.draw_count(run, before, second)
     key = uploads.ask(lease.lease.deadline, row.sha256, lambda key: _present(backend, key))
     return Job(

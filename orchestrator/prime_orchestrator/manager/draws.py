@@ -170,7 +170,10 @@ class DrawBoard:
         none."""
         if lease.opening is None:
             raise MalformedError("the lease's salt commits to no draws")
-        name = lease.opening.draws
+        return self.named(objects, lease.opening.draws)
+
+    def named(self, objects: ObjectStore, name: Digest) -> DrawList:
+        """Returns the list with this digest."""
         if name not in self._read:
             if len(self._read) > LISTED:
                 self._read.clear()

@@ -10,6 +10,9 @@ statistics are slightly above other nodes', and over many files the difference s
 standard errors. The reference is the pool's other nodes, not the calibration, because the level
 depends on the model; the result means little if most nodes cheat. It rejects no file. A node beyond
 MOST_EXCESS has every later file replayed whole, and only a file that this rejects is slashed.
+
+Proof passes: a node whose files differ from them more often than those of the other nodes of its
+exact class also has every later file replayed whole (`mismatches_often`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from prime_core.ids import Address, Digest, to_bytes
 from prime_core.run import RunDefinition
-from prime_orchestrator.store import Connection, drift
+from prime_orchestrator.store import Connection, drift, exact_classes
 from prime_orchestrator.store.drift import DriftRow
 
 NEWCOMER_FILES = 8
@@ -40,6 +43,12 @@ SMOOTH = frozenset(
 """Statistics whose means over files are nearly normal. Margins are excluded because they are
 nearly always 0, and maxima because they are not means: honest nodes differ by 8 standard errors
 in them."""
+
+LEAST_MISMATCHES = 2
+MOST_TIMES = 3
+PRIOR_MISMATCHES, PRIOR_FILES = 1, 100
+"""A node with LEAST_MISMATCHES is compared with the other nodes' share of files with a mismatch,
+to which the prior is added: more than MOST_TIMES as many are too many."""
 
 Totals = Mapping[tuple[str, str], tuple[int, float, float]]
 """Files, totals and squares of all nodes by (setup, statistic), as drift.totals returns them."""
@@ -73,6 +82,20 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     if variance <= 0:
         return None
     return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
+
+
+def mismatches_often(connection: Connection, node: Address) -> bool:
+    """Whether the node's files of exact leases differ from their proof passes clearly more often
+    than those of the other nodes, in any class."""
+    for own in exact_classes.records_of(connection, node):
+        if own.mismatched < LEAST_MISMATCHES:
+            continue
+        files, mismatched = exact_classes.totals(connection, own.key)
+        others = mismatched - own.mismatched + PRIOR_MISMATCHES
+        share = others / (files - own.files + PRIOR_FILES)
+        if own.mismatched > MOST_TIMES * share * own.files:
+            return True
+    return False
 
 
 @dataclass

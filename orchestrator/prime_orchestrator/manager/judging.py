@@ -11,7 +11,8 @@ How many opinions must agree (`enough`):
 
     rejected, or contradicted   two (a slash takes stake)
     accepted                    two for a share of files, drawn before any judgement; else one
-    void                        one: anyone can verify it from the bytes
+    void                        one: anyone can verify it from the bytes; but two for a mismatch of
+                                a proof pass, which only machines of its class can repeat
 
 Opinions count together only under the same law. If the lease names only one validator, it decides
 alone. An acceptance that needs a second opinion stands alone if no other validator comes within
@@ -63,6 +64,7 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     drift,
+    exact_classes,
     groups,
     jobs,
     leases,
@@ -126,20 +128,38 @@ class Judgement:
         return {name: float(value) for name, value in self.table.shares.items()}
 
     @property
+    def exact_rows(self) -> int:
+        """Rows whose proof pass was compared bit for bit."""
+        return int(float(self.table.statistics.get("exact_rows", "0")))
+
+    @property
+    def mismatches(self) -> bool:
+        """Whether any of them differed in digests or log-probabilities."""
+        found = self.table.statistics
+        names = ("exact_mismatches", "exact_logprobs")
+        return any(float(found.get(name, "0")) > 0 for name in names)
+
+    @property
     def compute_share(self) -> float | None:
         """Compute spent on the replay as a share of the compute spent on making the file."""
         found = self.table.statistics.get("compute_share")
         return None if found is None else float(found)
 
 
-def enough(outcome: Outcome, said: Sequence[Outcome], named: int, needed: int) -> bool:
+def enough(
+    outcome: Outcome,
+    said: Sequence[Outcome],
+    named: int,
+    needed: int,
+    reason: Reason = Reason.NONE,
+) -> bool:
     """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
-    `named` validators and which initially needed `needed` opinions."""
+    `named` validators and which initially needed `needed` opinions. `reason` is the outcome's."""
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
     if named < 2 and not contradicted:
         wanted = 1
-    elif outcome is Outcome.REJECTED or contradicted:
+    elif outcome is Outcome.REJECTED or reason is Reason.UNPROVEN_MISMATCH or contradicted:
         wanted = 2
     else:
         wanted = min(2, needed) if outcome is Outcome.ACCEPTED else 1
@@ -156,7 +176,7 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement 
             for other in found
             if other.outcome is not one.outcome or other.signed.opinion.law == law
         ]
-        if enough(one.outcome, counted, named, needed):
+        if enough(one.outcome, counted, named, needed, one.reason):
             return one
     return None
 
@@ -334,6 +354,7 @@ class Judge:
         nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
+        _note_class(connection, row, found, outcome, chosen.reason)
         if not row.shadow:
             standing.judged(connection, Address(row.node), outcome, chosen.reason)
         if row.shadow:
@@ -405,6 +426,39 @@ _STATUS: dict[Outcome, SubmissionStatus] = {
     Outcome.REJECTED: "rejected",
     Outcome.VOID: "void",
 }
+
+
+def _note_class(
+    connection: Connection,
+    row: SubmissionRow,
+    found: Sequence[Judgement],
+    outcome: Outcome,
+    reason: Reason,
+) -> None:
+    """Counts the file for its lease's exact class, if its proof passes were repeated. The opinion
+    that compared the most rows counts."""
+    lease = leases.get(connection, row.lease_digest)
+    name = None if lease is None else lease.signed().numeric_class()
+    numeric = None if name is None else exact_classes.get(connection, name)
+    agreed = [one for one in found if one.outcome is outcome and one.exact_rows]
+    if numeric is None or not agreed:
+        return
+    most = max(agreed, key=lambda one: one.exact_rows)
+    drawn = {*most.table.rows_drawn}
+    lengths = [
+        one.prompt_tokens + one.output_tokens + one.observation_tokens
+        for number, one in enumerate(most.table.rows)
+        if number in drawn
+    ]
+    exact_classes.judged(
+        connection,
+        numeric.key,
+        Address(row.node),
+        rows=most.exact_rows,
+        longest=max(lengths, default=0),
+        mismatched=any(one.mismatches for one in agreed),
+        explained=reason is not Reason.UNPROVEN_MISMATCH,
+    )
 
 
 def _credit(

@@ -247,6 +247,41 @@ validators = Table(  # validators that ask for work
     Column("seen_at", Float, nullable=False),
 )
 
+classes = Table(  # exact classes that validators announced (prime_engine/exact.py)
+    "classes",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("key", Text, nullable=False),  # digest of the facts
+    Column("facts", Text, nullable=False),  # JSON
+    Column("fingerprint", Text, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Index("classes_policy", "policy_version", "key"),
+)
+
+class_members = Table(  # which validator or node announced which class
+    "class_members",
+    metadata,
+    Column("account", Text, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("account", "policy_version", "digest"),
+    Index("class_members_digest", "digest"),
+)
+
+class_records = Table(  # what the judged files of exact leases showed
+    "class_records",
+    metadata,
+    Column("key", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("files", BigInteger, nullable=False),
+    Column("mismatched", BigInteger, nullable=False),  # files with a mismatch
+    Column("rows", BigInteger, nullable=False),  # equal ones since the class's last mismatch
+    Column("longest", BigInteger, nullable=False),  # of those, in tokens
+    PrimaryKeyConstraint("key", "node"),
+    Index("class_records_node", "node"),
+)
+
 groups = Table(
     "groups",
     metadata,

@@ -20,6 +20,9 @@ from prime_core.messages import (
     CardsEcho,
     CardsRequest,
     ChallengeAnswer,
+    ClassAnswer,
+    ClassInfo,
+    ClassRequest,
     Heartbeat,
     HeartbeatAnswer,
     LeaseAnswer,
@@ -34,7 +37,7 @@ from prime_core.messages import (
 )
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
-from prime_orchestrator.api import admission, auth, cards, intake, leasing, liveness
+from prime_orchestrator.api import admission, auth, cards, classes, intake, leasing, liveness
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
@@ -205,6 +208,19 @@ def router(backend: Backend) -> APIRouter:
         signed = await signed_node(request)
         beat = parse(Heartbeat, signed.body)
         return answer(await beats.ask((signed.caller.account, beat)))
+
+    @routes.post(
+        "/v1/classes", responses={200: {"model": ClassAnswer}}, openapi_extra=takes(ClassRequest)
+    )
+    def announce_class(signed: Signed = node) -> Response:
+        """Ask whether an exact class is wanted, or announce it."""
+        wish = parse(ClassRequest, signed.body)
+        return answer(classes.announce(backend, signed.caller.account, wish))
+
+    @routes.get("/v1/classes/{digest}", responses={200: {"model": ClassInfo}})
+    def exact_class(digest: str) -> Response:
+        """What it takes to repeat the proof passes of an exact class."""
+        return answer(classes.info(backend, ids.digest(digest)))
 
     @routes.post(
         "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)

@@ -11,6 +11,7 @@ from prime_core.messages import UploadAnswer
 from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
+    ClassList,
     CommitRequest,
     KeepRequest,
     ObjectRequest,
@@ -22,7 +23,7 @@ from prime_core.validator_messages import (
     SealRequest,
 )
 from prime_core.verdict import SignedOpinion
-from prime_orchestrator.api import validators
+from prime_orchestrator.api import classes, validators
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.http import Signed, answer, nothing, parse, signed_by, takes
 
@@ -30,6 +31,7 @@ BODIES = (
     CommitRequest,
     DrawReveal,
     ClaimRequest,
+    ClassList,
     KeepRequest,
     ReleaseRequest,
     RowsRequest,
@@ -65,6 +67,12 @@ def router(backend: Backend) -> APIRouter:
         """Get the files that were assigned to the caller, and what it is to hand in now."""
         wish = parse(ClaimRequest, request.body)
         return answer(validators.claim(backend, request.caller.account, wish))
+
+    @routes.post("/v1/validators/classes", openapi_extra=takes(ClassList))
+    def announce_classes(request: Signed = validator) -> Response:
+        """Announce the exact classes in which the caller repeats proof passes of a policy."""
+        classes.announce_all(backend, request.caller.account, parse(ClassList, request.body))
+        return nothing()
 
     @routes.post("/v1/validators/keep", openapi_extra=takes(KeepRequest))
     def keep(request: Signed = validator) -> Response:

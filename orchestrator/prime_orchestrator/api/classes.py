@@ -1,0 +1,108 @@
+"""Exact classes at the API: validators and nodes announce theirs; leases may then name one.
+
+    validator  announces the classes in which it repeats proof passes of a policy
+    node       asks whether a class with its facts is wanted; if so measures its fingerprint and
+               announces the class
+    lease      names the node's class while enough live validators have announced the same
+               (`held_by_enough`)
+
+Nothing announced is believed: a file of an exact lease is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from prime_core.errors import ConflictError, NotFoundError, PolicyError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.messages import ClassAnswer, ClassInfo, ClassRequest
+from prime_core.validator_messages import ClassList
+from prime_engine.exact import NumericClass
+from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.validators import LIVE_SECONDS, require_appointed
+from prime_orchestrator.store import Connection, chain, exact_classes, jobs, nodes, policies
+
+OPINIONS = 2
+"""Validators of the class that a lease needs, because a rejection needs as many opinions. One, if
+the pool has only one validator."""
+KEPT_VERSIONS = 1024
+"""A validator's announcements for this many policies before the announced one are kept, for files
+that are still to be judged."""
+
+
+def announce(backend: Backend, account: Address, request: ClassRequest) -> ClassAnswer:
+    """Answers whether a node's class is wanted; with a fingerprint, stores it if it is.
+
+    Raises PolicyError if the account is no active node, ConflictError or NotFoundError if the pool
+    has another policy of that version, or none.
+    """
+    version, now = request.policy_version, backend.now()
+    with backend.store.begin() as connection:
+        node = nodes.get(connection, account)
+        if node is None or node.status != "active":
+            raise PolicyError("only an active node announces its exact class")
+        _check_policy(connection, version, Digest(request.policy_digest))
+        numeric = NumericClass(request.facts, Digest(request.fingerprint or ZERO_DIGEST))
+        appointed = chain.appointed(connection, backend.context.pool)
+        if request.fingerprint is None:
+            known = exact_classes.of_policy(connection, version, numeric.key)
+            return ClassAnswer(wanted=bool(held_by_enough(connection, known, appointed, now)))
+        digest = numeric.digest()
+        wanted = digest in held_by_enough(connection, [digest], appointed, now)
+        oldest = version - backend.context.run.max_staleness
+        exact_classes.join(
+            connection, account, version, [digest] if wanted else [], now=now, oldest=oldest
+        )
+    return ClassAnswer(wanted=wanted)
+
+
+def announce_all(backend: Backend, account: Address, request: ClassList) -> None:
+    """Stores the classes in which a validator repeats proof passes of a policy.
+
+    Raises PolicyError if the account is not appointed, ConflictError or NotFoundError if the pool
+    has another policy of that version, or none.
+    """
+    version = request.policy_version
+    with backend.store.begin() as connection:
+        require_appointed(backend, connection, account)
+        _check_policy(connection, version, Digest(request.policy_digest))
+        digests = [
+            exact_classes.add(connection, NumericClass(one.facts, one.fingerprint), version)
+            for one in request.classes
+        ]
+        oldest = version - KEPT_VERSIONS
+        exact_classes.join(connection, account, version, digests, now=backend.now(), oldest=oldest)
+
+
+def info(backend: Backend, digest: Digest) -> ClassInfo:
+    """Returns a class that a validator announced. Raises NotFoundError for any other."""
+    with backend.store.read() as connection:
+        row = exact_classes.get(connection, digest)
+    if row is None:
+        raise NotFoundError("no validator of this pool announced an exact class of that digest")
+    numeric = row.numeric()
+    return ClassInfo(
+        digest=row.digest, facts=dict(numeric.facts), fingerprint=row.fingerprint,
+        policy_version=row.policy_version,
+    )  # fmt: skip
+
+
+def held_by_enough(
+    connection: Connection, digests: Collection[Digest], named: Collection[Address], now: float
+) -> frozenset[Digest]:
+    """Returns those of the classes that enough live validators announced, of the `named` ones that
+    may judge a file."""
+    if not digests or not named:
+        return frozenset()
+    live = jobs.live(connection, now - LIVE_SECONDS) & {*named}
+    least = min(OPINIONS, len(named))
+    found = exact_classes.members(connection, digests)
+    return frozenset(one for one in digests if len(found[one] & live) >= least)
+
+
+def _check_policy(connection: Connection, version: int, digest: Digest) -> None:
+    row = policies.get(connection, version)
+    if row is None:
+        raise NotFoundError(f"policy {version} is not published")
+    if row.digest != digest:
+        raise ConflictError(f"policy {version} of this pool is {row.digest}, not {digest}")

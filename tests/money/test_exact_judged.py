@@ -1,0 +1,289 @@
+"""Verdicts on files of exact leases: what a mismatch costs in a class that is proven, and in one
+that is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+from judges import Bench, arm, bench, judge_of
+from judging_kit import HONEST, LIAR, MODEL, JudgedPool, Make, StoreReader, small_run
+from money_kit import VALIDATOR, key
+
+from prime_core.ids import Digest
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_core.validator_messages import ClassList, ExactClass, Job
+from prime_core.verdict import Outcome, Reason
+from prime_engine.plain import PlainEngine
+from prime_engine.variants import VARIANTS
+from prime_orchestrator.api import classes, validators
+from prime_orchestrator.manager.judging import enough
+from prime_orchestrator.store import exact_classes, jobs, schema
+from prime_orchestrator.store.submissions import SubmissionRow
+from prime_verify import build
+from prime_verify.audit import audit_slash
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.proofs.sampling_torch import gumbel
+from prime_verify.proofs.thresholds import Calibration, ProvenClass, shipped
+from prime_verify.rollout_file import write_rollout_file
+
+SECOND, THIRD = key(70), key(71)
+
+
+@cache
+def _class_key() -> Digest:
+    import torch
+
+    torch.set_num_threads(1)
+    return load_engine(MODEL).numeric_class().key
+
+
+@cache
+def _proven() -> Calibration:
+    one = ProvenClass(key=_class_key(), rows=10_000, providers=3, longest=64)
+    return shipped().model_copy(update={"proven": (one,)})
+
+
+@pytest.fixture
+def calibration(request: pytest.FixtureRequest) -> Calibration | None:
+    return _proven() if getattr(request, "param", "") == "proven" else None
+
+
+@pytest.fixture
+def panel_run(calibration: Calibration | None) -> RunDefinition:
+    run = small_run()
+    named = {} if calibration is None else {"calibration": calibration.digest()}
+    return run.model_copy(update={"replay_rows_micro": 250_000} | named)
+
+
+@pytest.fixture
+def exact(panel: JudgedPool, calibration: Calibration | None) -> ExactPool:
+    return ExactPool(panel, calibration)
+
+
+class ExactPool:
+    """A pool with three validators, whose leases are in the exact class of its honest engine."""
+
+    def __init__(self, panel: JudgedPool, calibration: Calibration | None) -> None:
+        self.panel = panel
+        self.calibration = calibration
+        backend = panel.mgr.backend
+        engine = panel.engines.engine(0, panel.engines.digest(0))
+        self.numeric = engine.numeric_class()
+        self.validators = [
+            panel.validator,
+            *(
+                bench(backend, one, panel.mgr.folder, seed=int(one.address[:10], 16))
+                for one in (SECOND, THIRD)
+            ),
+        ]
+        for one in self.validators:
+            arm(one, panel.policies, panel.engines, calibration)
+            assert one.claim() is None
+
+    def announce(self, *validators: Bench) -> None:
+        """These validators are of the class."""
+        one = ExactClass(facts=dict(self.numeric.facts), fingerprint=self.numeric.fingerprint)
+        policy = self.panel.engines.digest(0)
+        listed = ClassList(policy_version=0, policy_digest=policy, classes=(one,))
+        for validator in validators:
+            classes.announce_all(self.panel.mgr.backend, validator.signer.address, listed)
+
+    def submit(self, make: Make, node: Any = LIAR) -> SubmissionRow:
+        return self.panel.mgr.submit(node, make=make, numeric_class=self.numeric.digest())
+
+    def judge(self, row: SubmissionRow) -> SubmissionRow:
+        """Validators judge until there is a verdict, or none of them has anything to do."""
+        while any(one.judge_next() for one in self.validators):
+            pass
+        return self.panel.mgr.row(row.digest)
+
+    def proved_by(self, variant: str) -> Make:
+        """A file that is decoded honestly and proved with the weights of `variant`."""
+
+        def make(signed: SignedLease, lease_digest: Digest) -> bytes:
+            run, environment = self.panel.mgr.context.run, self.panel.environment
+            honest = self.panel.engines.engine(0, signed.lease.policy_digest)
+            liar = PlainEngine(
+                self.panel.policies / "0", noise=gumbel, dtype="float32", prepare=VARIANTS[variant]
+            )
+            plan = build.plan_rows(
+                signed.lease, lease_digest, run, environment, honest.tokenizer, signed.problems()
+            )
+            made, proofs = build.generate_proved(lease_digest, plan, run, honest)
+            made, digests = build.prove_exactly(lease_digest, plan, run, liar, made)
+            rewards = build.grade_rows(plan, made, environment, honest.tokenizer)
+            rows = build.assemble_rows(signed, plan, made, rewards, proofs, digests)
+            named = signed.numeric_class()
+            return write_rollout_file(rows, build.metadata_of(lease_digest, honest, run, named))
+
+        return make
+
+    def opinions_by(self, row: SubmissionRow) -> set[str]:
+        with self.panel.mgr.store.read() as connection:
+            return {one.validator for one in jobs.assignments(connection, row.digest)}
+
+    def records(self) -> dict[str, tuple[int, int, bool]]:
+        """Node → (files, mismatched files, whether rows count towards a proof)."""
+        with self.panel.mgr.store.read() as connection:
+            found = connection.execute(schema.class_records.select()).mappings().all()
+        assert {row["key"] for row in found} <= {self.numeric.key}
+        return {row["node"]: (row["files"], row["mismatched"], row["rows"] > 0) for row in found}
+
+
+def _slashes(panel: JudgedPool) -> int:
+    with panel.mgr.store.read() as connection:
+        return len(connection.execute(schema.slashes.select()).all())
+
+
+def test_a_mismatch_in_an_unproven_class_accuses_no_one(exact: ExactPool) -> None:
+    exact.announce(*exact.validators)
+    panel = exact.panel
+    good = exact.judge(exact.submit(panel.honest, HONEST))
+    assert good.status == "accepted"
+    assert exact.records() == {HONEST.address: (1, 0, True)}
+    bad = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
+    assert (bad.status, bad.reason) == ("void", Reason.UNPROVEN_MISMATCH)
+    assert _slashes(panel) == 0
+    assert panel.mgr.node_status(LIAR.address) == "active"
+    assert exact.records() == {HONEST.address: (1, 0, False), LIAR.address: (1, 1, False)}
+
+
+@pytest.mark.parametrize("calibration", ["proven"], indirect=True)
+def test_a_mismatch_in_a_proven_class_rejects_and_an_audit_matches(
+    exact: ExactPool, calibration: Calibration
+) -> None:
+    exact.announce(*exact.validators)
+    panel = exact.panel
+    assert exact.judge(exact.submit(panel.honest, HONEST)).status == "accepted"
+    bad = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
+    assert (bad.status, bad.reason) == ("rejected", Reason.WRONG_PROOF_PASS)
+    assert _slashes(panel) == 1
+    assert exact.records()[LIAR.address] == (1, 1, False)
+    assert exact.records()[HONEST.address] == (1, 0, True), "the cheat explains its mismatch"
+
+    author = panel.evidence(bad).validator
+    setting = replace(panel.setting(), calibration=calibration, validators=frozenset({author}))
+    library = StoreReader(panel.mgr)
+    assert audit_slash(panel.slash(bad), setting, library).result == "match"
+    elsewhere = replace(setting, engines=FolderEngines(panel.policies, _with_other_facts))
+    found = audit_slash(panel.slash(bad), elsewhere, library)
+    assert found.result == "cannot tell"
+    assert "threads 1" in found.detail, "it says which machine could repeat it"
+
+
+def _with_other_facts(folder: Any) -> Any:
+    engine = load_engine(folder)
+    facts = dict(engine.facts()) | {"threads": "64"}
+    engine.facts = lambda: facts
+    return engine
+
+
+def test_one_validator_cannot_void_a_file_by_a_mismatch_that_it_makes_up(
+    exact: ExactPool,
+) -> None:
+    """Nobody can see it in the bytes, so it takes two, as a rejection does."""
+    exact.announce(*exact.validators)
+    row = exact.submit(exact.panel.honest, HONEST)
+    liar, job = _claimed(exact, row)
+    liar.say(job, Reason.UNPROVEN_MISMATCH)
+    judge_of(exact.panel.mgr.backend).tick()
+    assert exact.panel.mgr.row(row.digest).status == "submitted"
+    assert exact.judge(row).status == "accepted"
+
+
+def _claimed(exact: ExactPool, row: SubmissionRow) -> tuple[Bench, Job]:
+    for one in exact.validators:
+        if (job := one.claim()) is not None:
+            assert job.submission_digest == row.digest
+            return one, job
+    raise AssertionError("no validator was assigned the file")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([Outcome.VOID], False),
+        ([Outcome.VOID, Outcome.VOID], True),
+        ([Outcome.VOID, Outcome.ACCEPTED], False),
+    ],
+)
+def test_how_many_must_have_seen_a_mismatch(said: list[Outcome], expected: bool) -> None:
+    assert enough(Outcome.VOID, said, 2, 1, Reason.UNPROVEN_MISMATCH) is expected
+    assert enough(Outcome.VOID, [Outcome.VOID], 1, 1, Reason.UNPROVEN_MISMATCH)
+    assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED)
+
+
+def test_files_of_an_exact_lease_go_to_validators_of_its_class(exact: ExactPool) -> None:
+    """While any is live: the others would find nothing, and overrule those that do."""
+    exact.announce(*exact.validators[1:])
+    able = {one.signer.address for one in exact.validators[1:]}
+    rows = [exact.submit(exact.panel.honest, HONEST) for _ in range(6)]
+    for row in rows:
+        exact.judge(row)
+        assert exact.opinions_by(row) <= able
+    bad = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
+    assert bad.reason == Reason.UNPROVEN_MISMATCH
+    assert exact.opinions_by(bad) == able
+    plain = [exact.panel.mgr.submit(HONEST, make=exact.panel.honest) for _ in range(12)]
+    asked = set().union(*(exact.opinions_by(exact.judge(row)) for row in plain))
+    assert VALIDATOR.address in asked, "other files go to all"
+
+
+def test_a_mismatch_is_judged_by_statistics_where_no_second_machine_of_the_class_is_left(
+    exact: ExactPool,
+) -> None:
+    """One machine alone neither voids nor rejects; the file is paid."""
+    exact.announce(exact.validators[0])
+    others = FolderEngines(exact.panel.policies, _with_other_facts)
+    for one in exact.validators[1:]:
+        arm(one, exact.panel.policies, others, exact.calibration)
+    row = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
+    assert row.status == "accepted"
+    assert exact.opinions_by(row) == {one.signer.address for one in exact.validators}
+
+
+def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 255)  # one opinion voids
+    exact.announce(*exact.validators)
+    panel = exact.panel
+
+    def rows_asked() -> int:
+        """Rows to replay of the node's next file, whose lease names no class."""
+        row = panel.mgr.submit(LIAR, make=panel.honest)
+        judge, job = _claimed(exact, row)
+        judge.say(job, Reason.UNCALIBRATED)
+        judge_of(panel.mgr.backend).tick()
+        assert panel.mgr.row(row.digest).status == "void"
+        return job.rows
+
+    assert rows_asked() == 4, "a quarter of the rows, doubled for a newcomer"
+    lie = exact.proved_by("old1_1e6")
+    assert exact.judge(exact.submit(lie)).status == "void"
+    assert rows_asked() == 4, "one mismatch may be the class's own"
+    assert exact.judge(exact.submit(lie)).status == "void"
+    assert exact.records()[LIAR.address] == (2, 2, False)
+    assert rows_asked() == 8
+    with panel.mgr.store.begin() as connection:
+        for _ in range(9):  # a class in which a third of another node's files mismatch
+            for mismatched in (True, False, False):
+                exact_classes.judged(
+                    connection, exact.numeric.key, HONEST.address, rows=4, longest=9,
+                    mismatched=mismatched, explained=False,
+                )  # fmt: skip
+    assert rows_asked() == 8, "two of two are far more than nine of 27"
+    with panel.mgr.store.begin() as connection:
+        for _ in range(10):
+            exact_classes.judged(
+                connection, exact.numeric.key, LIAR.address, rows=4, longest=9, mismatched=False,
+                explained=False,
+            )  # fmt: skip
+    assert rows_asked() == 4, "two of twelve are not"

@@ -1,0 +1,279 @@
+"""Exact leases from announcement to verdict, by the worker's and the validator's own code."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
+
+import torch
+from bridge_kit import Flag, Kit, bridge_kit
+from judges import Bench, arm, bench
+from node_world import VALIDATOR, NodeWorld, node_world
+
+from prime_core.encoding import sha256
+from prime_core.errors import ConflictError, NotFoundError, PolicyError
+from prime_core.ids import Digest
+from prime_core.messages import ClassInfo, ClassRequest, PolicyList
+from prime_core.signing import LocalSigner
+from prime_core.storage.base import digest_key
+from prime_core.task import SignedLease
+from prime_core.verdict import VerdictTable
+from prime_engine.base import Engine
+from prime_engine.exact import NumericClass
+from prime_node.worker.client import BridgeClient
+from prime_node.worker.loop import work
+from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
+from prime_orchestrator.api import classes
+from prime_orchestrator.api.validators import LIVE_SECONDS
+from prime_orchestrator.store import exact_classes, leases, schema, submissions
+from prime_validator.classes import Announcer
+from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.rollout_file import read_rollout_file
+
+MODEL = Path(__file__).parents[2] / "devnet" / "model"
+
+
+class OneFile(RolloutBuilder):
+    """The honest builder, whose loop ends after one file."""
+
+    stop: Flag
+
+    def build(self, job: Job) -> Built:
+        self.stop.is_set = True
+        return super().build(job)
+
+
+@dataclass
+class Party:
+    """A node's worker, a validator and the pool between them."""
+
+    kit: Kit
+    judge: Bench
+    announcer: Announcer
+    builder: OneFile
+    policies: Path
+
+    @property
+    def world(self) -> NodeWorld:
+        return self.kit.world
+
+    def make_file(self) -> SignedLease:
+        """The worker announces, takes a lease and hands a file in; the lease."""
+        stop = Flag()
+        self.builder.stop = stop
+        work(self.kit.client, self.builder, stop)
+        with self.world.store.read() as connection:
+            rows = self.world.leases()
+            row = leases.get(
+                connection, Digest(max(rows, key=lambda r: r["lease_index"])["digest"])
+            )
+        assert row is not None
+        return row.signed()
+
+    def live(self) -> None:
+        """The validator asks for work, as it does all the time."""
+        assert self.judge.claim() is None
+
+    def records(self) -> list[tuple[int, int, int, int]]:
+        """(files, mismatched files, rows, longest row) by class and node."""
+        return [
+            (row["files"], row["mismatched"], row["rows"], row["longest"])
+            for row in self.world.rows(schema.class_records)
+        ]
+
+    def engine(self) -> Engine:
+        found = self.builder.engines.newest()
+        assert found is not None
+        return self.builder.engines.engine(*found)
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Iterator[Party]:
+    torch.set_num_threads(1)
+    with node_world(tmp_path, model=MODEL) as world, bridge_kit(world, tmp_path / "k") as kit:
+        listed = kit.broker._api.client.get("/v1/policies", PolicyList).policies
+        policies, outbox = tmp_path / "policies", tmp_path / "outbox"
+        outbox.mkdir()
+        shutil.copytree(MODEL, policies / "0")
+        (policies / "0" / "manifest.json").write_text(listed[0].model_dump_json())
+        engines = FolderEngines(policies, load_engine)
+        judge = arm(bench(world.backend, VALIDATOR, tmp_path, seed=None), policies, engines)
+        assert judge.validator is not None
+        announcer = Announcer(judge.api, judge.validator._policies, engines, "float32")
+        ticking = itertools.count(step=100)
+        builder = OneFile(
+            world.backend.context.run,
+            Options(kit.socket_path, policies, outbox),
+            clock=lambda: float(next(ticking)),
+        )
+        kit.uploader.start()
+        yield Party(kit, judge, announcer, builder, policies)
+        assert kit.uploader.stop(20) == 0
+        judge.close()
+
+
+def test_a_class_is_announced_leased_proved_and_compared_bit_for_bit(party: Party) -> None:
+    assert party.make_file().numeric_class() is None, "no validator announced a class"
+    assert party.judge.judge_next() is not None
+    party.live()
+    party.announcer.tick()
+    own = party.engine().numeric_class()
+    lease = party.make_file()
+    assert lease.numeric_class() == own.digest()
+    assert lease.opens(), "the salt that the manager signed binds the class"
+
+    digest = party.judge.judge_next()
+    assert digest is not None
+    with party.world.store.read() as connection:
+        row = submissions.get(connection, digest)
+    assert row is not None
+    assert row.status == "accepted"
+    file = read_rollout_file(party.world.backend.objects.get(digest_key(row.sha256), 1 << 22))
+    assert file.metadata.numeric_class == own.digest()
+    assert all(one.digests for one in file.rows)
+    assert row.verdict_table is not None
+    raw = party.world.backend.objects.get(digest_key(row.verdict_table), 1 << 22)
+    table = VerdictTable.model_validate_json(raw)
+    assert table.statistics["exact_mismatches"] == "0"
+    compared = int(table.statistics["exact_rows"])
+    assert compared == len(table.rows_drawn) > 0
+    lengths = [table.rows[n].prompt_tokens + table.rows[n].output_tokens for n in table.rows_drawn]
+    assert party.records() == [(1, 0, compared, max(lengths))]
+
+    info = party.kit.broker._api.client.get(f"/v1/classes/{own.digest()}", ClassInfo)
+    again = NumericClass(info.facts, Digest(info.fingerprint))
+    assert again.digest() == own.digest(), "anyone can check the answer"
+    assert info.facts["engine"] == "plain/1"
+
+
+def test_exact_leases_end_when_the_validators_of_the_class_vanish(party: Party) -> None:
+    party.live()
+    party.announcer.tick()
+    party.builder.announce(party.kit.client)
+    now = party.world.backend.now
+    object.__setattr__(party.world.backend, "now", lambda: now() + LIVE_SECONDS + 1)
+    assert party.make_file().numeric_class() is None
+    assert party.judge.judge_next() is not None, "it is judged by statistics, and paid"
+    assert party.world.submissions()[0]["status"] == "accepted"
+    assert party.records() == []
+
+
+def test_a_file_of_an_exact_lease_is_paid_by_statistics_if_no_machine_of_the_class_is_left(
+    party: Party,
+) -> None:
+    party.live()
+    party.announcer.tick()
+    assert party.make_file().numeric_class() is not None
+    engines = FolderEngines(party.policies, lambda folder: load_engine(folder, batch_rows=2))
+    other = arm(party.judge, party.policies, _OtherClass(engines))
+    assert other.judge_next() is not None
+    assert party.world.submissions()[0]["status"] == "accepted"
+    assert party.records() == []
+
+
+class _OtherClass:
+    """Engines of a machine whose facts differ."""
+
+    def __init__(self, engines: FolderEngines) -> None:
+        self._engines = engines
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        found = self._engines.engine(version, policy_digest)
+        other = NumericClass({"engine": "another"}, sha256(b"another"))
+        found.__dict__["_numeric_class"] = other
+        return found
+
+    def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
+        return self._engines.earlier(version)
+
+
+def test_a_machine_with_other_facts_or_weights_measures_little_and_gets_no_exact_lease(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party.live()
+    party.announcer.tick()
+    engine = party.engine()
+    facts = dict(engine.facts())
+    measured: list[bool] = []
+
+    def measure(self: Engine) -> NumericClass:
+        measured.append(True)
+        return NumericClass(facts, sha256(b"8-bit"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "facts", lambda self: facts | {"threads": "77"})
+        patch.setattr(type(engine), "numeric_class", measure)
+        party.builder.announce(party.kit.client)
+        assert not measured, "no validator has these facts: nothing is measured"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "numeric_class", measure)
+        party.builder.announce(party.kit.client)
+        assert measured, "the facts are those of a validator"
+    assert party.world.rows(schema.class_members)[0]["account"] == VALIDATOR.address
+    assert len(party.world.rows(schema.class_members)) == 1, "its fingerprint is another"
+    assert len(party.world.rows(schema.classes)) == 1, "nodes add no classes"
+
+
+def test_what_strangers_announce_is_refused(party: Party) -> None:
+    backend = party.world.backend
+    (policy,) = party.world.rows(schema.policies)
+    facts = {"engine": "plain/1"}
+    good = ClassRequest(policy_version=0, policy_digest=policy["digest"], facts=facts)
+    stranger = LocalSigner(b"\x77" * 32).address
+    with pytest.raises(PolicyError, match="active node"):
+        classes.announce(backend, stranger, good)
+    node = party.kit.broker._signer.address
+    for version, digest, error in (
+        (0, sha256(b"another"), ConflictError), (7, policy["digest"], NotFoundError),
+    ):  # fmt: skip
+        bad = ClassRequest(policy_version=version, policy_digest=digest, facts=facts)
+        with pytest.raises(error):
+            classes.announce(backend, node, bad)
+    with pytest.raises(NotFoundError):
+        classes.info(backend, Digest(sha256(b"unknown")))
+    for wrong in ({}, {"x" * 65: "1"}, {"x": "1" * 257}, {str(n): "1" for n in range(33)}):
+        with pytest.raises(ValueError, match="facts"):
+            ClassRequest(policy_version=0, policy_digest=policy["digest"], facts=wrong)
+
+
+def test_a_worker_of_this_release_works_with_an_older_agent_and_pool(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def refuse(self: BridgeClient, request: ClassRequest) -> None:
+        asked.append(request.policy_version)
+        raise NotFoundError("the bridge has no POST /class")
+
+    monkeypatch.setattr(BridgeClient, "exact_class", refuse)
+    assert party.make_file().numeric_class() is None
+    party.builder.announce(party.kit.client)
+    assert asked == [0], "it asks once for each policy"
+
+
+def test_records_start_again_after_a_mismatch_that_nothing_explains(party: Party) -> None:
+    store, key = party.world.store, Digest(sha256(b"key"))
+    nodes = [LocalSigner(bytes([n]) * 32).address for n in (1, 2)]
+
+    def judged(node: int, *, mismatched: bool, explained: bool = False) -> None:
+        with store.begin() as connection:
+            exact_classes.judged(
+                connection, key, nodes[node], rows=4, longest=9, mismatched=mismatched,
+                explained=explained,
+            )  # fmt: skip
+
+    judged(0, mismatched=False)
+    judged(1, mismatched=False)
+    judged(1, mismatched=True, explained=True)
+    assert sorted(party.records()) == [(1, 0, 4, 9), (2, 1, 4, 9)]
+    judged(0, mismatched=True)
+    assert sorted(party.records()) == [(2, 1, 0, 0), (2, 1, 0, 0)]
+    judged(1, mismatched=False)
+    assert sorted(party.records()) == [(2, 1, 0, 0), (3, 1, 4, 9)]
