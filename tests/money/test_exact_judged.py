@@ -3,8 +3,10 @@ that is not."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 from judges import Bench, arm, bench, judge_of
 from judging_kit import HONEST, LIAR, MODEL, JudgedPool, Make, StoreReader, small_run
 from money_kit import VALIDATOR, key
+from typer.testing import CliRunner
 
 from prime_core.ids import Digest
 from prime_core.run import RunDefinition
@@ -23,6 +26,7 @@ from prime_core.verdict import Outcome, Reason
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import VARIANTS
 from prime_orchestrator.api import classes, validators
+from prime_orchestrator.cli.classes import app
 from prime_orchestrator.manager.judging import enough
 from prime_orchestrator.store import exact_classes, jobs, schema
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -30,7 +34,7 @@ from prime_verify import build
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.proofs.sampling_torch import gumbel
-from prime_verify.proofs.thresholds import Calibration, ProvenClass, shipped
+from prime_verify.proofs.thresholds import Calibration, ProvenClass, load, shipped
 from prime_verify.rollout_file import write_rollout_file
 
 SECOND, THIRD = key(70), key(71)
@@ -188,7 +192,7 @@ def _with_other_facts(folder: Any) -> Any:
 def test_one_validator_cannot_void_a_file_by_a_mismatch_that_it_makes_up(
     exact: ExactPool,
 ) -> None:
-    """Nobody can see it in the bytes, so it takes two, as a rejection does."""
+    """No one can see it in the bytes, so it takes two, as a rejection does."""
     exact.announce(*exact.validators)
     row = exact.submit(exact.panel.honest, HONEST)
     liar, job = _claimed(exact, row)
@@ -287,3 +291,51 @@ def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
                 explained=False,
             )  # fmt: skip
     assert rows_asked() == 4, "two of twelve are not"
+
+
+def test_a_proven_class_is_written_into_a_calibration_and_a_mismatch_starts_its_count_again(
+    exact: ExactPool, tmp_path: Path
+) -> None:
+    exact.announce(*exact.validators)
+    mgr, run = exact.panel.mgr, tmp_path / "run.json"
+    run.write_bytes(mgr.context.run.raw())
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_bytes(shipped().canonical())
+    longest = mgr.context.run.max_output_tokens
+
+    def judged(node: int, *, rows: int, longest: int, mismatched: bool = False) -> None:
+        with mgr.store.begin() as connection:
+            exact_classes.judged(
+                connection, exact.numeric.key, key(80 + node).address, rows=rows, longest=longest,
+                mismatched=mismatched, explained=False,
+            )  # fmt: skip
+
+    def lacking() -> list[str]:
+        arguments = ["--run", str(run), "--data", str(mgr.folder), "--database", mgr.url]
+        arguments += ["--keep", str(before), "--out", str(after), "--json"]
+        answer = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+        (one,) = json.loads(answer.stdout)["classes"]
+        assert one["key"] == exact.numeric.key
+        assert one["facts"] == exact.numeric.facts
+        made = load(after)
+        assert made.proves(exact.numeric.key) is (one["lacking"] == [])
+        assert made.setups == shipped().setups
+        return list(one["lacking"])
+
+    for number in range(4):
+        mgr.admit(key(80 + number))
+        with mgr.store.begin() as connection:
+            owner = key(90 + min(number, 2)).address  # the last two are of one provider
+            address = schema.nodes.c.address == key(80 + number).address
+            connection.execute(schema.nodes.update().where(address).values(provider=owner))
+    judged(2, rows=9_000, longest=longest - 1)
+    judged(3, rows=900, longest=longest - 1)
+    row = f"a row of {longest} tokens"
+    assert lacking() == ["100 more rows", "2 more providers", row]
+    judged(0, rows=99, longest=longest)
+    assert lacking() == ["1 more rows", "1 more providers"]
+    judged(1, rows=1, longest=9)
+    assert lacking() == []
+    judged(1, rows=4, longest=9, mismatched=True)
+    assert lacking() == ["10000 more rows", "3 more providers", row]

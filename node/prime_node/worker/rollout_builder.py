@@ -108,7 +108,7 @@ class RolloutBuilder:
         self._clock = clock
         self._sleep = sleep
         self._class_of: int | None = None
-        """The policy version of whose exact class the pool was told or asked last."""
+        """The policy version of whose exact class the pool was asked last."""
         self._ask_class_at = -math.inf
 
     def announce(self, bridge: BridgeClient) -> None:

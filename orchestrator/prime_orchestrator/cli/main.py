@@ -45,6 +45,7 @@ _ELSEWHERE = {
     ),
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
     "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),
+    "classes": ("prime_orchestrator.cli.classes", "Exact classes, and which of them are proven."),
     "relay": (
         "prime_orchestrator.relay",
         "Serve policies to nodes, from an origin or another relay.",

@@ -174,3 +174,47 @@ def totals(connection: Connection, key: Digest) -> tuple[int, int]:
     )
     files, mismatched = connection.execute(query).one()
     return int(files or 0), int(mismatched or 0)
+
+
+@dataclass(frozen=True)
+class SumRow:
+    """All nodes' records of a class. `providers`: owners of nodes with equal rows since the last
+    unexplained mismatch."""
+
+    key: Digest
+    files: int
+    mismatched: int
+    rows: int
+    longest: int
+    providers: int
+
+
+def sums(connection: Connection) -> list[SumRow]:
+    """Returns the sums of every class, by key."""
+    total = sa.func.sum
+    owner = sa.case((_records.rows > 0, schema.nodes.c.provider))
+    query = (
+        sa.select(
+            _records.key,
+            total(_records.files),
+            total(_records.mismatched),
+            total(_records.rows),
+            sa.func.max(_records.longest),
+            sa.func.count(sa.distinct(owner)),
+        )
+        .select_from(
+            schema.class_records.join(schema.nodes, schema.nodes.c.address == _records.node)
+        )
+        .group_by(_records.key)
+        .order_by(_records.key)
+    )
+    return [
+        SumRow(Digest(key), *(int(value) for value in values))
+        for key, *values in connection.execute(query)
+    ]
+
+
+def facts_of(connection: Connection, key: Digest) -> str:
+    """Returns the facts of a class with judged files, as JSON."""
+    query = sa.select(_classes.facts).where(_classes.key == key).limit(1)
+    return str(connection.execute(query).scalar_one())
