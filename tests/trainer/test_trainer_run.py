@@ -23,6 +23,7 @@ from prime_trainer import checkpoint
 from prime_trainer.evaluate import evaluate
 from prime_trainer.follow import due
 from prime_trainer.run import publish_by_hand
+from prime_trainer.samples import chosen_samples
 
 STEPS = 4
 
@@ -60,6 +61,10 @@ def uninterrupted(
             weights = load_file(folder / "model.safetensors")
             assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
             assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+        texts = chosen_samples(root / "data", step=None, order="best", count=100)
+        assert len(texts) == 8
+        assert {text["step"] for text in texts} == {0}, "every tenth batch's texts are kept"
+        assert all(text["prompt"] and text["turns"] for text in texts)
         return [signed.manifest.digest() for signed in published], lines(root / "data")
 
 

@@ -261,13 +261,13 @@ def local(
 
 @app.command()
 def samples(
-    folder: Annotated[Path, typer.Argument(help="The folder that `trainer local` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of `trainer local` or `trainer run`.")],
     step: Annotated[int | None, typer.Option(min=0, help="Of this step (default: last).")] = None,
     order: Annotated[str, typer.Option(help="written, best or worst first.")] = "written",
     count: Annotated[int, typer.Option(min=1, help="At most so many.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Prompts and answers of a local run with rewards and what they are made of."""
+    """Prompts and answers of a run with rewards and, of a local run, their parts."""
     from prime_envs.samples import styled
     from prime_trainer.samples import chosen_samples, samples_text
 

@@ -170,8 +170,8 @@ class Settings(ChainSettings):
     tracker_project: str = "prime-open"
     """Project of the tracker."""
     texts_every: int = Field(default=10, ge=0)
-    """Steps between tables of rollout texts in TensorBoard and the tracker (`trainer local`); 0:
-    none."""
+    """Steps between tables of rollout texts in TensorBoard, the tracker and, for `trainer run`,
+    samples.jsonl; 0: none."""
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak of one device in 10^12 operations per second, for MFU; 0 uses the value of a known
     device."""

@@ -46,10 +46,9 @@ from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
 from prime_core.waiting import StoppedError, interruptible
 from prime_engine.base import Engine
-from prime_envs.base import Grade, texts_of
+from prime_envs.base import Grade
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
-from prime_envs.tools import TOOL_ERROR
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import Settings
@@ -63,6 +62,7 @@ from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of, read_lines
 from prime_trainer.observe import Observers
 from prime_trainer.parallel import World, joined_world, published_state
 from prime_trainer.publish import export
+from prime_trainer.samples import SAMPLES, append_samples, sample_line, spread, tool_figures
 from prime_trainer.sampling import Answered
 from prime_trainer.train import MAX_SKIPPED_IN_A_ROW
 from prime_verify.build import PlannedRow, generate_rows, plan_rows
@@ -154,19 +154,6 @@ class Made:
                 name: math.fsum(values) / len(values) for name, values in sorted(parts.items())
             },
         }
-
-    def tool_figures(self, tokenizer: Any) -> dict[str, float]:
-        """Metrics of the tools' answers in everything generated: answers per row, and the share of
-        them that report no error."""
-        said = [
-            text
-            for _, rollout, _ in self.rows
-            for text in texts_of(tokenizer, rollout.output_tokens, rollout.spans)[1::2]
-        ]
-        found = {"tool_calls": len(said) / max(1, len(self.rows))}
-        if said:
-            found["tool_success"] = sum(TOOL_ERROR not in text for text in said) / len(said)
-        return found
 
 
 def _source(row: PlannedRow) -> str:
@@ -348,7 +335,8 @@ class Local:
             raise
         line = train_step(self.learner, batch, watch) | made.figures(self.run.samples_per_group)
         if self.run.conversation is not None and self.run.conversation.tools:
-            line |= made.tool_figures(self.engine.tokenizer)
+            rollouts = [rollout for _, rollout, _ in made.rows]
+            line |= tool_figures(rollouts, self.engine.tokenizer)
         line["alarms"] = alarms_of(line, self.settings)
         for alarm in line["alarms"]:
             log.warning("alarm at step %d: %s", batch.step, alarm)
@@ -583,7 +571,7 @@ class Local:
             export(weights, self.base, self.folder, self.settings.training())
         for name, key, newest in (
             ("metrics.jsonl", "step", self.version - 1),
-            ("samples.jsonl", "step", self.version - 1),
+            (SAMPLES, "step", self.version - 1),
             ("evaluations.jsonl", "version", self.evaluated),
         ):
             kept = [line for line in read_lines(out / name) if line[key] <= newest]
@@ -626,25 +614,11 @@ class Local:
     def _write_samples(self, step: int, made: Made) -> None:
         """Writes rows spread evenly over those that a step generated: texts, rewards and their
         parts."""
-        tokenizer, wanted = self.engine.tokenizer, self.options.samples
-        apart = max(1, len(made.rows) // max(1, wanted))
         lines = [
-            {
-                "step": step,
-                "policy": rollout.policy_version,
-                "problem": rollout.problem_id,
-                "target": rollout.target_length,
-                "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
-                "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
-                "tokens": rollout.generated,
-                "finish": rollout.finish_reason,
-                "reward": rollout.reward,
-                "parts": dict(grade.parts),
-                "reason": grade.reason,
-            }
-            for _, rollout, grade in made.rows[::apart][:wanted]
+            sample_line(step, rollout, self.engine.tokenizer, grade)
+            for _, rollout, grade in spread(made.rows, self.options.samples)
         ]
-        self._append("samples.jsonl", lines)
+        append_samples(self.out, lines)
         self.observers.texts(step, lines)
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -123,7 +123,9 @@ def joined_world() -> Iterator[World]:
         storage = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         yield World(dist.get_rank(), dist.get_world_size(), device, mesh, storage)
     finally:
-        dist.destroy_process_group()
+        # vLLM in this process joins the group, and destroys it when it shuts down.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def shard(

@@ -1,29 +1,82 @@
-"""`trainer samples`: prompts and answers of a local run's policy, with rewards."""
+"""The texts of a step's rollouts: what `samples.jsonl` holds and `trainer samples` shows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prime_core.errors import UserError
 from prime_core.printing import printable
+from prime_core.rollout import Rollout
+from prime_envs.base import Grade, texts_of
 from prime_envs.samples import Style, reward_text, sample_text
+from prime_envs.tools import TOOL_ERROR
+from prime_trainer.disk import whole_lines, writing
 from prime_trainer.metrics import read_lines
 
+SAMPLES = "samples.jsonl"
 ORDERS = ("written", "best", "worst")
+Row = TypeVar("Row")
+
+
+def sample_line(step: int, rollout: Rollout, tokenizer: Any, grade: Grade | None) -> dict[str, Any]:
+    """A line of samples.jsonl. Without `grade` it has the reward and not its parts."""
+    return {
+        "step": step,
+        "policy": rollout.policy_version,
+        "problem": rollout.problem_id,
+        "target": rollout.target_length,
+        "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
+        "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
+        "tokens": rollout.generated,
+        "finish": rollout.finish_reason,
+        "reward": rollout.reward,
+        "parts": dict(grade.parts) if grade else {},
+        "reason": grade.reason if grade else "",
+    }
+
+
+def spread(rows: Sequence[Row], wanted: int) -> Sequence[Row]:
+    """At most `wanted` of the rows, evenly spread."""
+    return rows[:: max(1, len(rows) // max(1, wanted))][:wanted]
+
+
+def append_samples(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Adds lines to the folder's samples.jsonl, after cutting off an incomplete last one. Raises
+    UnavailableError on a disk error."""
+    path = folder / SAMPLES
+    with writing("the rollouts' texts", path):
+        whole_lines(path)
+        with path.open("a") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def tool_figures(rollouts: Sequence[Rollout], tokenizer: Any) -> dict[str, float]:
+    """Metrics of what the environment said between the turns of the model: replies per row, and
+    the share of them that report no error."""
+    said = [
+        text
+        for rollout in rollouts
+        for text in texts_of(tokenizer, rollout.output_tokens, rollout.spans)[1::2]
+    ]
+    found = {"tool_calls": len(said) / max(1, len(rollouts))}
+    if said:
+        found["tool_success"] = sum(TOOL_ERROR not in text for text in said) / len(said)
+    return found
 
 
 def chosen_samples(
     folder: Path, *, step: int | None, order: str, count: int
 ) -> list[dict[str, Any]]:
-    """At most `count` samples of a step (None: the last one) in the folder of a `trainer local`.
+    """At most `count` samples of a step (None: the last one) in the folder of a run.
 
     Raises UserError if there are none, `order` is not one of ORDERS, or the file is damaged.
     """
     if order not in ORDERS:
         raise UserError(f"the order {order!r} is none of {', '.join(ORDERS)}")
-    path = folder / "samples.jsonl"
+    path = folder / SAMPLES
     lines = read_lines(path)
     known = sorted({int(line["step"]) for line in lines})
     wanted = known[-1] if step is None and known else step
@@ -32,7 +85,7 @@ def chosen_samples(
         steps = f"it has steps {known[0]} to {known[-1]}" if known else "there are none in it"
         raise UserError(
             f"{path} has no samples of {'any step' if wanted is None else f'step {wanted}'}",
-            hint=f"{steps}; name the folder that `trainer local --out` wrote",
+            hint=f"{steps}; name the folder of `trainer local --out` or `trainer run --data`",
         )
     if order != "written":
         found.sort(key=lambda line: float(line["reward"]), reverse=order == "best")

@@ -34,6 +34,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 from prime_broadcast.sharded import Part
@@ -64,10 +65,13 @@ from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of
 from prime_trainer.observe import Observers
 from prime_trainer.publish import Origin, Publisher, publish_state, take_part
+from prime_trainer.samples import append_samples, sample_line, spread, tool_figures
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
+SAMPLES = 8
+"""Rollouts whose texts are written down every `texts_every` batches."""
 
 
 class Trainer:
@@ -143,6 +147,14 @@ class Trainer:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
         return state
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base model's tokenizer."""
+        from transformers import AutoTokenizer
+
+        folder = self.learner.settings.need("model")
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def new_watch(self) -> Stopwatch:
         """A step's stopwatch, which reports to the observers what the loop waits for."""
@@ -233,6 +245,9 @@ class Trainer:
         if isinstance(found, TrainingBatch):
             versions = state.version, self.newest + 1
             line = train_step(self.learner, found, watch, versions)
+            talk = self.learner.run.conversation
+            if self.world.leads and talk is not None and talk.tools:
+                line |= tool_figures(found.rollouts, self.tokenizer)
             line["alarms"] = alarms_of(line, self.learner.settings)
         else:
             log.error("batch %d is skipped: %s", found.step, found.why)
@@ -271,11 +286,20 @@ class Trainer:
             with watch.timed("snapshot"):
                 saving = self.begin_checkpoint(after)
         self.recent = after.recent_groups()
-        self.kept = self.keeper.submit(self.keep_here, after, saving, part, line)
+        texts = self.texts(found, line["step"])
+        self.kept = self.keeper.submit(self.keep_here, after, saving, part, line, texts)
         if ends:
             self.wait_kept(watch)
             raise FatalError(f"alarm at step {state.step}: {'; '.join(line['alarms'])}")
         return after
+
+    def texts(self, found: TrainingBatch | BadBatch, step: int) -> list[dict[str, Any]]:
+        """Texts of some of the batch's rollouts, every `texts_every` batches on rank 0."""
+        every = self.learner.settings.texts_every
+        if isinstance(found, BadBatch) or not every or step % every or not self.world.leads:
+            return []
+        rows = spread(found.rollouts, SAMPLES)
+        return [sample_line(step, row, self.tokenizer, None) for row in rows]
 
     def take_part(self, training: str) -> Part:
         """This rank's part of the present weights; a collective operation."""
@@ -289,9 +313,15 @@ class Trainer:
         return checkpoint.begin(self.data, state, learner.policy, learner.optimizer, self.world)
 
     def keep_here(
-        self, state: TrainerState, saving: Saving | None, part: Part, line: dict[str, Any]
+        self,
+        state: TrainerState,
+        saving: Saving | None,
+        part: Part,
+        line: dict[str, Any],
+        texts: list[dict[str, Any]],
     ) -> Stopwatch:
-        """The keeper's work on this rank, in order: checkpoint, metrics line, publication."""
+        """The keeper's work on this rank, in order: checkpoint, metrics line, texts,
+        publication."""
         watch = Stopwatch()
         if saving is not None:
             with watch.timed("checkpoint"):
@@ -299,6 +329,9 @@ class Trainer:
         if self.world.leads:
             self.metrics.append(line)
             self.observers.step(line)
+        if texts:
+            append_samples(self.data, texts)
+            self.observers.texts(line["step"], texts)
         self.publish(part, state, watch)
         return watch
 
