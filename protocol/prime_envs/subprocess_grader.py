@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -56,9 +57,9 @@ class SubprocessGrader:
     settings) carries over to the next call, and a slow call costs no restart. `confined` (with
     `fork`): a function that `target` returns is called once the fork can only compute (see
     grading_child.py); raises UserError on platforms without that sandbox. `warm` names a function
-    that the child calls once, with `warm_with`, before its first request. `python` is another
-    interpreter to run it in, with `path` as its PYTHONPATH. Thread-safe (one call at a time).
-    `close` or `with` ends the child.
+    that the child calls once, with `warm_with`, before its first request. `python` is the
+    interpreter to run it in; another one than this sees the package prime_envs, and otherwise its
+    own packages. Thread-safe (one call at a time). `close` or `with` ends the child.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class SubprocessGrader:
         warm: str = "",
         warm_with: Sequence[str | int] = (),
         python: str = sys.executable,
-        path: Path | None = None,
     ) -> None:
         self._target = target
         self._timeout = timeout
@@ -90,7 +90,11 @@ class SubprocessGrader:
         self._warm = warm
         self._warm_with = json.dumps(list(warm_with))
         self._python = python
-        self._environment = _environment(path)
+        self._seen: tempfile.TemporaryDirectory[str] | None = None
+        if python != sys.executable:  # our site-packages would hide those of that interpreter
+            self._seen = tempfile.TemporaryDirectory(prefix="prime-grader-")
+            Path(self._seen.name, "prime_envs").symlink_to(Path(__file__).resolve().parent)
+        self._environment = _environment("" if self._seen is None else self._seen.name)
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._lock = threading.Lock()
@@ -198,16 +202,17 @@ class SubprocessGrader:
                     stream.close()
 
 
-def _environment(path: Path | None) -> dict[str, str]:
-    """Environment of the child. The hash seed is fixed, so that sets of text iterate in the same
-    order everywhere; scorers and algebra systems may depend on it."""
+def _environment(path: str) -> dict[str, str]:
+    """Environment of the child, with `path` first in its PYTHONPATH. The hash seed is fixed, so
+    that sets of text iterate in the same order everywhere; scorers and algebra systems may depend
+    on it."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or name.startswith(_PREFIXES)
     }
     known = os.environ.get("PYTHONPATH", "")
-    paths = os.pathsep.join(filter(None, (str(path or ""), known)))
+    paths = os.pathsep.join(filter(None, (path, known)))
     return {**kept, "PYTHONHASHSEED": "0", **({"PYTHONPATH": paths} if paths else {})}
 
 

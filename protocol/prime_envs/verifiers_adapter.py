@@ -20,7 +20,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from prime_core import encoding
@@ -84,7 +83,6 @@ class VerifiersEnvironment(Environment):
             warm="prime_envs.verifiers_child:warm",
             warm_with=(taskset, size),
             python=self._python,
-            path=Path(__file__).resolve().parents[1],
         )
         try:
             found = self._child.call({"do": "describe", **self._about})

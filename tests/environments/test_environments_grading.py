@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import venv
+from pathlib import Path
+
 import pytest
 
 from prime_core.run import LengthBudgets
@@ -9,6 +12,7 @@ from prime_envs.procedural import ReasoningGym
 from prime_envs.subprocess_grader import (
     Answered,
     GradingCrashError,
+    GradingRaisedError,
     GradingTimeoutError,
     SubprocessGrader,
 )
@@ -55,6 +59,22 @@ def test_closing_ends_the_child() -> None:
     assert child is not None
     grader.close()
     assert child.returncode is not None
+
+
+def test_another_interpreter_sees_this_package_and_none_of_our_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path, symlinks=True)
+    python = str(tmp_path / "bin" / "python")
+    with SubprocessGrader("os:getenv", python=python) as grader:
+        shown = grader.call("PYTHONPATH")
+        assert [path.name for path in Path(shown).iterdir()] == ["prime_envs"]
+    with (
+        SubprocessGrader("importlib:import_module", python=python, fork=True) as grader,
+        pytest.raises(GradingRaisedError, match="No module named 'pydantic'"),
+    ):
+        grader.call("pydantic")
 
 
 @pytest.mark.parametrize("family", ["basic_arithmetic", "spell_backward", "gcd"])

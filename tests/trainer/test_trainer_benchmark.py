@@ -354,6 +354,8 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_stopped(
     with file.open("a") as torn:
         torn.write('{"number": 1, "ind')  # the machine stopped in the middle of a line
     found, engine = scripted(monkeypatch, one, said, asked, answers=tmp_path)
+    kept = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert [line["texts"] for line in kept] == [[SUM, SUM], [PAIRS, "none"]]
     assert (found.score, found.pass_k, found.resumed) == (whole.score, whole.pass_k, 1)
     assert len(engine.requests) == 2, "only what was missing is generated"
     found, engine = scripted(monkeypatch, one, said, asked, answers=tmp_path)

@@ -234,16 +234,16 @@ def _answers(
                 made.resumed += len(some)
                 yield [one for one in known if one is not None]
                 continue
-        found = _graded(benchmark, prompts, asked, some, made)
+        found, texts = _graded(benchmark, prompts, asked, some, made)
         if kept is not None:
-            kept.add(some[0].index, found)
+            kept.add(some[0].index, found, texts)
         yield found
 
 
 def _graded(
     benchmark: Benchmark, prompts: _Prompts, asked: Asked, some: Sequence[Problem], made: _Made
-) -> list[Answered]:
-    """Generates and scores the samples of some problems."""
+) -> tuple[list[Answered], list[list[str]]]:
+    """Generates and scores the samples of some problems. Returns the answers and their texts."""
     engine, source = prompts.engine, sampling_seed(asked.seed, b"benchmark")
     requests, opened = [], []
     for problem in some:
@@ -264,11 +264,14 @@ def _graded(
     made.seconds += time.monotonic() - start
     made.tokens += sum(len(one.output_tokens) for one in generated)
     rows = iter(zip(generated, opened, strict=True))
-    found = []
+    found: list[Answered] = []
+    texts: list[list[str]] = []
     for problem in some:
         grades = []
+        texts.append([])
         for one, thinking in islice(rows, asked.samples):
             text = (THINK if thinking else "") + decode_output(engine.tokenizer, one.output_tokens)
+            texts[-1].append(text)
             score = benchmark.score(problem, final_section(text[:MAX_OUTPUT_CHARACTERS]))
             parts = {
                 **score.parts, "task_micro": score.task_micro, "tokens": len(one.output_tokens),
@@ -276,7 +279,7 @@ def _graded(
             }  # fmt: skip
             grades.append(Grade(score.task_micro, parts, score.reason, score.uncertain))
         found.append(Answered(problem, 0, tuple(grades)))
-    return found
+    return found, texts
 
 
 def _report(
@@ -322,7 +325,7 @@ def report_table(found: Report) -> str:
     k, how, tokens = found.samples, found.settings, found.tokens
     only = "" if found.problems == found.whole else f" (the benchmark has {found.whole})"
     lines = [
-        ("task", f"{found.task}, {found.problems} problems{only}, {k} samples each"),
+        ("task", f"{found.task}, {found.problems} problems{only}, {k} sample{'s' * (k > 1)} each"),
         ("data", f"{found.data}, {found.digest}"),
         ("model", f"{found.model}, {how['engine']}, {how['dtype']}, {how['device']}"),
         (f"average@{k}", f"{percent(found.score)}  95 % interval over problems"),

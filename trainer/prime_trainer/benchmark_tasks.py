@@ -25,7 +25,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-import prime_envs
 from prime_core import encoding, seeds
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import MICRO
@@ -155,7 +154,6 @@ class _Library:
             warm="prime_envs.lm_eval_child:warm",
             warm_with=(task,),
             python=python,
-            path=Path(prime_envs.__file__).resolve().parents[1],
         )
         try:
             self.about: dict[str, Any] = self._child.call({"task": "describe", "of": task})

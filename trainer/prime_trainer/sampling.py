@@ -87,14 +87,18 @@ class Kept:
         index, grades = self._found.get(number, (-1, ()))
         return Answered(problem, target, grades) if index == problem.index else None
 
-    def add(self, first: int, answered: Sequence[Answered]) -> None:
-        """Keeps the answers to the problems from number `first` on."""
+    def add(
+        self, first: int, answered: Sequence[Answered], texts: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        """Keeps the answers to the problems from number `first` on. `texts`: the answers
+        themselves, by problem and sample, to be read by people."""
         lines = [
             json.dumps(
                 {
                     "number": number,
                     "index": one.problem.index,
                     "grades": [asdict(grade) for grade in one.grades],
+                    **({} if texts is None else {"texts": texts[number - first]}),
                 }
             )
             for number, one in enumerate(answered, start=first)
