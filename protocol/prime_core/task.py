@@ -20,6 +20,10 @@ from prime_core.signing import (
     Strict,
 )
 
+IMAGE_VARIABLE = "PRIME_IMAGE"
+"""Environment variable with the image that a program runs in, as a run names it. The agent sets it
+for tasks; for a validator in such an image its operator does."""
+
 
 class Task(Strict):
     """A container spec. `image` is a reference by digest (or a bare image id without a registry).

@@ -137,6 +137,12 @@ SENTENCES: dict[Reason, str] = {
 """One sentence per reason (see Reason.sentence)."""
 
 
+PROOF_PASS = frozenset(
+    {Reason.WRONG_PROOF_PASS, Reason.TAMPERED_LOGPROBS, Reason.UNPROVEN_MISMATCH}
+)
+"""Reasons that a repeated proof pass can give."""
+
+
 class Law(Statement):
     """The rules under which an opinion was formed. Only its struct hash is part of a signed
     opinion; opinions count together only if it is equal. `verification_class` is the digest of the

@@ -14,6 +14,7 @@ different. A loaded policy with changed weights has another fingerprint.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -64,6 +65,14 @@ class NumericClass:
     def words(self) -> str:
         """The facts for a reader who needs such hardware."""
         return ", ".join(f"{name} {value}" for name, value in sorted(self.facts.items()))
+
+
+def image_digest() -> str:
+    """Returns the digest of the container image that this program runs in, without its
+    repository; "none" outside containers."""
+    from prime_core.task import IMAGE_VARIABLE  # its packages are not on every machine with a card
+
+    return os.environ.get(IMAGE_VARIABLE, "").rpartition("@")[2] or "none"
 
 
 def measure(engine: Engine) -> NumericClass:

@@ -33,7 +33,14 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
-from prime_engine.exact import PROOF_CHUNK, REPLAY_MODE, NumericClass, ProofPart, measure
+from prime_engine.exact import (
+    PROOF_CHUNK,
+    REPLAY_MODE,
+    NumericClass,
+    ProofPart,
+    image_digest,
+    measure,
+)
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.linears import native_bfloat16, widen
 
@@ -358,6 +365,9 @@ class PlainEngine(PolicyFacts):
             "model": str(self.model.config.model_type),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            "image": image_digest(),
+            "cards": "1" if self._torch_device.type == "cuda" else "0",
+            "all-reduce": "none",  # one device holds the model
         }
         if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
             card = torch.cuda.get_device_properties(self._torch_device)
@@ -366,6 +376,7 @@ class PlainEngine(PolicyFacts):
                 "multiprocessors": str(card.multi_processor_count),
                 "shared memory": str(card.shared_memory_per_block),
                 "card memory": str(card.total_memory),
+                "mig": "yes" if " MIG " in f" {card.name} " else "no",
                 "cuda": str(torch.version.cuda),
             }
         return facts | {

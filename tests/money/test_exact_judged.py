@@ -22,10 +22,11 @@ from prime_core.ids import Digest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_core.validator_messages import ClassList, ExactClass, Job
-from prime_core.verdict import Outcome, Reason
+from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import VARIANTS
-from prime_orchestrator.api import classes, validators
+from prime_orchestrator.api import classes
+from prime_orchestrator.api import validators as api
 from prime_orchestrator.cli.classes import app
 from prime_orchestrator.manager.judging import enough
 from prime_orchestrator.store import exact_classes, jobs, schema
@@ -36,6 +37,7 @@ from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.proofs.sampling_torch import gumbel
 from prime_verify.proofs.thresholds import Calibration, ProvenClass, load, shipped
 from prime_verify.rollout_file import write_rollout_file
+from prime_verify.verify import Finding
 
 SECOND, THIRD = key(70), key(71)
 
@@ -224,8 +226,11 @@ def test_how_many_must_have_seen_a_mismatch(said: list[Outcome], expected: bool)
     assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED)
 
 
-def test_files_of_an_exact_lease_go_to_validators_of_its_class(exact: ExactPool) -> None:
+def test_files_of_an_exact_lease_go_to_validators_of_its_class(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While any is live: the others would find nothing, and overrule those that do."""
+    monkeypatch.setattr(api, "OUTSIDE_ONE_IN", 1 << 255)
     exact.announce(*exact.validators[1:])
     able = {one.signer.address for one in exact.validators[1:]}
     rows = [exact.submit(exact.panel.honest, HONEST) for _ in range(6)]
@@ -240,10 +245,61 @@ def test_files_of_an_exact_lease_go_to_validators_of_its_class(exact: ExactPool)
     assert VALIDATOR.address in asked, "other files go to all"
 
 
+def test_some_files_of_an_exact_lease_go_to_any_validator(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node and two validators that announce a class of their own are not among themselves. A
+    mismatch that one states is still looked for by one that can see it."""
+    monkeypatch.setattr(api, "OUTSIDE_ONE_IN", 1)
+    exact.announce(*exact.validators[1:])
+    able = {one.signer.address for one in exact.validators[1:]}
+    rows = [exact.judge(exact.submit(exact.panel.honest, HONEST)) for _ in range(12)]
+    assert VALIDATOR.address in set().union(*map(exact.opinions_by, rows))
+    assert {row.status for row in rows} == {"accepted"}
+    lie, reasons = exact.proved_by("old1_1e6"), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "AGAIN_ONE_IN", 1 << 255)
+        blind = FolderEngines(exact.panel.policies, _with_other_facts)
+        arm(exact.validators[0], exact.panel.policies, blind, exact.calibration)
+        for _ in range(6):
+            row = exact.judge(exact.submit(lie))
+            reasons.append(row.reason)
+            first_was_blind = exact.opinions_by(row) == {VALIDATOR.address}
+            assert first_was_blind or exact.opinions_by(row) == able
+            assert (row.status == "accepted") == first_was_blind
+    assert Reason.UNPROVEN_MISMATCH in reasons
+
+
+def test_a_validator_counts_rows_of_a_class_only_if_it_is_of_it_and_never_more_than_it_drew(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact.announce(*exact.validators)
+    stated = {"value": ""}
+    table_of = Finding.verdict_table
+
+    def lying(self: Finding, *given: Any) -> VerdictTable:
+        table = table_of(self, *given)
+        numbers = table.statistics | {"exact_rows": stated["value"]}
+        return table.model_copy(update={"statistics": numbers})
+
+    monkeypatch.setattr(Finding, "verdict_table", lying)
+    for value in ("inf", "nan", "-1", "1e300", "9"):
+        stated["value"] = value
+        assert exact.judge(exact.submit(exact.panel.honest, HONEST)).status == "accepted"
+    assert exact.records() == {}
+    stated["value"] = "4"
+    for one in exact.validators:
+        with exact.panel.mgr.store.begin() as connection:
+            exact_classes.join(connection, one.signer.address, 0, [], now=0.0, oldest=0)
+    assert exact.judge(exact.submit(exact.panel.honest, HONEST)).status == "accepted"
+    assert exact.records() == {}
+
+
 def test_a_mismatch_is_judged_by_statistics_where_no_second_machine_of_the_class_is_left(
-    exact: ExactPool,
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One machine alone neither voids nor rejects; the file is paid."""
+    monkeypatch.setattr(api, "OUTSIDE_ONE_IN", 1 << 255)
     exact.announce(exact.validators[0])
     others = FolderEngines(exact.panel.policies, _with_other_facts)
     for one in exact.validators[1:]:
@@ -256,7 +312,7 @@ def test_a_mismatch_is_judged_by_statistics_where_no_second_machine_of_the_class
 def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 255)  # one opinion voids
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1 << 255)  # one opinion voids
     exact.announce(*exact.validators)
     panel = exact.panel
 

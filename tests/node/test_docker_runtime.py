@@ -162,12 +162,13 @@ def test_task_cannot_start_more_processes_than_allowed(shell: Shell) -> None:
 
 
 def test_task_environment_holds_nothing_of_the_agents(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, busybox: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIME_NODE_WALLET", "/secret/keystore")
     _, output = shell("/bin/busybox env")
     assert "PRIME_NODE" not in output
     assert "secret" not in output
+    assert f"PRIME_IMAGE={busybox}\n" in output, "part of its exact class"
 
 
 def test_stop_asks_first_and_kills_after_the_grace(busybox: str, mounts: Mounts) -> None:

@@ -18,7 +18,7 @@ from judges import Bench, arm, bench
 from node_world import VALIDATOR, NodeWorld, node_world
 
 from prime_core.encoding import sha256
-from prime_core.errors import ConflictError, NotFoundError, PolicyError
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.messages import ClassInfo, ClassRequest, PolicyList
 from prime_core.signing import LocalSigner
@@ -277,3 +277,21 @@ def test_records_start_again_after_a_mismatch_that_nothing_explains(party: Party
     assert sorted(party.records()) == [(2, 1, 0, 0), (2, 1, 0, 0)]
     judged(1, mismatched=False)
     assert sorted(party.records()) == [(2, 1, 0, 0), (3, 1, 4, 9)]
+
+
+def test_a_worker_that_has_no_class_any_more_takes_its_announcement_back(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease of the class could not be fulfilled."""
+    party.live()
+    party.announcer.tick()
+    party.builder.announce(party.kit.client)
+    assert len(party.world.rows(schema.class_members)) == 2
+
+    def refuse(self: Engine) -> dict[str, str]:
+        raise UnavailableError("this engine has no proof pass")
+
+    monkeypatch.setattr(type(party.engine()), "facts", refuse)
+    started_again = OneFile(party.builder.run, party.builder.options)
+    started_again.announce(party.kit.client)
+    assert [row["account"] for row in party.world.rows(schema.class_members)] == [VALIDATOR.address]

@@ -16,7 +16,7 @@ from prime_core.draws import SaltOpening
 from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Outcome, Reason
-from prime_engine.exact import PROOF_CHUNK
+from prime_engine.exact import PROOF_CHUNK, NumericClass
 from prime_engine.plain import PlainEngine
 from prime_engine.tiny import write_tiny_model
 from prime_engine.variants import VARIANTS
@@ -245,3 +245,13 @@ def test_the_salt_binds_the_class() -> None:
         for named in (None, one, other)
     ]
     assert len({opening.salt() for opening in openings}) == len(openings)
+
+
+def test_an_image_is_part_of_the_class_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine("float32")
+    assert engine.facts()["image"] == "none"
+    keys = set()
+    for image in ("", "one/worker@sha256:ab", "another/worker@sha256:ab", "sha256:cd"):
+        monkeypatch.setenv("PRIME_IMAGE", image)
+        keys.add(NumericClass(engine.facts(), ZERO_DIGEST).key)
+    assert len(keys) == 3, "a mirror of the registry serves the same image"

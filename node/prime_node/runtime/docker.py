@@ -36,7 +36,7 @@ from docker.utils import kwargs_from_env
 
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.rollout import MAX_FILE_BYTES
-from prime_core.task import Task
+from prime_core.task import IMAGE_VARIABLE, Task
 from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
 from prime_node.fingerprint import read_gpus
@@ -368,6 +368,7 @@ class DockerRuntime:
                     "OMP_NUM_THREADS": str(options.threads or max(1, task.cpus_milli // 1000)),
                     "PYTHONUNBUFFERED": "1",
                     "HF_HUB_OFFLINE": "1",
+                    IMAGE_VARIABLE: task.image,
                     "TOKENIZERS_PARALLELISM": "false",
                     # Hooks of the NVIDIA runtime ran on the host with the image's own
                     # (CVE-2025-23266).

@@ -120,15 +120,18 @@ class RolloutBuilder:
         if newest is None or (newest[0] == self._class_of and now < self._ask_class_at):
             return
         version, digest = newest
+        again = now + ASK_AGAIN_SECONDS
         try:
             engine = self.engines.engine(version, digest)
-            facts = dict(engine.facts())
-        except UnavailableError as error:
-            log.info("no exact class is announced: %s", error)
-            self._class_of, self._ask_class_at = version, math.inf
+        except UnavailableError as error:  # a lease of this policy will say so, too
+            log.warning("policy %d: no exact class: %s", version, error)
+            self._class_of, self._ask_class_at = version, again
             return
+        try:
+            facts = dict(engine.facts())
+        except UnavailableError:  # it has no class; the pool may know one of an earlier worker
+            facts, again = {"engine": engine.name}, math.inf
         question = ClassRequest(policy_version=version, policy_digest=digest, facts=facts)
-        again = now + ASK_AGAIN_SECONDS
         try:
             if bridge.exact_class(question).wanted:
                 measured = engine.numeric_class()

@@ -43,13 +43,14 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
             raise PolicyError("only an active node announces its exact class")
         _check_policy(connection, version, Digest(request.policy_digest))
         numeric = NumericClass(request.facts, Digest(request.fingerprint or ZERO_DIGEST))
+        oldest = version - backend.context.run.max_staleness
         appointed = chain.appointed(connection, backend.context.pool)
-        if request.fingerprint is None:
+        if request.fingerprint is None:  # a worker starts: what an earlier one was may be wrong
+            exact_classes.join(connection, account, version, [], now=now, oldest=oldest)
             known = exact_classes.of_policy(connection, version, numeric.key)
             return ClassAnswer(wanted=bool(held_by_enough(connection, known, appointed, now)))
         digest = numeric.digest()
         wanted = digest in held_by_enough(connection, [digest], appointed, now)
-        oldest = version - backend.context.run.max_staleness
         exact_classes.join(
             connection, account, version, [digest] if wanted else [], now=now, oldest=oldest
         )

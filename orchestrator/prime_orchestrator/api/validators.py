@@ -43,7 +43,7 @@ from prime_core.validator_messages import (
     SealAnswer,
     SealRequest,
 )
-from prime_core.verdict import Opinion, Outcome, Reason, SignedOpinion
+from prime_core.verdict import PROOF_PASS, Opinion, Outcome, Reason, SignedOpinion
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import draws, history, revisions, uploads
 from prime_orchestrator.manager.judging import check_law
@@ -84,6 +84,9 @@ MAX_DELAYS = 20
 """Claims on one file that may be postponed before its validator counts as having abstained."""
 AGAIN_ONE_IN = 16
 """One file in this many is judged by a second validator regardless of the first opinion."""
+OUTSIDE_ONE_IN = 4
+"""One file of an exact lease in this many goes to any validator, so that no node and no few
+validators choose one another by announcing a class."""
 LONE_SECONDS = 3600.0
 """After this long without another validator, one opinion decides where two were needed."""
 MAX_OBJECT_BYTES = 32 << 20
@@ -216,8 +219,22 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
             jobs.change(connection, row.digest, needed=needed)
         parts = {one.validator: one for one in known.get(row.digest, ())}
         numeric = promise.signed().numeric_class()
-        proving = provers[numeric] if numeric is not None else frozenset[Address]()
+        proving = frozenset[Address]()
+        if numeric is not None and _inside(connection, secret, row.digest, parts):
+            proving = provers[numeric]
         _assign(connection, job, needed, listed, secret, parts, able, proving, load, now)
+
+
+def _inside(
+    connection: Connection, secret: Digest, digest: Digest, parts: dict[Address, AssignmentRow]
+) -> bool:
+    """Whether a file of an exact lease is judged by validators of its class while any is live: all
+    but a drawn share, and those in which an opinion states a mismatch, which others cannot see."""
+    if lot("outside", secret, digest) % OUTSIDE_ONE_IN:
+        return True
+    if not any(part.status == "given" for part in parts.values()):
+        return False
+    return any(one.reason in PROOF_PASS for one in opinions.of(connection, digest))
 
 
 def first_needed(listed: DrawList, second: Digest, submission: Digest) -> int:

@@ -129,8 +129,10 @@ class Judgement:
 
     @property
     def exact_rows(self) -> int:
-        """Rows whose proof pass was compared bit for bit."""
-        return int(float(self.table.statistics.get("exact_rows", "0")))
+        """Rows whose proof pass was compared bit for bit, as the opinion's author says; 0 if it
+        says more than it drew."""
+        found = float(self.table.statistics.get("exact_rows", "0"))
+        return int(found) if 0 <= found <= len(self.table.rows_drawn) else 0
 
     @property
     def mismatches(self) -> bool:
@@ -435,13 +437,19 @@ def _note_class(
     outcome: Outcome,
     reason: Reason,
 ) -> None:
-    """Counts the file for its lease's exact class, if its proof passes were repeated. The opinion
-    that compared the most rows counts."""
+    """Counts the file for its lease's exact class, if validators of the class repeated its proof
+    passes. The opinion that compared the most rows counts."""
     lease = leases.get(connection, row.lease_digest)
     name = None if lease is None else lease.signed().numeric_class()
     numeric = None if name is None else exact_classes.get(connection, name)
-    agreed = [one for one in found if one.outcome is outcome and one.exact_rows]
-    if numeric is None or not agreed:
+    if numeric is None:
+        return
+    able = exact_classes.members(connection, [numeric.digest])[numeric.digest]
+    agreed = [
+        one for one in found
+        if one.outcome is outcome and one.exact_rows and one.validator in able
+    ]  # fmt: skip
+    if not agreed:
         return
     most = max(agreed, key=lambda one: one.exact_rows)
     drawn = {*most.table.rows_drawn}
