@@ -364,12 +364,13 @@ def test_a_benchmark_that_was_ended_goes_on_where_it_stopped(
         scripted(monkeypatch, one, said, replace(asked, temperature=1.0), answers=tmp_path)
 
 
-def test_a_prompt_that_does_not_fit_is_said(
+def test_a_prompt_that_does_not_fit_is_said_before_anything_is_generated(
     monkeypatch: pytest.MonkeyPatch, opened: dict[str, Benchmark]
 ) -> None:
-    monkeypatch.setattr(Scripted, "positions", 100)
+    monkeypatch.setattr(Scripted, "positions", 280)
+    monkeypatch.setattr(module, "ROWS", 1)
     one = benchmark("livecodebench-v5", opened)
-    with pytest.raises(UserError, match=r"problem 1 of .* the model has 100 positions"):
+    with pytest.raises(UserError, match=r"problem 2 takes 286 tokens, .* has 280 positions"):
         scripted(monkeypatch, one, {}, Asked(ROWS / FILES[one.name]))
     with pytest.raises(UserError, match="has 2 problems, 3 were asked for"):
         count_problems(one, Asked(ROWS / FILES[one.name], problems=3))

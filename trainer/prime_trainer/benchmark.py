@@ -124,13 +124,22 @@ class _Prompts:
     chat: Chat | None
     budget: int | None
 
-    def of(self, question: str) -> tuple[tuple[int, ...], bool]:
-        """(tokens, whether the template has opened the thinking)."""
+    def of(self, problem: Problem) -> tuple[tuple[int, ...], bool]:
+        """(tokens, whether the template has opened the thinking). Raises UserError if the model's
+        positions leave no room for an answer."""
+        question = problem.prompt
         tokenizer, text, opened = self.engine.tokenizer, question, False
         if self.chat is not None:
             text = rendered_text(tokenizer, messages_of(self.chat, question, self.budget or 0))
             opened = text.rstrip().endswith(THINK)
-        return tuple(tokenizer.encode(text, add_special_tokens=False)), opened
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+        if len(tokens) >= self.engine.positions:
+            raise UserError(
+                f"problem {problem.index + 1} takes {len(tokens)} tokens, and the model has "
+                f"{self.engine.positions} positions",
+                hint="choose a model with a longer context",
+            )
+        return tokens, opened
 
 
 def require_pinned(data: Path, pinned: str | None) -> Digest:
@@ -198,6 +207,8 @@ def run_benchmark(
             "graded_by": benchmark.versions(),
         }  # fmt: skip
         kept = keep(sampling, benchmark.name, model, question)
+        for problem in read_problems(benchmark, asked.data, asked.problems):
+            prompts.of(problem)  # all prompts must fit, before hours of sampling
         made = _Made()
         answered: list[Answered] = []
         for some in _answers(benchmark, prompts, asked, kept, made):
@@ -247,14 +258,8 @@ def _graded(
     engine, source = prompts.engine, sampling_seed(asked.seed, b"benchmark")
     requests, opened = [], []
     for problem in some:
-        tokens, thinking = prompts.of(problem.prompt)
+        tokens, thinking = prompts.of(problem)
         room = engine.positions - len(tokens)
-        if room < 1:
-            raise UserError(
-                f"problem {problem.index + 1} of {asked.data} takes {len(tokens)} tokens, and the "
-                f"model has {engine.positions} positions",
-                hint="choose a model with a longer context",
-            )
         for sample in range(asked.samples):
             noise = seeds.noise_seed(source, problem.index, sample) if asked.temperature else None
             requests.append(GenerationRequest(tokens, min(asked.max_tokens, room), noise))

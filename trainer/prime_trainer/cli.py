@@ -506,9 +506,9 @@ def benchmark(
             report = run_benchmark(scored, folder, definition, asked, found, sampling)
     finally:
         scored.close()
+    print(json.dumps(report.as_json()) if as_json else report_table(report))
     if out is not None:
         write_report(report, out)
-    print(json.dumps(report.as_json()) if as_json else report_table(report))
 
 
 @app.command()
