@@ -4,7 +4,9 @@ allowed public hosts within bounds; everything else is refused."""
 from __future__ import annotations
 
 import json
+import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -382,6 +384,34 @@ def test_over_http_errors_are_problems_and_answers_are_the_same_bytes(world: Wor
         assert refused.status_code == 400
         assert refused.headers["content-type"] == "application/problem+json"
     assert client.get("/healthz").status_code == 200
+
+
+def test_calls_are_counted_by_tool_and_outcome(world: World) -> None:
+    world.ask()
+    world.ask()
+    with pytest.raises(ConflictError):
+        world.ask("/inject")
+    with pytest.raises(UnavailableError):
+        world.ask("/broken", sample=1)
+    assert world.ask("/nothing", group=1).text.startswith("error: ")
+    with pytest.raises(PolicyError):
+        world.ask(tool="made-up-1")
+    shown = TestClient(create_app(world.service)).get("/metrics").text
+    counts = dict(re.findall(r"^prime_gateway_calls_total\{(.*)\} (\S+)$", shown, re.M))
+    assert counts == {
+        'outcome="answered",tool="fetch-1"': "2.0",
+        'outcome="conflict",tool="fetch-1"': "1.0",
+        'outcome="outage",tool="fetch-1"': "1.0",
+        'outcome="error",tool="fetch-1"': "1.0",
+        'outcome="refused",tool="other"': "1.0",
+    }
+    assert 'prime_gateway_tool_seconds_count{tool="fetch-1"} 3.0' in shown, "one was a repetition"
+    promtool = shutil.which("promtool")
+    if promtool:
+        lint = subprocess.run(
+            [promtool, "check", "metrics"], input=shown, capture_output=True, text=True, check=False
+        )
+        assert lint.returncode == 0, lint.stdout + lint.stderr
 
 
 # -- upstreams ----------------------------------------------------------------------------------

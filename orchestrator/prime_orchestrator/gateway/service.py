@@ -20,6 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client import Counter as Count
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from starlette.applications import Starlette
@@ -31,7 +38,14 @@ from starlette.routing import Route
 from prime_broadcast.http1 import Bucket
 from prime_chain.keystore import open_keystore
 from prime_chain.networks import LOCAL
-from prime_core.errors import PolicyError, PrimeError, UnavailableError, UntrustedError, UserError
+from prime_core.errors import (
+    ConflictError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
 from prime_core.folders import held_alone, make_folder
 from prime_core.gateway import MAX_TEXT, GatewayAnswer, GatewayRequest
 from prime_core.ids import Address, Digest
@@ -104,6 +118,51 @@ class Pool:
     run: Callable[[Digest], RunDefinition]
 
 
+class CallMetrics:
+    """What Prometheus reads of a gateway. Counts start at 0 with the process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.calls = Count(
+            "prime_gateway_calls",
+            "Calls by tool and outcome: answered; error (the answer reports one); busy (the node "
+            "asks again); outage (the tool gave no answer); conflict (a second call in one place); "
+            "refused.",
+            ["tool", "outcome"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "prime_gateway_tool_seconds",
+            "Seconds that a tool took to answer, or to fail.",
+            ["tool"],
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+            registry=self.registry,
+        )
+
+    @contextmanager
+    def counted(self, tool: str) -> Iterator[Callable[[str], None]]:
+        """Counts one call of `tool` by how the block ends; it passes the answer's text on."""
+        outcome = "refused"
+
+        def answered(text: str) -> None:
+            nonlocal outcome
+            outcome = "error" if text.startswith(TOOL_ERROR) else "answered"
+
+        try:
+            yield answered
+        except TooManyError:
+            outcome = "busy"
+            raise
+        except ConflictError:
+            outcome = "conflict"
+            raise
+        except UnavailableError:
+            outcome = "outage"
+            raise
+        finally:
+            self.calls.labels(tool, outcome).inc()
+
+
 class CallService:
     """Answers calls. Thread-safe."""
 
@@ -126,6 +185,7 @@ class CallService:
         """Calls being answered, by lease and by tool."""
         self._outages: OrderedDict[tuple[int, Digest], tuple[float, str]] = OrderedDict()
         """By step and request: until when there is no answer, and why."""
+        self.metrics = CallMetrics()
 
     def answer(self, asked: GatewayRequest) -> GatewayAnswer:
         """The signed answer to a call.
@@ -134,6 +194,13 @@ class CallService:
         a row that made two calls in one place, TooManyError if its lease or its tool is busy,
         UnavailableError if there is no answer now.
         """
+        tool = asked.call.tool if asked.call.tool in self._tools else "other"
+        with self.metrics.counted(tool) as answered:
+            found = self._answer(asked)
+            answered(found.text)
+        return found
+
+    def _answer(self, asked: GatewayRequest) -> GatewayAnswer:
         lease = asked.lease.lease
         lease_digest = lease.digest(self._pool.work)
         conversation = self._check(asked, lease_digest)
@@ -165,7 +232,8 @@ class CallService:
         if self._clock() < until:
             raise UnavailableError(why)
         try:
-            text = answer_of(upstream, call.arguments, most)
+            with self.metrics.seconds.labels(call.tool).time():
+                text = answer_of(upstream, call.arguments, most)
         except UnavailableError as error:
             with self._limits_lock:
                 self._outages.pop(key, None)
@@ -244,7 +312,7 @@ class TooManyError(UnavailableError):
 
 
 def create_app(service: CallService) -> Starlette:
-    """The ASGI application: POST /v1/call and GET /healthz."""
+    """The ASGI application: POST /v1/call, GET /healthz and GET /metrics."""
 
     async def call(request: Request) -> Response:
         try:
@@ -261,10 +329,15 @@ def create_app(service: CallService) -> Starlette:
     async def healthz(_: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
 
+    async def metrics(_: Request) -> Response:
+        found = generate_latest(service.metrics.registry)
+        return Response(found, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
     return Starlette(
         routes=[
             Route("/v1/call", call, methods=["POST"]),
             Route("/healthz", healthz, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
         ]
     )
 
