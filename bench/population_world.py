@@ -510,10 +510,11 @@ class World:
             )
         ]
         judge = Judge(backend.store, backend.objects, backend.context, backend.draws, backend.now)
+        verdict = judge.stored(found[0], found)
         with backend.store.begin() as connection:
             row = submissions.get(connection, digest)
             assert row is not None
-            judge._record(connection, row, found[0], found)
+            judge.record(connection, row, verdict)
             jobs.change(connection, digest, status="done")
         self.facts[digest] = JudgedFact(
             name, name, outcome, sum(rows) if outcome is Outcome.ACCEPTED else 0, now

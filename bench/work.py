@@ -48,11 +48,13 @@ from prime_core.transport.signatures import SessionKey
 from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
+    EntryAnswer,
+    GivenOpinion,
     Job,
-    ObjectRequest,
     RowsRequest,
-    SealAnswer,
     SealRequest,
+    TogetherAnswer,
+    TogetherRequest,
 )
 from prime_core.verdict import (
     Law,
@@ -65,6 +67,7 @@ from prime_core.verdict import (
     reason_digest,
 )
 from prime_orchestrator.store import schema
+from prime_validator.together import Entry
 from prime_verify.proofs.thresholds import shipped
 
 CORES = 2
@@ -327,39 +330,59 @@ class Judges:
         session: SessionKey,
         ended: asyncio.Event,
     ) -> None:
-        """As prime_validator.judging.Validator does: up to MOST files, then the next."""
-        given: dict[Digest, tuple[SignedOpinion, bytes]] = {}
+        """As prime_validator does: up to MOST files, each by a task of its own whose requests go
+        together with those of the others (prime_validator.together), then the next."""
+        given: dict[Digest, GivenOpinion] = {}
+        waiting: list[tuple[Entry, asyncio.Future[EntryAnswer]]] = []
+        turn = asyncio.Lock()
 
         async def post(path: str, body: bytes) -> bytes:
             return await client.ask(signed_post(session, f"/v1/validators/{path}", body))
 
-        async def reveal(digest: Digest) -> None:
-            signed, table = given[digest]
-            wish = ObjectRequest(
-                submission=digest, sha256=Digest(signed.opinion.table), size=len(table)
+        async def ask(entry: Entry) -> EntryAnswer:
+            answer: asyncio.Future[EntryAnswer] = asyncio.get_running_loop().create_future()
+            waiting.append((entry, answer))
+            async with turn:
+                if not answer.done():
+                    some, waiting[:] = list(waiting), []
+                    await send(some)
+            found = await answer
+            if found.problem:
+                raise ValueError(found.problem)
+            return found
+
+        async def send(some: Sequence[tuple[Entry, asyncio.Future[EntryAnswer]]]) -> None:
+            request = TogetherRequest(
+                rows=tuple(one for one, _ in some if isinstance(one, RowsRequest)),
+                seals=tuple(one for one, _ in some if isinstance(one, SealRequest)),
+                opinions=tuple(one for one, _ in some if isinstance(one, GivenOpinion)),
             )
-            raw = await post("objects", wish.model_dump_json().encode())
-            target = UploadAnswer.model_validate_json(raw)
-            if not target.exists:
-                await _put(servers, client, {}, target, table)
-            await post("opinions", signed.model_dump_json().encode())
+            raw = await post("together", request.model_dump_json().encode())
+            found = TogetherAnswer.model_validate_json(raw)
+            answers = {
+                RowsRequest: iter(found.rows),
+                SealRequest: iter(found.seals),
+                GivenOpinion: iter(found.opinions),
+            }
+            for one, answer in some:
+                answer.set_result(next(answers[type(one)]))
+
+        async def judge(job: Job) -> None:
+            digest = Digest(job.submission_digest)
+            table = _table(job)
+            await ask(RowsRequest(submission=digest, marks=table.marks))
+            signed = _opinion(servers, account, job, table)
+            given[digest] = GivenOpinion(signed=signed, table=table.canonical().decode())
+            seal = SealRequest(worker="bench", submission=digest, seal=signed.seal())
+            if (await ask(seal)).reveal:
+                await ask(given[digest])
 
         wish = ClaimRequest(worker="bench", most=MOST).model_dump_json().encode()
         while not ended.is_set():
             answer = ClaimAnswer.model_validate_json(await post("claims", wish))
             for digest in answer.reveal:
-                await reveal(Digest(digest))
-            for job in answer.jobs:
-                digest = Digest(job.submission_digest)
-                table = _table(job)
-                rows = RowsRequest(submission=digest, marks=table.marks)
-                await post("rows", rows.model_dump_json().encode())
-                signed = _opinion(servers, account, job, table)
-                given[digest] = signed, table.canonical()
-                seal = SealRequest(worker="bench", submission=digest, seal=signed.seal())
-                raw = await post("seals", seal.model_dump_json().encode())
-                if SealAnswer.model_validate_json(raw).reveal:
-                    await reveal(digest)
+                await ask(given[Digest(digest)])
+            await asyncio.gather(*(judge(job) for job in answer.jobs))
             if not answer.jobs and not answer.reveal:
                 await asyncio.sleep(answer.retry_after_ms / 1000)
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi.testclient import TestClient
 
@@ -141,9 +142,14 @@ class Bench:
         return jobs[0] if jobs else None
 
     def opinion(
-        self, job: Job, reason: Reason = Reason.NONE, rows: Sequence[VerdictRow] = ()
+        self,
+        job: Job,
+        reason: Reason = Reason.NONE,
+        rows: Sequence[VerdictRow] = (),
+        **fields: Any,
     ) -> SignedOpinion:
-        """A signed opinion of the right form on a claimed file, its objects published."""
+        """A signed opinion of the right form on a claimed file, its objects published. `fields`:
+        more fields of its table."""
         backend, run = self.backend, self.backend.context.run
         claim, promise = job.submission.submission, job.lease.lease
         draw = self.draws.draw(job)
@@ -156,6 +162,7 @@ class Bench:
             rows=tuple(rows),
             draw_secret=draw.secret,
             rows_drawn=tuple(range(run.least_drawn(run.rows_per_lease))) if accepted else (),
+            **fields,
         )
         evidence = ZERO_DIGEST
         if reason.outcome is Outcome.REJECTED:
@@ -219,10 +226,14 @@ class Bench:
         validators.give_opinion(self.backend, self.signer.address, signed)
 
     def say(
-        self, job: Job, reason: Reason = Reason.NONE, rows: Sequence[VerdictRow] = ()
+        self,
+        job: Job,
+        reason: Reason = Reason.NONE,
+        rows: Sequence[VerdictRow] = (),
+        **fields: Any,
     ) -> SignedOpinion:
         """Seals an opinion and hands it in at once."""
-        signed = self.opinion(job, reason, rows)
+        signed = self.opinion(job, reason, rows, **fields)
         assert self.seal(signed), "it is due"
         self.give(signed)
         return signed

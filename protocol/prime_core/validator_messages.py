@@ -12,6 +12,7 @@
 | POST /v1/validators/seals | SealRequest → SealAnswer |
 | POST /v1/validators/objects | ObjectRequest → UploadAnswer |
 | POST /v1/validators/opinions | SignedOpinion → {} |
+| POST /v1/validators/together | TogetherRequest → TogetherAnswer |
 | GET  /v1/submissions/{digest}/opinions | (anyone) → OpinionList |
 """
 
@@ -78,11 +79,13 @@ class Job(Answer):
 
 
 class ClaimAnswer(Answer):
-    """`reveal`: sealed files whose opinions must be submitted now."""
+    """`reveal`: sealed files whose opinions must be submitted now. `together`: most entries of a
+    TogetherRequest; 0 if the orchestrator takes none."""
 
     jobs: tuple[Job, ...] = ()
     reveal: tuple[DigestField, ...] = ()
     retry_after_ms: int = Field(default=0, ge=0)
+    together: int = Field(default=0, ge=0)
 
 
 class KeepRequest(Strict):
@@ -135,6 +138,40 @@ class ObjectRequest(Strict):
     submission: DigestField
     sha256: DigestField
     size: int = Field(ge=1)
+
+
+class GivenOpinion(Strict):
+    """A sealed opinion that is due. `table`: the text of the table that it names, if that is not
+    uploaded on its own."""
+
+    signed: SignedOpinion
+    table: str | None = None
+
+
+class TogetherRequest(Strict):
+    """Requests about several files. Each entry is done, or refused, as if it had come alone."""
+
+    rows: tuple[RowsRequest, ...] = Field(default=(), max_length=MAX_JOBS)
+    seals: tuple[SealRequest, ...] = Field(default=(), max_length=MAX_JOBS)
+    opinions: tuple[GivenOpinion, ...] = Field(default=(), max_length=MAX_JOBS)
+
+
+class EntryAnswer(Answer):
+    """What became of one entry: `marks` of a RowsAnswer, `reveal` of a SealAnswer; or `problem`, an
+    RFC 9457 document as text, with its HTTP `status`."""
+
+    marks: tuple[str, ...] = ()
+    reveal: bool = False
+    status: int = 200
+    problem: str = ""
+
+
+class TogetherAnswer(Answer):
+    """The answers to the entries, in their order."""
+
+    rows: tuple[EntryAnswer, ...] = ()
+    seals: tuple[EntryAnswer, ...] = ()
+    opinions: tuple[EntryAnswer, ...] = ()
 
 
 class OpinionList(Answer):

@@ -244,6 +244,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
             refusals(world)
             walk.cards()  # last: what came before is recorded with its keys and nonces
             walk.classes()  # and later than that
+            walk.together()
             yield world
     store.close()
 

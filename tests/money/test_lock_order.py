@@ -50,7 +50,7 @@ def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(
         assert jobs.lock_row(connection, row.digest) is not None
         ending.start()
         ending.join(0.3)  # it waits for the job, and must hold nothing that a verdict writes
-        assert submissions.judge(connection, row.digest, "accepted", reason=0, judged_at=1.0)
+        submissions.change(connection, row.digest, status="accepted", judged_at=1.0)
     ending.join(30)
     assert not failures
     assert mgr.row(row.digest).status == "accepted"
@@ -127,7 +127,7 @@ def test_a_verdict_waits_for_no_writer_that_waits_for_its_file(
     writing = threading.Thread(target=write)
     with mgr.store.begin() as connection:
         jobs.lock_row(connection, row.digest)
-        assert submissions.judge(connection, row.digest, "accepted", reason=0, judged_at=1.0)
+        submissions.change(connection, row.digest, status="accepted", judged_at=1.0)
         writing.start()
         blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
         while writing.is_alive() and not connection.execute(blocked).scalar_one():

@@ -25,7 +25,7 @@ from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
 from prime_orchestrator.manager.judging import enough
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
-from prime_orchestrator.store import jobs, meta, opinions, schema
+from prime_orchestrator.store import jobs, leases, meta, opinions, schema
 from prime_orchestrator.store.opinions import OpinionRow
 
 SECOND, THIRD = key(70), key(71)
@@ -127,7 +127,9 @@ def test_one_file_in_sixteen_is_judged_twice_by_the_managers_secret_alone(
     panel.another(SECOND)
     row = panel.mgr.submit(HONEST)
     with panel.mgr.store.read() as connection:
-        listed = one.listed(panel.mgr.objects, validators._lease(connection, row))
+        lease = leases.get(connection, row.lease_digest)
+    assert lease is not None
+    listed = one.listed(panel.mgr.objects, lease.signed())
     files = [sha256(str(number).encode()) for number in range(3200)]
     secret = sha256(b"second")
     twice = sum(validators.first_needed(listed, secret, file) == 2 for file in files)

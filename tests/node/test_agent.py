@@ -101,9 +101,10 @@ def test_the_agent_reports_a_void_file_and_its_reason(world: NodeWorld) -> None:
     until(world.submissions, "it works")
     digest = Digest(world.submissions()[0]["digest"])
     with world.backend.store.begin() as connection:
-        assert submissions.judge(
-            connection, digest, "void", reason=Reason.MALFORMED, judged_at=world.backend.now()
-        )
+        submissions.change(
+            connection, digest, status="void", reason=int(Reason.MALFORMED),
+            judged_at=world.backend.now(),
+        )  # fmt: skip
     sentence = f"{digest} is void (MALFORMED): {Reason.MALFORMED.sentence}"
     until(lambda: sentence in world.log(), "the log says why")
 

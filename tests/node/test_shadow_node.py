@@ -37,8 +37,8 @@ def test_a_shadow_node_works_without_chain_or_seat_and_shows_its_verdicts(
         world.backend.context.pool
     )
     with world.backend.store.begin() as connection:
-        assert submissions.judge(
-            connection, Digest(submission["digest"]), "accepted", reason=0, units=7,
+        submissions.change(
+            connection, Digest(submission["digest"]), status="accepted", units=7,
             judged_at=world.backend.now(),
         )  # fmt: skip
     until(lambda: "1 accepted" in status(world).get("verdicts", ""), "its status shows the verdict")

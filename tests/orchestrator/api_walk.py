@@ -33,6 +33,7 @@ from prime_core.messages import (
 from prime_core.node import Gpu, Hardware, SessionRevocation
 from prime_core.run import Cards
 from prime_core.signing import Strict
+from prime_core.storage.base import digest_key
 from prime_core.task import SignedLease
 from prime_core.validator_messages import (
     ClaimAnswer,
@@ -40,15 +41,18 @@ from prime_core.validator_messages import (
     ClassList,
     CommitRequest,
     ExactClass,
+    GivenOpinion,
     Job,
     KeepRequest,
     ObjectRequest,
     ReleaseRequest,
     RowsRequest,
     SealRequest,
+    TogetherRequest,
 )
 from prime_core.verdict import Reason, VerdictRow
 from prime_engine.exact import NumericClass
+from prime_orchestrator.api.validators import CLAIM_SECONDS
 from prime_orchestrator.manager import reviews
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, epoch_at
@@ -240,6 +244,25 @@ class Walk:
         digest = NumericClass(one.facts, Digest(one.fingerprint)).digest()
         self.digests.append(digest)
         self.send("GET /v1/classes/{digest}", digest=digest)
+
+    def together(self) -> None:
+        """A file's rows, seal and opinion, each in a request for several files."""
+        self.world.clock.advance(CLAIM_SECONDS + 1)  # earlier claims end
+        validator = self.world.login(VALIDATOR, "validator")
+        wish = ClaimRequest(worker=WORKER, most=1)
+        raw = self.send("POST /v1/validators/claims", wish, validator).content
+        (job,) = ClaimAnswer.model_validate_json(raw).jobs
+        signed = self.judge.opinion(job, Reason.MALFORMED)
+        table = self.world.backend.objects.get(digest_key(signed.opinion.table), 1 << 20)
+        marks = RowsRequest(submission=job.submission_digest, marks={"ab" * 16: True})
+        seal = SealRequest(worker=WORKER, submission=job.submission_digest, seal=signed.seal())
+        given = GivenOpinion(signed=signed, table=table.decode())
+        for entries in (
+            TogetherRequest(rows=(marks,)),
+            TogetherRequest(seals=(seal,)),
+            TogetherRequest(rows=(marks,), opinions=(given,)),
+        ):
+            self.send("POST /v1/validators/together", entries, validator)
 
     def files(self) -> None:
         """Files end in every way; two accepted ones make a batch."""

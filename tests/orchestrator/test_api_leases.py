@@ -211,12 +211,8 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
         digest = world.hand_in(session, data=f"file {number}".encode())
         status = "void" if reason is not Reason.NONE else "accepted"
         with world.backend.store.begin() as connection:
-            submissions.judge(
-                connection,
-                digest,
-                status,
-                reason=reason,
-                judged_at=world.clock(),  # type: ignore[arg-type]
+            submissions.change(
+                connection, digest, status=status, reason=int(reason), judged_at=world.clock()
             )
 
     given = world.http.get(f"/v1/nodes/{ours.account.address}/leases").json()

@@ -83,15 +83,15 @@ def test_a_node_that_drifts_beyond_the_limit_is_replayed_whole_and_others_are_no
             drift.add(connection, OTHER, SETUP, {"sketch": 0.2 + 0.2 * (n % 2)})
         for _ in range(LEAST_FILES - 1):
             drift.add(connection, NODE, SETUP, {"sketch": 0.9})
-        assert not drifting.drifts(connection, NODE, 0.0), "too few files to tell"
+        assert not drifting.among(connection, [NODE], 0.0), "too few files to tell"
         drift.add(connection, NODE, SETUP, {"sketch": 0.9})
-        assert drifting.drifts(connection, NODE, 1.0)
-        assert not drifting.drifts(connection, OTHER, 2.0), "0.3 against 0.9 is below the others"
-        assert not drifting.drifts(connection, address("0x" + "33" * 20), 3.0)
+        assert drifting.among(connection, [NODE], 1.0)
+        assert not drifting.among(connection, [OTHER], 2.0), "0.3 against 0.9 is below the others"
+        assert not drifting.among(connection, [address("0x" + "33" * 20)], 3.0)
         far = [address(f"0x{n:040x}") for n in range(1, 4)]
         for node in far:
             drift.add(connection, node, SETUP, {"margin_max": 1.0})
-        assert not any(drifting.drifts(connection, node, 100.0) for node in far)
+        assert not drifting.among(connection, far, 100.0)
     store.close()
 
 

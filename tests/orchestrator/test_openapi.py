@@ -148,6 +148,7 @@ def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
     with walked(world, tmp_path / "validator") as done:
         done.cards()
         done.classes()
+        done.together()
         yield done
 
 

@@ -216,7 +216,7 @@ def queued(store: Store, *numbers: int) -> None:
             )  # fmt: skip
             jobs.add(connection, {name(number): False}, now=float(number))
             jobs.change(connection, name(number), needed=1)
-            jobs.assign(connection, name(number), NODE, now=float(number))
+            jobs.assign(connection, [(name(number), NODE)], now=float(number))
 
 
 def take(store: Store, worker: str, now: float, most: int = 1) -> list[Digest]:
@@ -283,7 +283,7 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
     other = Address("0x" + "22" * 20)
     with either_store.begin() as connection:
         jobs.change(connection, name(1), needed=2)
-        jobs.assign(connection, name(1), other, now=1.0)
+        jobs.assign(connection, [(name(1), other)], now=1.0)
         jobs.set_assignment(connection, name(1), NODE, status="sealed")
         assert jobs.to_reveal(connection, NODE, 9) == []
         jobs.set_assignment(connection, name(1), other, status="sealed")

@@ -19,8 +19,8 @@ from prime_orchestrator.store.groups import GroupRow
 def accept(store: Store, digest: Digest) -> None:
     """As a validator's verdict leaves an accepted file of two groups."""
     with store.begin() as connection:
-        submissions.judge(
-            connection, digest, "accepted", reason=0, units=10, verdict=digest,
+        submissions.change(
+            connection, digest, status="accepted", units=10, verdict=digest,
             verdict_table=digest, judged_at=time.time(),
         )  # fmt: skip
         groups.add(

@@ -21,6 +21,7 @@ from prime_core.validator_messages import (
     ClaimRequest,
     ClassList,
     CommitRequest,
+    GivenOpinion,
     Job,
     KeepRequest,
     ObjectRequest,
@@ -29,10 +30,15 @@ from prime_core.validator_messages import (
     RowsRequest,
     SealAnswer,
     SealRequest,
+    TogetherAnswer,
+    TogetherRequest,
 )
 from prime_core.verdict import Reason, SignedOpinion
+from prime_validator.together import Together
 
 MAX_OBJECT_BYTES = 32 << 20
+TABLE_BYTES = 256 << 10
+"""Larger tables are uploaded on their own."""
 Answered = TypeVar("Answered", bound=Strict)
 
 
@@ -50,6 +56,7 @@ class ValidatorApi:
         self.worker = worker
         self._lock = threading.Lock()
         self._names = PoolNames(client)
+        self._together: Together | None = None
 
     def close(self) -> None:
         self.client.close()
@@ -65,7 +72,15 @@ class ValidatorApi:
         self._post("reveals", shown, Empty)
 
     def claim(self, most: int) -> ClaimAnswer:
-        return self._post("claims", ClaimRequest(worker=self.worker, most=most), ClaimAnswer)
+        """Claims files. The answer says whether the orchestrator takes several entries in one
+        request; from then on, calls of several threads share requests."""
+        request = ClaimRequest(worker=self.worker, most=most)
+        answer = self._post("claims", request, ClaimAnswer)
+        if answer.together != (self._together.most if self._together else 0):
+            self._together = Together(self._post_together, answer.together)
+        if not answer.together:
+            self._together = None
+        return answer
 
     def announce(self, classes: ClassList) -> None:
         """Announces the exact classes in which this machine repeats proof passes of a policy."""
@@ -86,11 +101,15 @@ class ValidatorApi:
     def rows_seen(self, submission: Digest, marks: Mapping[str, bool]) -> frozenset[str]:
         """Returns those of a file's row marks that other files have."""
         request = RowsRequest(submission=submission, marks=dict(marks))
+        if self._together is not None:
+            return frozenset(self._together.ask(request).marks)
         return frozenset(self._post("rows", request, RowsAnswer).marks)
 
     def seal(self, submission: Digest, seal: Digest) -> bool:
         """Seals an opinion; returns whether it is to be submitted now."""
         request = SealRequest(worker=self.worker, submission=submission, seal=seal)
+        if self._together is not None:
+            return self._together.ask(request).reveal
         return self._post("seals", request, SealAnswer).reveal
 
     def upload(self, submission: Digest, data: bytes) -> None:
@@ -101,7 +120,12 @@ class ValidatorApi:
             with self._lock:
                 self.client.upload(target, data)
 
-    def opinion(self, signed: SignedOpinion) -> None:
+    def opinion(self, signed: SignedOpinion, table: bytes) -> None:
+        """Submits a sealed opinion that is due, with the table that it names."""
+        if self._together is not None and len(table) <= TABLE_BYTES:
+            self._together.ask(GivenOpinion(signed=signed, table=table.decode()))
+            return
+        self.upload(Digest(signed.opinion.submission), table)
         self._post("opinions", signed, Empty)
 
     def file(self, job: Job) -> bytes:
@@ -150,6 +174,9 @@ class ValidatorApi:
             detail=detail[:2048], seconds=seconds,
         )  # fmt: skip
         self._post("release", request, Empty)
+
+    def _post_together(self, request: TogetherRequest) -> TogetherAnswer:
+        return self._post("together", request, TogetherAnswer)
 
     def _post(self, path: str, body: Strict, answer: type[Answered]) -> Answered:
         with self._lock:

@@ -139,10 +139,9 @@ class Validator:
             log.error("the sealed opinion on %s is not in this folder", digest)
             return
         try:
-            for data in (sealed.table, sealed.evidence):
-                if data is not None:
-                    self._api.upload(digest, data)
-            self._api.opinion(sealed.signed)
+            if sealed.evidence is not None:
+                self._api.upload(digest, sealed.evidence)
+            self._api.opinion(sealed.signed, sealed.table)
         except (ConflictError, PolicyError, UntrustedError, MalformedError) as error:
             log.error("the opinion on %s is refused: %s", digest, error)
             return

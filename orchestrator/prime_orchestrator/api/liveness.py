@@ -38,6 +38,8 @@ LATELY_SECONDS = 600
 GAP_SECONDS = 10.0
 """Ticks come every second; after a gap this long, heartbeats may have been missed through our
 fault."""
+FORGET_SECONDS = 10.0
+"""How often what is no longer needed is deleted."""
 RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
 
@@ -219,6 +221,7 @@ class LifeTicks:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._up_since = self._ticked_at = backend.now()
+        self._forget_at = self._up_since
 
     def tick(self) -> None:
         """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""
@@ -250,9 +253,17 @@ class LifeTicks:
                     backend.context.run.lease_seconds,
                     excused=lease.created_at < self._up_since,
                 )
+        if now >= self._forget_at:
+            self._forget(now)
+            self._forget_at = now + FORGET_SECONDS
+        self._ticked_at = now
+
+    def _forget(self, now: float) -> None:
+        """Deletes what is no longer needed."""
+        backend = self._backend
+        with backend.store.begin() as connection:
             sessions.forget(connection, now)
             challenges.forget(connection, now)
             row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
         shadow.forget(backend.store, backend.objects, now)
-        self._ticked_at = now

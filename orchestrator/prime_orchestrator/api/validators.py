@@ -14,8 +14,11 @@ others judge a file before their own opinion is sealed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from prime_core import encoding
 from prime_core.draws import DrawList, DrawReveal, file_secret, lot
 from prime_core.errors import (
     ConflictError,
@@ -23,16 +26,18 @@ from prime_core.errors import (
     MalformedError,
     NotFoundError,
     PolicyError,
+    PrimeError,
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import UploadAnswer
-from prime_core.storage.base import digest_key
-from prime_core.task import SignedLease
+from prime_core.storage.base import digest_key, put_object
 from prime_core.validator_messages import (
+    MAX_JOBS,
     ClaimAnswer,
     ClaimRequest,
     CommitRequest,
+    GivenOpinion,
     Job,
     KeepRequest,
     ObjectRequest,
@@ -61,7 +66,6 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.draws import second_secret
 from prime_orchestrator.store.jobs import AssignmentRow, JobRow
 from prime_orchestrator.store.opinions import OpinionRow
-from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +98,20 @@ UPLOAD_SECONDS = 600
 MAX_REVEALS = 64
 MAX_CLOCK_SKEW = 300
 
+Answered = TypeVar("Answered")
+
 
 def require_appointed(backend: Backend, connection: Connection, account: Address) -> None:
     """Raises PolicyError unless the account is a validator of the pool on chain."""
     if account not in chain.appointed(connection, backend.context.pool):
-        raise PolicyError(
-            f"{account} is not appointed as a validator; the manager types: orchestrator pool "
-            f"set-validator {account} --pool {backend.context.pool}"
-        )
+        raise _not_appointed(backend, account)
+
+
+def _not_appointed(backend: Backend, account: Address) -> PolicyError:
+    return PolicyError(
+        f"{account} is not appointed as a validator; the manager types: orchestrator pool "
+        f"set-validator {account} --pool {backend.context.pool}"
+    )
 
 
 # ── draws ────────────────────────────────────────────────────────────────────────────────────────
@@ -137,28 +147,29 @@ def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAns
             and not jobs.waits_for(connection, account, now)
         )
         reveal = tuple(jobs.to_reveal(connection, account, MAX_REVEALS))
-    found: list[Job] = []
-    if not quiet:
-        with backend.store.begin() as connection:
-            lock(connection, "assignments")
-            jobs.note_validator(connection, account, now)
-            end_overdue(connection, now)
-            assign_files(connection, backend, now)
-            names = jobs.take(
-                connection, account, request.worker, most=request.most, now=now,
-                until=now + CLAIM_SECONDS,
-            )  # fmt: skip
-            for name in names:
-                try:
-                    found.append(_job(connection, backend, name, now))
-                except NotFoundError as error:
-                    log.error("submission %s cannot be judged: %s", name, error)
-                    jobs.set_assignment(
-                        connection, name, account, status="assigned", worker=None,
-                        not_before=now + LOST_SECONDS, until=now + LOST_SECONDS, at=now,
-                    )  # fmt: skip
+    found = [] if quiet else _claim(backend, account, request, now)
     wait = 0 if found or reveal else RETRY_MS
-    return ClaimAnswer(jobs=tuple(found), reveal=reveal, retry_after_ms=wait)
+    return ClaimAnswer(jobs=tuple(found), reveal=reveal, retry_after_ms=wait, together=MAX_JOBS)
+
+
+def _claim(backend: Backend, account: Address, request: ClaimRequest, now: float) -> list[Job]:
+    """Assigns open files, claims some for the caller and returns them. The object store is asked
+    while nothing is locked."""
+    learn_lists(backend)
+    with backend.store.begin() as connection:
+        lock(connection, "assignments")
+        jobs.note_validator(connection, account, now)
+        end_overdue(connection, now)
+        assign_files(connection, backend, now)
+        names = jobs.take(
+            connection, account, request.worker, most=request.most, now=now,
+            until=now + CLAIM_SECONDS,
+        )  # fmt: skip
+    found, lost = _jobs(backend, names, now) if names else ([], [])
+    if lost:
+        with backend.store.begin() as connection:
+            jobs.postpone(connection, lost, account, claimed_at=now, until=now + LOST_SECONDS)
+    return found
 
 
 def end_overdue(connection: Connection, now: float) -> None:
@@ -186,47 +197,70 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
     jobs.end_assignment(connection, row.submission_digest, row.validator, status, now=now)
 
 
+def learn_lists(backend: Backend) -> None:
+    """Reads the draw lists of the files that `assign_files` is about to assign."""
+    with backend.store.read() as connection:
+        digests = [job.submission_digest for job in jobs.short(connection, 4 * ROOM)]
+        known = backend.draws.known(digests)
+        new = [digest for digest in digests if digest not in known]
+        rows = submissions.those(connection, new) if new else {}
+        promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+    for digest in new:
+        row = rows.get(digest)
+        promise = promises.get(row.lease_digest) if row is not None else None
+        if promise is None:
+            raise FatalError(f"the store lacks submission {digest} or its lease")
+        backend.draws.of_file(backend.objects, digest, promise.signed())
+
+
 def assign_files(connection: Connection, backend: Backend, now: float) -> None:
     """Assigns open files to live validators named by their leases, in the drawn order, as long as
-    any of them has room."""
+    any of them has room. A file whose draw list this process has not read waits for the next
+    claim."""
+    short = jobs.short(connection, 4 * ROOM)
+    if not short:
+        return
+    lists = backend.draws.known([job.submission_digest for job in short])
     able = jobs.live(connection, now - LIVE_SECONDS) & chain.appointed(
         connection, backend.context.pool
     )
     load = jobs.load_of(connection)
-    short = jobs.short(connection, 4 * ROOM)
-    if not short:
-        return
-    digests = [job.submission_digest for job in short]
-    rows = submissions.those(connection, digests)
-    promises = leases.those(connection, [row.lease_digest for row in rows.values()])
-    known = jobs.assignments_among(connection, digests)
-    named = {promise.signed().numeric_class() for promise in promises.values()}
+    known = jobs.assignments_among(connection, [job.submission_digest for job in short])
+    named = {one.numeric for one in lists.values()}
     provers = exact_classes.members(connection, [one for one in named if one is not None])
     secrets: dict[Digest, Digest] = {}
+    first: dict[Digest, int] = {}
+    given: list[tuple[Digest, Address]] = []
     for job in short:
         if all(load.get(one, 0) >= ROOM for one in able):
-            return
-        row = rows.get(job.submission_digest)
-        promise = promises.get(row.lease_digest) if row is not None else None
-        if row is None or promise is None:
-            raise FatalError(f"the store lacks submission {job.submission_digest} or its lease")
-        listed = backend.draws.listed(backend.objects, promise.signed())
+            break
+        digest = job.submission_digest
+        found = lists.get(digest)
+        if found is None:
+            continue
+        listed = found.listed
         if listed.second not in secrets:
             secrets[listed.second] = second_secret(connection, listed.second)
         secret, needed = secrets[listed.second], job.needed
         if needed is None:
-            needed = first_needed(listed, secret, row.digest)
-            jobs.change(connection, row.digest, needed=needed)
-        parts = {one.validator: one for one in known.get(row.digest, ())}
-        numeric = promise.signed().numeric_class()
+            needed = first_needed(listed, secret, digest)
+            first[digest] = needed
+        parts = {one.validator: one for one in known.get(digest, ())}
         proving = frozenset[Address]()
-        if numeric is not None and _inside(connection, secret, row.digest, parts):
-            proving = provers[numeric]
-        _assign(connection, job, needed, listed, secret, parts, able, proving, load, now)
+        if found.numeric is not None and _inside(connection, secret, digest, parts):
+            proving = provers[found.numeric]
+        chosen = _chosen(digest, needed, listed, secret, parts, able, proving, load)
+        for validator in chosen:
+            load[validator] = load.get(validator, 0) + 1
+        given += [(digest, validator) for validator in chosen]
+        if not chosen and _active(parts) < needed:
+            _settle_short(connection, digest, listed, parts, now)
+    jobs.set_needed(connection, first)
+    jobs.assign(connection, given, now=now)
 
 
 def _inside(
-    connection: Connection, secret: Digest, digest: Digest, parts: dict[Address, AssignmentRow]
+    connection: Connection, secret: Digest, digest: Digest, parts: Mapping[Address, AssignmentRow]
 ) -> bool:
     """Whether a file of an exact lease is judged by validators of its class while any is live: all
     but a drawn share, and those in which an opinion states a mismatch, which others cannot see."""
@@ -245,22 +279,19 @@ def first_needed(listed: DrawList, second: Digest, submission: Digest) -> int:
     return 2 if lot("again", second, submission) % AGAIN_ONE_IN == 0 else 1
 
 
-def _assign(
-    connection: Connection,
-    job: JobRow,
+def _chosen(
+    digest: Digest,
     needed: int,
     listed: DrawList,
     secret: Digest,
-    parts: dict[Address, AssignmentRow],
+    parts: Mapping[Address, AssignmentRow],
     able: Collection[Address],
     proving: Collection[Address],
-    load: dict[Address, int],
-    now: float,
-) -> None:
-    """Fills the open places of one job; `parts` are its existing assignments. While validators of
-    the file's exact class (`proving`) are live and did not miss it, it waits for them; then any may
-    judge it, by statistics."""
-    digest = job.submission_digest
+    load: Mapping[Address, int],
+) -> list[Address]:
+    """Returns the validators that fill the open places of one job; `parts` are its existing
+    assignments. While validators of the file's exact class (`proving`) are live and did not miss
+    it, it waits for them; then any may judge it, by statistics."""
     named = [signed.validator for signed in listed.commitments]
     fresh = {one for one in named if one in able and one in proving and one not in parts}
     able = fresh or able
@@ -270,14 +301,27 @@ def _assign(
         key=lambda one: (one in parts, lot("assign", secret, digest, one.encode())),
     )
     free = [one for one in order if one not in parts or parts[one].status == "missed"]
-    active = sum(part.status in jobs.ACTIVE for part in parts.values())
-    for validator in free[: max(0, needed - active)]:
-        jobs.assign(connection, digest, validator, now=now)
-        load[validator] = load.get(validator, 0) + 1
-        active += 1
-    if active >= needed:
-        return
-    if active == 0 and all(one in parts and parts[one].status == "abstained" for one in named):
+    return free[: max(0, needed - _active(parts))]
+
+
+def _active(parts: Mapping[Address, AssignmentRow]) -> int:
+    return sum(part.status in jobs.ACTIVE for part in parts.values())
+
+
+def _settle_short(
+    connection: Connection,
+    digest: Digest,
+    listed: DrawList,
+    parts: Mapping[Address, AssignmentRow],
+    now: float,
+) -> None:
+    """Sets a file aside that no validator is left for, and lets a lone opinion decide after
+    LONE_SECONDS."""
+    active = _active(parts)
+    if active == 0 and all(
+        one.validator in parts and parts[one.validator].status == "abstained"
+        for one in listed.commitments
+    ):
         log.error("every validator abstained from %s: it is set aside", digest)
         jobs.change(connection, digest, status="quarantined")
         return
@@ -288,39 +332,49 @@ def _assign(
         jobs.change(connection, digest, needed=active)
 
 
-def _lease(connection: Connection, row: SubmissionRow) -> SignedLease:
-    found = leases.get(connection, row.lease_digest)
-    if found is None:
-        raise FatalError(f"a submission names lease {row.lease_digest}, which is not here")
-    return found.signed()
-
-
-def _job(connection: Connection, backend: Backend, digest: Digest, now: float) -> Job:
-    row, job = submissions.get(connection, digest), jobs.get(connection, digest)
-    assert row is not None
-    assert job is not None
-    signed, lease = row.signed(), _lease(connection, row)
-    listed = backend.draws.listed(backend.objects, lease)
-    second = file_secret(second_secret(connection, listed.second), digest)
-    run = revisions.history(connection, backend.context).of_lease(lease.lease)
-    before = submissions.accepted_of(connection, row.node)
-    whole = (
-        job.whole
-        or backend.drifting.drifts(connection, row.node, now)
-        or history.mismatches_often(connection, Address(row.node))
-    )
-    rows = run.rows_per_lease if whole else history.draw_count(run, before, second)
-    key = uploads.ask(lease.lease.deadline, row.sha256, lambda key: _present(backend, key))
-    return Job(
-        submission_digest=digest,
-        submission=signed,
-        lease=lease,
-        receipt=row.receipt_answer(),
-        file=backend.objects.signed_get(key, int(now) + UPLOAD_SECONDS),
-        second=second,
-        rows=rows,
-        until=int(now + CLAIM_SECONDS),
-    )
+def _jobs(
+    backend: Backend, digests: Sequence[Digest], now: float
+) -> tuple[list[Job], list[Digest]]:
+    """Returns claimed files as validators get them, and those of which an object is missing."""
+    found: list[Job] = []
+    lost: list[Digest] = []
+    secrets: dict[Digest, Digest] = {}
+    with backend.store.read() as connection:
+        rows, known = submissions.those(connection, digests), jobs.those(connection, digests)
+        promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+        runs = revisions.history(connection, backend.context)
+        makers = {row.node for row in rows.values()}
+        accepted = submissions.accepted_among(connection, makers)
+        suspects = backend.drifting.among(connection, makers, now)
+        suspects |= history.mismatching(connection, makers)
+        for digest in digests:
+            row, lease = rows[digest], promises[rows[digest].lease_digest].signed()
+            try:
+                listed = backend.draws.of_file(backend.objects, digest, lease).listed
+                deadline = lease.lease.deadline
+                key = uploads.ask(deadline, row.sha256, lambda key: _present(backend, key))
+            except NotFoundError as error:
+                log.error("submission %s cannot be judged: %s", digest, error)
+                lost.append(digest)
+                continue
+            if listed.second not in secrets:
+                secrets[listed.second] = second_secret(connection, listed.second)
+            second, run = file_secret(secrets[listed.second], digest), runs.of_lease(lease.lease)
+            whole = known[digest].whole or row.node in suspects
+            before = accepted.get(row.node, 0)
+            found.append(
+                Job(
+                    submission_digest=digest,
+                    submission=row.signed(),
+                    lease=lease,
+                    receipt=row.receipt_answer(),
+                    file=backend.objects.signed_get(key, int(now) + UPLOAD_SECONDS),
+                    second=second,
+                    rows=run.rows_per_lease if whole else history.draw_count(run, before, second),
+                    until=int(now + CLAIM_SECONDS),
+                )
+            )
+    return found, lost
 
 
 def _present(backend: Backend, key: str) -> str:
@@ -370,19 +424,55 @@ def rows_seen(backend: Backend, account: Address, request: RowsRequest) -> RowsA
 
     Raises ConflictError if the caller has no claim on it.
     """
+    return _only(rows_seen_all(backend, [(account, request)]))
+
+
+def rows_seen_all(
+    backend: Backend, asked: Sequence[tuple[Address, RowsRequest]]
+) -> list[RowsAnswer | PrimeError]:
+    """Answers requests like `rows_seen`, in one transaction. An entry is what it would raise."""
+    found: list[RowsAnswer | PrimeError] = []
+    files = {Digest(request.submission): request.marks for _, request in asked}
     with backend.store.read() as connection:
-        _claimed(connection, request.submission, account, None)
-        seen = row_marks.seen(connection, request.marks, but=request.submission)
-    return RowsAnswer(marks=tuple(sorted(seen)))
+        work = jobs.assignments_among(connection, files)
+        seen = row_marks.seen_by(connection, files)
+        for account, request in asked:
+            digest = Digest(request.submission)
+            try:
+                _check_claimed(_part(work, digest, account), digest, None)
+                marks = seen[digest]
+                if request.marks != files[digest]:  # another validator asks of the same file
+                    marks = row_marks.seen(connection, request.marks, but=digest)
+                found.append(RowsAnswer(marks=tuple(sorted(marks))))
+            except PrimeError as error:
+                found.append(error)
+    return found
 
 
 def _claimed(
     connection: Connection, digest: Digest, account: Address, worker: str | None
 ) -> AssignmentRow:
-    row = jobs.assignment(connection, digest, account)
+    return _check_claimed(jobs.assignment(connection, digest, account), digest, worker)
+
+
+def _check_claimed(row: AssignmentRow | None, digest: Digest, worker: str | None) -> AssignmentRow:
     if row is None or row.status != "claimed" or worker not in (None, row.worker):
         raise ConflictError(f"the caller has no claim on {digest}")
     return row
+
+
+def _part(
+    work: Mapping[Digest, Sequence[AssignmentRow]], digest: Digest, account: Address
+) -> AssignmentRow | None:
+    return next((row for row in work.get(digest, ()) if row.validator == account), None)
+
+
+def _only(answers: Sequence[Answered | PrimeError]) -> Answered:
+    """Returns the one answer, or raises it."""
+    (found,) = answers
+    if isinstance(found, PrimeError):
+        raise found
+    return found
 
 
 # ── opinions ─────────────────────────────────────────────────────────────────────────────────────
@@ -393,24 +483,61 @@ def seal(backend: Backend, account: Address, request: SealRequest) -> SealAnswer
 
     Raises ConflictError if the caller has no claim on the file or has sealed another opinion.
     """
-    now, digest = backend.now(), request.submission
+    return _only(seal_all(backend, [(account, request)]))
+
+
+def seal_all(
+    backend: Backend, asked: Sequence[tuple[Address, SealRequest]]
+) -> list[SealAnswer | PrimeError]:
+    """Seals opinions like `seal`, in one transaction. An entry is what `seal` would raise."""
+    now = backend.now()
+    faults: list[PrimeError | None] = []
+    changed: list[AssignmentRow] = []
     with backend.store.begin() as connection:
-        require_appointed(backend, connection, account)
-        jobs.lock_row(connection, digest)
-        row = jobs.assignment(connection, digest, account)
-        if row is None or row.status not in jobs.SEALED or row.seal != request.seal:
-            _claimed(connection, digest, account, request.worker)
-            jobs.set_assignment(
-                connection, digest, account, status="sealed", seal=request.seal,
-                until=now + PATIENCE_SECONDS, at=now,
-            )  # fmt: skip
-        return SealAnswer(reveal=_all_sealed(connection, digest))
+        appointed = chain.appointed(connection, backend.context.pool)
+        known, work = _lock_jobs(connection, {request.submission for _, request in asked})
+        for account, request in asked:
+            digest = Digest(request.submission)
+            row = _part(work, digest, account)
+            try:
+                if account not in appointed:
+                    raise _not_appointed(backend, account)
+                if row is None or row.status not in jobs.SEALED or row.seal != request.seal:
+                    row = _check_claimed(row, digest, request.worker)
+                    sealed = replace(
+                        row, status="sealed", seal=request.seal, until=now + PATIENCE_SECONDS,
+                        at=now,
+                    )  # fmt: skip
+                    work[digest][work[digest].index(row)] = sealed
+                    changed.append(sealed)
+                faults.append(None)
+            except PrimeError as error:
+                faults.append(error)
+        jobs.set_assignments(connection, changed)
+    return [
+        fault or SealAnswer(reveal=_sealed(known.get(digest), work.get(digest, ())))
+        for (_, request), fault in zip(asked, faults, strict=True)
+        for digest in (Digest(request.submission),)
+    ]
+
+
+def _lock_jobs(
+    connection: Connection, digests: Collection[Digest]
+) -> tuple[dict[Digest, JobRow], dict[Digest, list[AssignmentRow]]]:
+    """Locks jobs; returns them and their assignments."""
+    if len(digests) > 1:
+        lock(connection, "assignments")  # before rows of several jobs
+    return jobs.lock_rows(connection, digests), jobs.assignments_among(connection, digests)
+
+
+def _sealed(job: JobRow | None, parts: Sequence[AssignmentRow]) -> bool:
+    """Whether every opinion that a file needs is sealed."""
+    sealed = sum(part.status in jobs.SEALED for part in parts)
+    return job is not None and job.needed is not None and sealed >= job.needed
 
 
 def _all_sealed(connection: Connection, digest: Digest) -> bool:
-    job = jobs.get(connection, digest)
-    sealed = sum(part.status in jobs.SEALED for part in jobs.assignments(connection, digest))
-    return job is not None and job.needed is not None and sealed >= job.needed
+    return _sealed(jobs.get(connection, digest), jobs.assignments(connection, digest))
 
 
 def room_for(backend: Backend, account: Address, request: ObjectRequest) -> UploadAnswer:
@@ -431,6 +558,21 @@ def room_for(backend: Backend, account: Address, request: ObjectRequest) -> Uplo
     return UploadAnswer(url=target.url, headers=target.headers, expiry=target.expires_at)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A sealed opinion that its author submits; `table`: the bytes of the table that it names, if
+    they come with it."""
+
+    account: Address
+    signed: SignedOpinion
+    table: bytes | None = None
+
+
+def given(account: Address, entry: GivenOpinion) -> Given:
+    """Returns an entry of a TogetherRequest as `give_all` takes it."""
+    return Given(account, entry.signed, None if entry.table is None else entry.table.encode())
+
+
 def give_opinion(backend: Backend, account: Address, signed: SignedOpinion) -> None:
     """Stores a sealed opinion once it is due. Repeating it is harmless.
 
@@ -438,39 +580,124 @@ def give_opinion(backend: Backend, account: Address, signed: SignedOpinion) -> N
     author is not appointed, NotFoundError if there is no such submission or object, ConflictError
     if it was not sealed, is not due yet, or is for another file, pool or law.
     """
-    now, said = backend.now(), signed.opinion
-    signed.check(backend.context.domain(Opinion))
-    if signed.validator != account:
-        raise UntrustedError("the opinion is another validator's")
+    _only(give_all(backend, [Given(account, signed)]))
+
+
+def give_all(backend: Backend, asked: Sequence[Given]) -> list[bool | PrimeError]:
+    """Stores opinions like `give_opinion`, in one transaction. An entry is True, or what
+    `give_opinion` would raise. Tables are stored, and objects looked up, before anything is
+    locked, and only of opinions that are due."""
+    now = backend.now()
+    answers: list[bool | PrimeError | None] = [_forged(backend, one) for one in asked]
+    digests = {Digest(one.signed.opinion.submission) for one in asked}
+    with backend.store.read() as connection:
+        appointed = chain.appointed(connection, backend.context.pool)
+        rows = submissions.those(connection, digests)
+        promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+        known = jobs.those(connection, digests)
+        work = jobs.assignments_among(connection, digests)
+    for at, one in enumerate(asked):
+        if answers[at] is not None:
+            continue
+        try:
+            if one.account not in appointed:
+                raise _not_appointed(backend, one.account)
+            row = rows.get(Digest(one.signed.opinion.submission))
+            if row is None:
+                raise NotFoundError("there is no submission of that digest")
+            promise = promises.get(row.lease_digest)
+            if promise is None:
+                raise FatalError(f"a submission names lease {row.lease_digest}, which is not here")
+            check_law(one.signed, row, promise.signed())
+            if _due_part(one, known, work).status == "given":
+                answers[at] = True
+                continue
+            said = one.signed.opinion
+            if not row.received_at - MAX_CLOCK_SKEW <= said.judged_at <= now + MAX_CLOCK_SKEW:
+                raise MalformedError("the opinion's time is wrong: check the machine's clock")
+            _check_objects(backend, one)
+        except PrimeError as error:
+            answers[at] = error
+    left = [at for at, answer in enumerate(answers) if answer is None]
+    for at, fault in zip(left, _write(backend, [asked[at] for at in left], now), strict=True):
+        answers[at] = fault or True
+    return [True if answer is None else answer for answer in answers]
+
+
+def _forged(backend: Backend, one: Given) -> PrimeError | None:
+    try:
+        one.signed.check(backend.context.domain(Opinion))
+    except PrimeError as error:
+        return error
+    if one.signed.validator != one.account:
+        return UntrustedError("the opinion is another validator's")
+    return None
+
+
+def _due_part(
+    one: Given,
+    known: Mapping[Digest, JobRow],
+    work: Mapping[Digest, Sequence[AssignmentRow]],
+) -> AssignmentRow:
+    """Returns the author's assignment. Raises ConflictError unless the opinion is sealed and due,
+    or given."""
+    digest = Digest(one.signed.opinion.submission)
+    part = _part(work, digest, one.account)
+    if part is None or part.status not in jobs.SEALED or part.seal != one.signed.seal():
+        raise ConflictError("the opinion is not the one that the caller sealed for this file")
+    if part.status != "given" and not _sealed(known.get(digest), work[digest]):
+        raise ConflictError("other opinions on the file are not sealed yet")
+    return part
+
+
+def _check_objects(backend: Backend, one: Given) -> None:
+    """Stores the table that came with an opinion. Raises MalformedError if it is not the one that
+    the opinion names, NotFoundError if an object is missing."""
+    said = one.signed.opinion
+    names = {said.table, said.evidence} - {ZERO_DIGEST}
+    if one.table is not None:
+        if encoding.sha256(one.table) != said.table:
+            raise MalformedError("the table that came with the opinion is not the one it names")
+        put_object(backend.objects, one.table)
+        names -= {said.table}
+    for name in names:
+        if not backend.objects.exists(digest_key(Digest(name))):
+            raise NotFoundError(f"the opinion names object {name}, which was not uploaded")
+
+
+def _write(backend: Backend, given: Sequence[Given], now: float) -> list[PrimeError | None]:
+    """Writes opinions whose objects are stored. An entry is a ConflictError if the opinion is not
+    due any more."""
+    if not given:
+        return []
+    faults: list[PrimeError | None] = []
+    added: list[OpinionRow] = []
+    changed: list[AssignmentRow] = []
     with backend.store.begin() as connection:
-        require_appointed(backend, connection, account)
-        jobs.lock_row(connection, said.submission)
-        row = submissions.get(connection, said.submission)
-        if row is None:
-            raise NotFoundError("there is no submission of that digest")
-        check_law(signed, row, _lease(connection, row))
-        part = jobs.assignment(connection, row.digest, account)
-        if part is None or part.status not in jobs.SEALED or part.seal != signed.seal():
-            raise ConflictError("the opinion is not the one that the caller sealed for this file")
-        if part.status == "given":
-            return
-        if not _all_sealed(connection, row.digest):
-            raise ConflictError("other opinions on the file are not sealed yet")
-        if not row.received_at - MAX_CLOCK_SKEW <= said.judged_at <= now + MAX_CLOCK_SKEW:
-            raise MalformedError("the opinion's time is wrong: check the machine's clock")
-        for name in {said.table, said.evidence} - {ZERO_DIGEST}:
-            if not backend.objects.exists(digest_key(Digest(name))):
-                raise NotFoundError(f"the opinion names object {name}, which was not uploaded")
-        opinions.add(
+        digests = {Digest(one.signed.opinion.submission) for one in given}
+        known, work = _lock_jobs(connection, digests)
+        for one in given:
+            try:
+                part = _due_part(one, known, work)
+            except ConflictError as error:
+                faults.append(error)
+                continue
+            faults.append(None)
+            if part.status == "given":
+                continue
+            digest, signed = part.submission_digest, one.signed
+            body = signed.model_dump_json()
+            added.append(OpinionRow(digest, one.account, int(signed.reason), body, now))
+            changed.append(replace(part, status="given", at=now))
+            work[digest][work[digest].index(part)] = changed[-1]
+        opinions.add_all(connection, added)
+        jobs.set_assignments(connection, changed)
+        said = opinions.numbers(connection, {row.submission_digest for row in added})
+        jobs.set_full(
             connection,
-            OpinionRow(row.digest, account, int(signed.reason), signed.model_dump_json(), now),
+            [digest for digest, number in said.items() if number >= (known[digest].needed or 1)],
         )
-        jobs.set_assignment(connection, row.digest, account, status="given", at=now)
-        job = jobs.get(connection, row.digest)
-        assert job is not None
-        assert job.needed is not None
-        if len(opinions.of(connection, row.digest)) >= job.needed:
-            jobs.change(connection, row.digest, status="full")
+    return faults
 
 
 def opinions_on(backend: Backend, digest: Digest) -> OpinionList:

@@ -128,6 +128,9 @@ def _seal_next(
         latest = store_policies.latest_version(connection)
         if not may_seal(step, latest, run.max_staleness):
             return None
+        least = run.groups_per_batch + run.surplus_groups
+        if not store_groups.may_fill(connection, least, step=step, max_staleness=run.max_staleness):
+            return None
         free = store_groups.free(
             connection, step=step, max_staleness=run.max_staleness, without=without
         )

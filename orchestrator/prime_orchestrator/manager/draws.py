@@ -9,7 +9,7 @@ See prime_core.draws for the objects and for why there are two secrets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prime_core import ids
@@ -41,6 +41,9 @@ EPOCHS_AHEAD = 8
 """How many epochs ahead a validator may commit, and so how long it may be offline before leases
 wait for it."""
 LISTED = 256
+"""Most lists in the cache."""
+FILES_LISTED = 4096
+"""Most files whose list is in the cache."""
 
 
 def epoch_at(run: RunDefinition, now: float) -> int:
@@ -129,6 +132,14 @@ def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
     return DrawReveal(pool=context.pool, validator=context.manager, epoch=epoch, secret=secret)
 
 
+@dataclass(frozen=True)
+class FileDraws:
+    """What a file's lease says of its judging: the list of draws, and the exact class, if any."""
+
+    listed: DrawList
+    numeric: Digest | None
+
+
 @dataclass
 class DrawBoard:
     """Provides the draw list that new leases name, and reads the lists of existing leases. Caches
@@ -137,6 +148,7 @@ class DrawBoard:
     random: Callable[[int], bytes]
     _published: set[Digest] = field(default_factory=set)
     _read: dict[Digest, DrawList] = field(default_factory=dict)
+    _of_files: dict[Digest, FileDraws] = field(default_factory=dict)
 
     def current(
         self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
@@ -174,11 +186,27 @@ class DrawBoard:
 
     def named(self, objects: ObjectStore, name: Digest) -> DrawList:
         """Returns the list with this digest."""
-        if name not in self._read:
+        listed = self._read.get(name)
+        if listed is None:
             if len(self._read) > LISTED:
                 self._read.clear()
-            self._read[name] = DrawList.model_validate_json(read_object(objects, name))
-        return self._read[name]
+            listed = DrawList.model_validate_json(read_object(objects, name))
+            self._read[name] = listed
+        return listed
+
+    def of_file(self, objects: ObjectStore, submission: Digest, lease: SignedLease) -> FileDraws:
+        """Returns what the lease of a submission says; `known` has it from now on. Raises
+        MalformedError if its salt commits to no draws."""
+        found = FileDraws(self.listed(objects, lease), lease.numeric_class())
+        if len(self._of_files) > FILES_LISTED:
+            self._of_files.clear()
+        self._of_files[submission] = found
+        return found
+
+    def known(self, submissions: Iterable[Digest]) -> dict[Digest, FileDraws]:
+        """Returns what `of_file` lately returned for those of the submissions."""
+        found = {submission: self._of_files.get(submission) for submission in submissions}
+        return {submission: one for submission, one in found.items() if one is not None}
 
     def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
         """Returns the manager's commitment for an epoch. Its secret is generated on first use."""

@@ -12,14 +12,14 @@ depends on the model; the result means little if most nodes cheat. It rejects no
 MOST_EXCESS has every later file replayed whole, and only a file that this rejects is slashed.
 
 Proof passes: a node whose files differ from them more often than those of the other nodes of its
-exact class also has every later file replayed whole (`mismatches_often`).
+exact class also has every later file replayed whole (`mismatching`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prime_core.ids import Address, Digest, to_bytes
@@ -84,18 +84,19 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
 
 
-def mismatches_often(connection: Connection, node: Address) -> bool:
-    """Whether the node's files of exact leases differ from their proof passes clearly more often
-    than those of the other nodes, in any class."""
-    for own in exact_classes.records_of(connection, node):
+def mismatching(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
+    """Returns those of the nodes whose files of exact leases differ from their proof passes clearly
+    more often than those of the other nodes, in any class."""
+    found = set()
+    for own in exact_classes.records_of(connection, nodes):
         if own.mismatched < LEAST_MISMATCHES:
             continue
         files, mismatched = exact_classes.totals(connection, own.key)
         others = mismatched - own.mismatched + PRIOR_MISMATCHES
         share = others / (files - own.files + PRIOR_FILES)
         if own.mismatched > MOST_TIMES * share * own.files:
-            return True
-    return False
+            found.add(own.node)
+    return frozenset(found)
 
 
 @dataclass
@@ -105,14 +106,22 @@ class Drifting:
     _totals: Totals = field(default_factory=dict)
     _read_at: float = -math.inf
 
-    def drifts(self, connection: Connection, node: Address, now: float) -> bool:
-        """Whether the node's files together are beyond MOST_EXCESS in any statistic."""
-        own = drift.of(connection, node)
+    def among(
+        self, connection: Connection, nodes: Collection[Address], now: float
+    ) -> frozenset[Address]:
+        """Returns those of the nodes whose files together are beyond MOST_EXCESS in any
+        statistic."""
+        own = drift.of_those(connection, nodes)
         if not any(row.files >= LEAST_FILES for row in own):
-            return False
+            return frozenset()
         if now - self._read_at >= TOTALS_SECONDS:
             self._totals, self._read_at = drift.totals(connection), now
-        return any((excess(row, others_of(row, self._totals)) or 0.0) > MOST_EXCESS for row in own)
+        busy = {row.node for row in own if row.files >= LEAST_FILES}
+        return frozenset(
+            row.node
+            for row in own
+            if row.node in busy and (excess(row, others_of(row, self._totals)) or 0.0) > MOST_EXCESS
+        )
 
 
 def others_of(sums: DriftRow, totals: Totals) -> list[DriftRow]:

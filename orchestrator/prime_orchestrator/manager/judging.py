@@ -20,8 +20,11 @@ validators.LONE_SECONDS. A rejection never stands alone: it waits for the file's
 then ends void, unpaid and unpunished, and is counted in `prime_rejections_lapsed`.
 
 Only the process that runs the manager's loops calls this. It checks every opinion again, because
-the API that accepted it may be another process. The verdict is an object; everything else is one
-transaction.
+the API that accepted it may be another process. The verdict is an object, written before anything
+is locked; everything else is one transaction. Files that are plainly accepted share one: no opinion
+has a fault or disputes the file, no other file has any of its rows, and it is not under review.
+Every other file has a transaction of its own. A file that a transaction leaves out is decided
+later; after a crash, all of them are.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from prime_core.errors import (
     ConflictError,
@@ -77,6 +81,7 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
+from prime_orchestrator.store.jobs import JobRow
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.rewards import CreditRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -86,6 +91,8 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 64
 """Most files decided in one tick."""
+TABLES_AT_ONCE = 32 << 20
+"""Bytes of verdict tables that are read before their files are decided."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class Judgement:
 
     signed: SignedOpinion
     table: VerdictTable
+    table_size: int = 0
 
     @property
     def outcome(self) -> Outcome:
@@ -184,6 +192,74 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement 
 
 
 @dataclass(frozen=True)
+class Due:
+    """A file whose opinions are complete: `given` as stored, `found` those that count, `faults` why
+    others do not. `named`: how many validators its lease names."""
+
+    row: SubmissionRow
+    job: JobRow
+    given: Sequence[OpinionRow]
+    found: Sequence[Judgement]
+    faults: Mapping[Address, str]
+    named: int
+
+    @cached_property
+    def chosen(self) -> Judgement | None:
+        """The opinion that decides the file, if enough agree."""
+        return chosen_of(self.found, self.named, self.job.needed or 1)
+
+    @property
+    def review(self) -> bool:
+        """Whether the file was accepted before, and no opinion disputes that now."""
+        return self.row.status == "accepted" and self._accepted
+
+    @property
+    def _accepted(self) -> bool:
+        return all(one.outcome is Outcome.ACCEPTED for one in self.found)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but other files' rows can stand against accepting it."""
+        return (
+            self.row.status == "submitted"
+            and self.chosen is not None
+            and self._accepted
+            and not self.faults
+        )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A verdict whose object is stored under `name`, and the opinion that decides it."""
+
+    name: Digest
+    verdict: Verdict
+    chosen: Judgement
+    found: Sequence[Judgement]
+
+    def applied(self, row: SubmissionRow) -> SubmissionRow:
+        """Returns a submission's row with this verdict."""
+        chosen, counted = self.chosen, [one.table.repeated_rows for one in self.found]
+        fact = judged_fact(self.name, self.verdict, chosen.table.units, chosen.table.prompt_units)
+        return replace(
+            row,
+            status=_STATUS[chosen.outcome],
+            reason=int(chosen.reason),
+            units=fact.units,
+            prompt_units=fact.prompt_units,
+            verdict=self.name,
+            verdict_table=fact.table if chosen.outcome is Outcome.ACCEPTED else None,
+            evidence=chosen.evidence,
+            validator=chosen.validator,
+            compute_share=chosen.compute_share,
+            repeated_rows=max(
+                (number for number in counted if number is not None), default=row.repeated_rows
+            ),
+            judged_at=float(fact.judged_at),
+        )
+
+
+@dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds."""
 
@@ -199,30 +275,35 @@ class Judge:
             waiting = jobs.full(connection, AT_ONCE)
             if not waiting:
                 return []
+            known = jobs.those(connection, waiting)
             rows = submissions.those(connection, waiting)
             promises = leases.those(connection, [row.lease_digest for row in rows.values()])
             said = opinions.of_those(connection, waiting)
             runs = revisions.history(connection, self.context)
-        decided = []
+        decided: list[Digest] = []
+        due: list[Due] = []
+        size = 0
         for digest in waiting:
             row = rows.get(digest)
             lease = promises.get(row.lease_digest) if row is not None else None
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
-            if self._decide(row, lease.signed(), said.get(digest, []), runs):
-                decided.append(digest)
-        return decided
+            due.append(self._due(row, known[digest], lease.signed(), said.get(digest, []), runs))
+            size += sum(one.table_size for one in due[-1].found)
+            if size >= TABLES_AT_ONCE:
+                decided += self._decide_all(due, runs)
+                due, size = [], 0
+        return decided + self._decide_all(due, runs)
 
-    def _decide(
+    def _due(
         self,
         row: SubmissionRow,
+        job: JobRow,
         promise: SignedLease,
         given: Sequence[OpinionRow],
         runs: RunHistory,
-    ) -> bool:
-        """Decides one file with its opinions. Returns False if it needs another opinion, has more
-        by now, or already has a verdict."""
-        digest = row.digest
+    ) -> Due:
+        """Reads and checks the opinions on a file."""
         run = runs.of_lease(promise.lease)
         found: list[Judgement] = []
         faults: dict[Address, str] = {}
@@ -232,17 +313,88 @@ class Judge:
             except (MalformedError, UntrustedError, NotFoundError, ConflictError) as error:
                 faults[opinion.validator] = str(error)
         named = len(self.board.listed(self.objects, promise).commitments)
+        return Due(row, job, given, found, faults, named)
+
+    def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
+        """Decides files; returns those that got a verdict."""
+        verdicts = {one.row.digest: self._verdict(one) for one in due}
+        plain = [
+            (one, verdict)
+            for one in due
+            if one.plain and (verdict := verdicts[one.row.digest]) is not None
+        ]
+        decided = self._accept(plain, runs) if len(plain) > 1 else []
+        for one in due:
+            digest = one.row.digest
+            if digest not in decided and self._decide(one, verdicts[digest]):
+                decided.append(digest)
+        return decided
+
+    def _verdict(self, one: Due) -> Stored | None:
+        """Stores the verdict that a file gets unless something changes; None if it needs another
+        opinion, or keeps the one that it has."""
+        if one.chosen is None or one.faults or one.review:
+            return None
+        return self.stored(one.chosen, one.found)
+
+    def stored(self, chosen: Judgement, found: Sequence[Judgement]) -> Stored:
+        """Stores the object of a verdict."""
+        verdict = Verdict(outcome=int(chosen.outcome), opinions=tuple(one.signed for one in found))
+        return Stored(put_object(self.objects, verdict.canonical()), verdict, chosen, found)
+
+    def _accept(self, plain: Sequence[tuple[Due, Stored]], runs: RunHistory) -> list[Digest]:
+        """Accepts plain files in one transaction; returns those that it accepted. It leaves out
+        files that changed, whose rows are locked, or that share rows with other files."""
         with self.store.begin() as connection:
-            job, now_row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
-            if job is None or now_row is None or job.status != "full":
-                return False
-            row = now_row
-            if opinions.of(connection, digest) != list(given):
+            digests = [one.row.digest for one, _ in plain]
+            held = jobs.lock_free(connection, digests)
+            given = opinions.of_those(connection, digests)
+            appointed = chain.appointed(connection, self.context.pool)
+            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
+            rows = submissions.lock_free(connection, digests)
+            same = {
+                one.row.digest: (one, verdict)
+                for one, verdict in plain
+                if held.get(one.row.digest) == one.job
+                and rows.get(one.row.digest) == one.row
+                and given.get(one.row.digest) == one.given
+                and all(said.validator in appointed for said in one.found)
+            }
+            marks = {digest: verdict.chosen.table.marks for digest, (_, verdict) in same.items()}
+            fresh = row_marks.unshared(connection, marks)
+            accepted = [same[digest] for digest in same if digest in fresh]
+            now = self.now()
+            nodes.lock_rows(connection, {one.row.node for one, _ in accepted})
+            row_marks.remember_all(
+                connection, {digest: marks[digest] for digest in marks if digest in fresh}, now=now
+            )
+            submissions.set_verdicts(
+                connection, [verdict.applied(one.row) for one, verdict in accepted]
+            )
+            jobs.finish(connection, fresh)
+            for one, verdict in accepted:
+                _note_class(connection, one.row, verdict)
+            paid = [(one.row, verdict.chosen) for one, verdict in accepted if not one.row.shadow]
+            standing.kept(connection, [row.node for row, _ in paid])
+            _credit(connection, runs, paid, now)
+        for one, verdict in accepted:
+            _log(one.row, verdict)
+        return [one.row.digest for one, _ in accepted]
+
+    def _decide(self, one: Due, verdict: Stored | None) -> bool:
+        """Decides one file. Returns False if it needs another opinion, has more by now, or already
+        has a verdict."""
+        digest, found, faults = one.row.digest, one.found, dict(one.faults)
+        with self.store.begin() as connection:
+            job, row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
+            if job != one.job or row is None or row.status != one.row.status:
+                return False  # the next tick decides
+            if opinions.of(connection, digest) != list(one.given):
                 return False  # a new opinion arrived; the next tick decides
             appointed = chain.appointed(connection, self.context.pool)
-            for one in found:
-                if one.validator not in appointed:
-                    faults[one.validator] = "its author is not appointed"
+            for said in found:
+                if said.validator not in appointed:
+                    faults[said.validator] = "its author is not appointed"
             if faults:
                 _drop(connection, digest, faults, self.now())
                 return False
@@ -252,12 +404,11 @@ class Judge:
                     jobs.change(connection, digest, status="done")
                     return False
                 row = again
-            chosen = chosen_of(found, named, job.needed or 1)
-            if chosen is None:
+            if verdict is None:
                 log.info("submission %s: one more opinion is asked for", digest)
                 jobs.change(connection, digest, status="open", needed=len(found) + 1, whole=True)
                 return False
-            return self._record(connection, row, chosen, found)
+            return self.record(connection, row, verdict)
 
     def _reviewed(
         self, connection: Connection, row: SubmissionRow, found: Sequence[Judgement]
@@ -286,6 +437,7 @@ class Judge:
             raise ConflictError("the opinion rests on another calibration than the run's")
         try:
             raw = read_object(self.objects, Digest(signed.opinion.table))
+            size = len(raw)
             table = VerdictTable.model_validate_json(raw)
         except ValueError as error:
             raise MalformedError("the opinion's table does not parse") from error
@@ -303,21 +455,16 @@ class Judge:
                 raise MalformedError("the opinion's evidence does not parse") from error
             if evidence.reason != signed.reason:
                 raise UntrustedError("the evidence states another reason than the opinion")
-        return Judgement(signed, table)
+        return Judgement(signed, table, size)
 
-    def _record(
-        self,
-        connection: Connection,
-        row: SubmissionRow,
-        chosen: Judgement,
-        found: Sequence[Judgement],
-    ) -> bool:
+    def record(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:
         """Writes the verdict and applies its consequences.
 
         Returns False if the file already has a verdict, or if another file has included some of its
         rows in the meantime; it is then judged again. If this file was replayed whole, accepted
         files that share rows with it are sent back for review (reviews.py).
         """
+        chosen, found = verdict.chosen, verdict.found
         digest, outcome, now = row.digest, chosen.outcome, self.now()
         if outcome is Outcome.ACCEPTED:
             lock(connection, "row_marks")  # each acceptance sees the previous one's rows
@@ -327,48 +474,29 @@ class Judge:
                 jobs.change(connection, digest, status="open")
                 jobs.start_over(connection, digest)
                 return False
-        verdict = Verdict(outcome=int(outcome), opinions=tuple(one.signed for one in found))
-        name = put_object(self.objects, verdict.canonical())
-        fact = judged_fact(name, verdict, chosen.table.units, chosen.table.prompt_units)
-        repeated = [one.table.repeated_rows for one in found if one.table.repeated_rows is not None]
-        fresh = submissions.judge(
-            connection,
-            digest,
-            _STATUS[outcome],
-            reason=int(chosen.reason),
-            units=fact.units,
-            prompt_units=fact.prompt_units,
-            verdict=name,
-            verdict_table=fact.table if outcome is Outcome.ACCEPTED else None,
-            evidence=chosen.evidence,
-            validator=chosen.validator,
-            compute_share=chosen.compute_share,
-            repeated_rows=max(repeated, default=row.repeated_rows),
-            judged_at=float(fact.judged_at),
-        )
         jobs.change(connection, digest, status="done")
-        if not fresh:
+        locked = submissions.lock_row(connection, digest)
+        if locked is None or locked.status != "submitted":
             log.warning("submission %s has a verdict; this one is dropped", digest)
             return False
+        submissions.set_verdicts(connection, [verdict.applied(locked)])
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)
         nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
-        _note_class(connection, row, found, outcome, chosen.reason)
+        _note_class(connection, row, verdict)
         if not row.shadow:
             standing.judged(connection, Address(row.node), outcome, chosen.reason)
         if row.shadow:
-            log.info("shadow submission: nothing follows from its verdict")
+            pass  # nothing follows from its verdict
         elif outcome is Outcome.ACCEPTED:
-            _credit(connection, self.context, row, chosen, now)
+            runs = revisions.history(connection, self.context)
+            _credit(connection, runs, [(row, chosen)], now)
         elif outcome is Outcome.REJECTED:
             _punish(connection, self.context, row, chosen, now)
-        log.info(
-            "submission %s of %s: %s (%s), %d units by %d opinions",
-            *(digest, row.node, _STATUS[outcome], chosen.reason.name, fact.units, len(found)),
-        )
+        _log(row, verdict)
         return True
 
 
@@ -430,15 +558,12 @@ _STATUS: dict[Outcome, SubmissionStatus] = {
 }
 
 
-def _note_class(
-    connection: Connection,
-    row: SubmissionRow,
-    found: Sequence[Judgement],
-    outcome: Outcome,
-    reason: Reason,
-) -> None:
+def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> None:
     """Counts the file for its lease's exact class, if validators of the class repeated its proof
     passes. The opinion that compared the most rows counts."""
+    outcome, reason, found = verdict.chosen.outcome, verdict.chosen.reason, verdict.found
+    if not any(one.exact_rows for one in found):
+        return
     lease = leases.get(connection, row.lease_digest)
     name = None if lease is None else lease.signed().numeric_class()
     numeric = None if name is None else exact_classes.get(connection, name)
@@ -469,25 +594,47 @@ def _note_class(
     )
 
 
+def _log(row: SubmissionRow, verdict: Stored) -> None:
+    if row.shadow:
+        log.info("shadow submission: nothing follows from its verdict")
+    chosen, opinions = verdict.chosen, len(verdict.found)
+    log.info(
+        "submission %s of %s: %s (%s), %d units by %d opinions",
+        *(row.digest, row.node, _STATUS[chosen.outcome], chosen.reason.name, chosen.table.units),
+        opinions,
+    )
+
+
 def _credit(
     connection: Connection,
-    context: PoolContext,
-    row: SubmissionRow,
-    judgement: Judgement,
+    runs: RunHistory,
+    accepted: Sequence[tuple[SubmissionRow, Judgement]],
     now: float,
 ) -> None:
-    run, table = revisions.history(connection, context).at(row.step), judgement.table
-    credit = CreditRow(
-        submission_digest=row.digest,
-        node=row.node,
-        units=table.units,
-        amount=str(run.worth(table.units, table.prompt_units)),
-        earned_at=row.receipt_answer().receipt.received_at,
+    """Writes credits, drift and free groups of accepted files. The rows of their nodes are
+    locked."""
+    earned = []
+    for row, judgement in accepted:
+        run, table = runs.at(row.step), judgement.table
+        earned.append(
+            CreditRow(
+                submission_digest=row.digest,
+                node=row.node,
+                units=table.units,
+                amount=str(run.worth(table.units, table.prompt_units)),
+                earned_at=row.receipt_answer().receipt.received_at,
+            )
+        )
+    rewards.add_credits(connection, earned)
+    for node in sorted(rewards.withheld_among(connection, {row.node for row, _ in accepted})):
+        refresh_credits(connection, node)
+    drift.add_files(
+        connection, [(row.node, one.table.setup, one.shares()) for row, one in accepted]
     )
-    rewards.add_credit(connection, credit)
-    refresh_credits(connection, Address(row.node))
-    drift.add(connection, Address(row.node), table.setup, judgement.shares())
-    groups.add(connection, group_rows(table, row, now))
+    groups.add(
+        connection,
+        [group for row, one in accepted for group in group_rows(one.table, row, now)],
+    )
 
 
 def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:

@@ -68,9 +68,14 @@ def expire(
 def judged(connection: Connection, node: Address, outcome: Outcome, reason: Reason) -> None:
     """Records a verdict on the node that made the file."""
     if outcome is Outcome.ACCEPTED:
-        nodes.note_kept(connection, node, MEMORY)
+        nodes.note_kept(connection, [node], MEMORY)
     elif outcome is Outcome.REJECTED or reason not in NOT_ITS_FAULT:
         nodes.note_missed(connection, node, MEMORY)
+
+
+def kept(connection: Connection, files: Sequence[Address]) -> None:
+    """Records accepted files, each by the node that made it."""
+    nodes.note_kept(connection, files, MEMORY)
 
 
 def proven(own: Sequence[NodeRow]) -> bool:

@@ -6,7 +6,7 @@ limit* (0 … 1) and of its square. Written in the verdict's transaction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -38,10 +38,23 @@ class DriftRow:
 
 def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, float]) -> None:
     """Adds one accepted file. The caller holds the lock on the node's row."""
+    add_files(connection, [(node, setup, shares)])
+
+
+def add_files(
+    connection: Connection, files: Iterable[tuple[Address, str, Mapping[str, float]]]
+) -> None:
+    """Adds accepted files: (node, set-up, shares of the limits). The caller holds the locks on the
+    nodes' rows."""
+    sums: dict[tuple[Address, str, str], tuple[int, float, float]] = {}
+    for node, setup, shares in files:
+        for statistic, share in shares.items():
+            n, total, squares = sums.get((node, setup, statistic), (0, 0.0, 0.0))
+            sums[node, setup, statistic] = (n + 1, total + share, squares + share * share)
     rows = [
-        {"node": node, "setup": setup, "statistic": statistic, "files": 1, "total": share,
-         "squares": share * share}
-        for statistic, share in sorted(shares.items())
+        {"node": node, "setup": setup, "statistic": statistic, "files": n, "total": total,
+         "squares": squares}
+        for (node, setup, statistic), (n, total, squares) in sorted(sums.items())
     ]  # fmt: skip
     add_all(connection, schema.drift, rows)
 
@@ -51,9 +64,9 @@ def forget(connection: Connection, node: Address) -> None:
     connection.execute(sa.delete(schema.drift).where(_drift.node == node))
 
 
-def of(connection: Connection, node: Address) -> list[DriftRow]:
-    """Returns a node's sums."""
-    query = sa.select(schema.drift).where(_drift.node == node)
+def of_those(connection: Connection, nodes: Collection[Address]) -> list[DriftRow]:
+    """Returns the sums of these nodes."""
+    query = sa.select(schema.drift).where(_drift.node.in_(list(nodes)))
     return records(DriftRow, connection.execute(query).mappings().all())
 
 

@@ -161,9 +161,9 @@ def judged(
         )
 
 
-def records_of(connection: Connection, node: Address) -> list[RecordRow]:
-    """Returns a node's records."""
-    query = sa.select(schema.class_records).where(_records.node == node)
+def records_of(connection: Connection, nodes: Collection[Address]) -> list[RecordRow]:
+    """Returns the records of these nodes."""
+    query = sa.select(schema.class_records).where(_records.node.in_(list(nodes)))
     return records(RecordRow, connection.execute(query).mappings().all())
 
 

@@ -106,6 +106,23 @@ def by_target(connection: Connection, first_step: int) -> dict[int, int]:
     return {int(target): int(count) for target, count in connection.execute(query)}
 
 
+def may_fill(connection: Connection, least: int, *, step: int, max_staleness: int) -> bool:
+    """Whether `free` may return at least `least` groups; False if there are certainly fewer."""
+    some = sa.select(sa.literal(1)).where(*_fit(step, max_staleness)).limit(least).subquery()
+    return (
+        int(connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one()) >= least
+    )
+
+
+def _fit(step: int, max_staleness: int) -> tuple[sa.ColumnElement[bool], ...]:
+    return (
+        _groups.batch_step.is_(None),
+        _groups.informative.is_(True),
+        _groups.policy_version >= step - max_staleness,
+        _groups.policy_version <= step,
+    )
+
+
 def free(
     connection: Connection, *, step: int, max_staleness: int, without: Collection[Address] = ()
 ) -> list[FreeGroup]:
@@ -120,10 +137,7 @@ def free(
         )
         .join(schema.submissions, files.digest == _groups.submission_digest)
         .where(
-            _groups.batch_step.is_(None),
-            _groups.informative.is_(True),
-            _groups.policy_version >= step - max_staleness,
-            _groups.policy_version <= step,
+            *_fit(step, max_staleness),
             files.status == "accepted",
             files.shadow.is_(False),
             files.node.not_in(without),

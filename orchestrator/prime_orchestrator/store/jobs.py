@@ -8,7 +8,7 @@ assignment  assigned ─► claimed ─► sealed ─► given
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, record, records, upsert
+from prime_orchestrator.store.rows import insert_all_new, record, records, upsert, upsert_all
 
 _jobs = schema.jobs.c
 _work = schema.assignments.c
@@ -89,11 +89,65 @@ def lock_row(connection: Connection, submission: Digest) -> JobRow | None:
     return record(JobRow, connection.execute(query).mappings().first())
 
 
+def those(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, JobRow]:
+    """Returns the jobs of those of the submissions that have one."""
+    query = sa.select(schema.jobs).where(_jobs.submission_digest.in_(list(submissions)))
+    rows = records(JobRow, connection.execute(query).mappings().all())
+    return {row.submission_digest: row for row in rows}
+
+
+def lock_rows(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, JobRow]:
+    """Like `lock_row`, for several jobs. The caller holds the lock "assignments" if there is more
+    than one."""
+    query = (
+        sa.select(schema.jobs)
+        .where(_jobs.submission_digest.in_(list(submissions)))
+        .with_for_update()
+    )
+    rows = records(JobRow, connection.execute(query).mappings().all())
+    return {row.submission_digest: row for row in rows}
+
+
+def lock_free(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, JobRow]:
+    """Like `lock_row` for several jobs, but only those that no other transaction holds; never
+    waits."""
+    query = (
+        sa.select(schema.jobs)
+        .where(_jobs.submission_digest.in_(list(submissions)))
+        .with_for_update(skip_locked=True)
+    )
+    rows = records(JobRow, connection.execute(query).mappings().all())
+    return {row.submission_digest: row for row in rows}
+
+
+def set_full(connection: Connection, submissions: Collection[Digest]) -> None:
+    """Marks the jobs of files that have all needed opinions."""
+    if submissions:
+        named = _jobs.submission_digest.in_(list(submissions))
+        connection.execute(sa.update(schema.jobs).where(named).values(status="full"))
+
+
+def finish(connection: Connection, submissions: Collection[Digest]) -> None:
+    """Ends the jobs of files that got a verdict."""
+    named = _jobs.submission_digest.in_(list(submissions))
+    connection.execute(sa.update(schema.jobs).where(named).values(status="done"))
+
+
 def change(connection: Connection, submission: Digest, **values: object) -> None:
     """Sets columns of a job."""
     connection.execute(
         sa.update(schema.jobs).where(_jobs.submission_digest == submission).values(**values)
     )
+
+
+def set_needed(connection: Connection, needed: Mapping[Digest, int]) -> None:
+    """Sets how many opinions each of these jobs needs."""
+    if needed:
+        statement = sa.update(schema.jobs).where(_jobs.submission_digest == sa.bindparam("of"))
+        connection.execute(
+            statement.values(needed=sa.bindparam("new_needed")),
+            [{"of": submission, "new_needed": count} for submission, count in needed.items()],
+        )
 
 
 def full(connection: Connection, limit: int) -> list[Digest]:
@@ -169,11 +223,9 @@ def live(connection: Connection, since: float) -> set[Address]:
 # ── assignments ──
 
 
-def assign(connection: Connection, submission: Digest, validator: Address, *, now: float) -> None:
-    """Assigns a file to a validator that has not abstained from it."""
-    upsert(
-        connection,
-        schema.assignments,
+def assign(connection: Connection, given: Sequence[tuple[Digest, Address]], *, now: float) -> None:
+    """Assigns files to validators that have not abstained from them."""
+    rows = [
         {
             "submission_digest": submission,
             "validator": validator,
@@ -185,13 +237,17 @@ def assign(connection: Connection, submission: Digest, validator: Address, *, no
             "delays": 0,
             "seal": None,
             "at": now,
-        },
-    )
-    connection.execute(
-        sa.update(schema.jobs)
-        .where(_jobs.submission_digest == submission)
-        .values(assigned=_jobs.assigned + 1)
-    )
+        }
+        for submission, validator in given
+    ]
+    upsert_all(connection, schema.assignments, rows)
+    if given:
+        statement = (
+            sa.update(schema.jobs)
+            .where(_jobs.submission_digest == sa.bindparam("of"))
+            .values(assigned=_jobs.assigned + 1)
+        )
+        connection.execute(statement, [{"of": submission} for submission, _ in given])
 
 
 def assignment(
@@ -244,6 +300,23 @@ def set_assignment(
         .where(_work.submission_digest == submission, _work.validator == validator)
         .values(**values)
     )
+
+
+def set_assignments(connection: Connection, rows: Sequence[AssignmentRow]) -> None:
+    """Writes status, seal and times of assignments. The caller has locked their jobs."""
+    if rows:
+        names = ("status", "seal", "until", "at")
+        statement = sa.update(schema.assignments).where(
+            _work.submission_digest == sa.bindparam("of"), _work.validator == sa.bindparam("by")
+        )
+        connection.execute(
+            statement.values({name: sa.bindparam(f"new_{name}") for name in names}),
+            [
+                {"of": row.submission_digest, "by": row.validator}
+                | {f"new_{name}": getattr(row, name) for name in names}
+                for row in rows
+            ],
+        )
 
 
 def end_assignment(
@@ -323,6 +396,7 @@ def take(
     them. A file whose last claim timed out is judged alone."""
     taken: list[Digest] = []
     policy: int | None = None
+    tried = 0
     submissions = schema.submissions.c
     waiting = (
         sa.select(_work.submission_digest, _work.attempts, _work.status, submissions.policy_version)
@@ -336,16 +410,39 @@ def take(
         attempts = row.attempts + (row.status == "claimed")
         if taken and (row.policy_version != policy or attempts):
             continue
-        name = Digest(row.submission_digest)
-        set_assignment(
-            connection, name, validator, status="claimed", worker=worker, until=until,
-            attempts=attempts, at=now,
-        )  # fmt: skip
-        taken.append(name)
-        policy = row.policy_version
+        taken.append(Digest(row.submission_digest))
+        policy, tried = row.policy_version, attempts
         if attempts or len(taken) == most:
             break
+    if taken:
+        mine = sa.and_(_work.submission_digest.in_(taken), _work.validator == validator)
+        claimed = {"status": "claimed", "worker": worker, "until": until, "at": now}
+        connection.execute(
+            sa.update(schema.assignments).where(mine).values(**claimed, attempts=tried)
+        )
     return taken
+
+
+def postpone(
+    connection: Connection,
+    submissions: Collection[Digest],
+    validator: Address,
+    *,
+    claimed_at: float,
+    until: float,
+) -> None:
+    """Gives back claims that the validator made at `claimed_at`; it may claim the files again from
+    `until` on."""
+    connection.execute(
+        sa.update(schema.assignments)
+        .where(
+            _work.submission_digest.in_(list(submissions)),
+            _work.validator == validator,
+            _work.status == "claimed",
+            _work.at == claimed_at,
+        )
+        .values(status="assigned", worker=None, not_before=until, until=until)
+    )
 
 
 def waits_for(connection: Connection, validator: Address, now: float) -> bool:

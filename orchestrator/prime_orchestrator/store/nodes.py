@@ -211,13 +211,16 @@ def set_class(connection: Connection, address: Address, speed_class: int) -> Non
     )
 
 
-def note_kept(connection: Connection, address: Address, memory: float) -> None:
-    """Counts a fulfilled lease; the previous counts are multiplied by `memory`."""
-    connection.execute(
+def note_kept(connection: Connection, addresses: Sequence[Address], memory: float) -> None:
+    """Counts a fulfilled lease of each of these nodes, of which one may come several times; the
+    previous counts are multiplied by `memory`."""
+    statement = (
         sa.update(schema.nodes)
-        .where(_nodes.address == address)
+        .where(_nodes.address == sa.bindparam("of"))
         .values(kept=_nodes.kept * memory + 1.0, missed=_nodes.missed * memory, misses=0)
     )
+    if addresses:
+        connection.execute(statement, [{"of": address} for address in addresses])
 
 
 def note_missed(

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Outcome, Reason, SignedOpinion
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, records
+from prime_orchestrator.store.rows import insert_all_new, insert_new, records
 
 HONEST = "honest"
 """Kind of a planted file that does not cheat."""
@@ -45,6 +45,21 @@ class OpinionRow:
 def add(connection: Connection, row: OpinionRow) -> bool:
     """Writes an opinion; returns False if this validator has given one."""
     return insert_new(connection, schema.opinions, vars(row))
+
+
+def add_all(connection: Connection, rows: Sequence[OpinionRow]) -> None:
+    """Writes opinions, but for those of validators that have given one on the file."""
+    insert_all_new(connection, schema.opinions, [vars(row) for row in rows])
+
+
+def numbers(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, int]:
+    """Returns how many opinions there are on those of the files that have any."""
+    query = (
+        sa.select(_opinions.submission_digest, sa.func.count())
+        .where(_opinions.submission_digest.in_(list(submissions)))
+        .group_by(_opinions.submission_digest)
+    )
+    return {Digest(name): int(number) for name, number in connection.execute(query)}
 
 
 def drop(connection: Connection, submission: Digest, validator: Address) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -53,6 +54,7 @@ def pack(text: str) -> str:
     return found if len(found) < len(text) and unpack(found) == text else text
 
 
+@lru_cache(maxsize=4096)
 def unpack(stored: str) -> str:
     """Returns the text that was packed."""
     if not stored.startswith(_MARK):

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records, upsert
+from prime_orchestrator.store.rows import insert_all_new, record, records, upsert
 
 _credits = schema.credits.c
 _roots = schema.reward_roots.c
@@ -31,15 +31,26 @@ class CreditRow:
     status: str = "earned"
 
 
-def add_credit(connection: Connection, row: CreditRow) -> None:
-    """Writes a credit unless its submission has one."""
-    insert_new(connection, schema.credits, vars(row))
+def add_credits(connection: Connection, rows: Sequence[CreditRow]) -> None:
+    """Writes credits, unless their submission has one."""
+    insert_all_new(connection, schema.credits, [vars(row) for row in rows])
 
 
 def credits_of(connection: Connection, node: Address, statuses: Collection[str]) -> list[CreditRow]:
     """Returns a node's credits with one of these statuses."""
     query = sa.select(schema.credits).where(_credits.node == node, _credits.status.in_(statuses))
     return records(CreditRow, connection.execute(query).mappings().all())
+
+
+def withheld_among(connection: Connection, nodes: Collection[Address]) -> set[Address]:
+    """Returns those of the nodes that have a credit held or forfeited, or a slash."""
+    slashes, named = schema.slashes.c, list(nodes)
+    credited = sa.select(_credits.node).where(
+        _credits.node.in_(named), _credits.status.in_(("held", "forfeited"))
+    )
+    slashed = sa.select(slashes.node).where(slashes.node.in_(named))
+    found = connection.execute(credited.union(slashed)).scalars()
+    return {Address(node) for node in found}
 
 
 def set_credit_status(connection: Connection, submission: Digest, status: str) -> None:

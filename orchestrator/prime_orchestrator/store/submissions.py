@@ -14,7 +14,7 @@ from prime_core.rollout import SignedSubmission
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import POOLS_FAULT, Reason
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record, records
+from prime_orchestrator.store.rows import record, records, update_each
 
 _submissions = schema.submissions.c
 _tallies = schema.tallies.c
@@ -115,6 +115,24 @@ def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, SubmissionRow]:
     """Returns those of the submissions that exist."""
     query = sa.select(schema.submissions).where(_submissions.digest.in_(list(digests)))
+    rows = records(SubmissionRow, connection.execute(query).mappings().all())
+    return {row.digest: row for row in rows}
+
+
+def lock_row(connection: Connection, digest: Digest) -> SubmissionRow | None:
+    """Like `get`; the row cannot change until the transaction ends."""
+    query = sa.select(schema.submissions).where(_submissions.digest == digest).with_for_update()
+    return record(SubmissionRow, connection.execute(query).mappings().first())
+
+
+def lock_free(connection: Connection, digests: Collection[Digest]) -> dict[Digest, SubmissionRow]:
+    """Like `those`; the rows cannot change until the transaction ends. Only rows that no other
+    transaction holds; never waits."""
+    query = (
+        sa.select(schema.submissions)
+        .where(_submissions.digest.in_(list(digests)))
+        .with_for_update(skip_locked=True)
+    )
     rows = records(SubmissionRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
 
@@ -225,41 +243,15 @@ def upload_is_paid(connection: Connection, deadline: int, sha256: Digest) -> boo
     return not all(shadow) if shadow else None
 
 
-def judge(
-    connection: Connection,
-    digest: Digest,
-    status: SubmissionStatus,
-    *,
-    reason: int,
-    units: int = 0,
-    prompt_units: int = 0,
-    verdict: Digest | None = None,
-    verdict_table: Digest | None = None,
-    evidence: Digest | None = None,
-    validator: Address | None = None,
-    compute_share: float | None = None,
-    repeated_rows: int | None = None,
-    judged_at: float,
-) -> bool:
-    """Writes a verdict on a submission that has none. Returns False if it was already judged."""
-    done = connection.execute(
-        sa.update(schema.submissions)
-        .where(_submissions.digest == digest, _submissions.status == "submitted")
-        .values(
-            status=status,
-            reason=reason,
-            units=units,
-            prompt_units=prompt_units,
-            verdict=verdict,
-            verdict_table=verdict_table,
-            evidence=evidence,
-            validator=validator,
-            compute_share=compute_share,
-            repeated_rows=repeated_rows,
-            judged_at=judged_at,
-        )
-    )
-    return done.rowcount == 1
+_VERDICT = (
+    *("status", "reason", "units", "prompt_units", "verdict", "verdict_table", "evidence"),
+    *("validator", "compute_share", "repeated_rows", "judged_at"),
+)
+
+
+def set_verdicts(connection: Connection, rows: Sequence[SubmissionRow]) -> None:
+    """Writes the verdicts of submissions. The caller has locked the rows."""
+    update_each(connection, schema.submissions, rows, _VERDICT)
 
 
 def void(
@@ -497,13 +489,22 @@ def waits(connection: Connection, node: Address) -> bool:
 def accepted_of(connection: Connection, node: Address) -> int:
     """Returns the number of accepted submissions of `node`, without shadow ones. Planted ones
     count, so that they are treated like any other."""
+    return accepted_among(connection, [node]).get(node, 0)
+
+
+def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, int]:
+    """Returns `accepted_of` for those of the nodes that have any."""
     was_planted = _submissions.digest.in_(sa.select(schema.planted.c.submission_digest))
-    query = sa.select(sa.func.count()).where(
-        _submissions.node == node,
-        _submissions.status == "accepted",
-        sa.or_(_submissions.shadow.is_(False), was_planted),
+    query = (
+        sa.select(_submissions.node, sa.func.count())
+        .where(
+            _submissions.node.in_(list(nodes)),
+            _submissions.status == "accepted",
+            sa.or_(_submissions.shadow.is_(False), was_planted),
+        )
+        .group_by(_submissions.node)
     )
-    return int(connection.execute(query).scalar_one())
+    return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:

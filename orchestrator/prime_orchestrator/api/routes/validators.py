@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+import asyncio
+import json
+from collections.abc import Awaitable
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
 
 from prime_core import ids
 from prime_core.draws import DrawReveal
 from prime_core.encoding import MAX_JSON_BYTES
+from prime_core.errors import PrimeError
+from prime_core.ids import Address
 from prime_core.messages import UploadAnswer
+from prime_core.transport.problems import to_problem
 from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
     ClassList,
     CommitRequest,
+    EntryAnswer,
     KeepRequest,
     ObjectRequest,
     OpinionList,
@@ -21,11 +30,22 @@ from prime_core.validator_messages import (
     RowsRequest,
     SealAnswer,
     SealRequest,
+    TogetherAnswer,
+    TogetherRequest,
 )
 from prime_core.verdict import SignedOpinion
 from prime_orchestrator.api import classes, validators
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.routes.http import Signed, answer, nothing, parse, signed_by, takes
+from prime_orchestrator.api.gathered import Gathered
+from prime_orchestrator.api.routes.http import (
+    Signed,
+    answer,
+    nothing,
+    parse,
+    signed_by,
+    signed_reader,
+    takes,
+)
 
 BODIES = (
     CommitRequest,
@@ -38,13 +58,38 @@ BODIES = (
     SealRequest,
     ObjectRequest,
     SignedOpinion,
+    TogetherRequest,
 )
+
+
+def entry(found: RowsAnswer | SealAnswer | bool | BaseException) -> EntryAnswer:
+    """Returns the answer to one entry of a TogetherRequest. Raises what is no refusal."""
+    match found:
+        case PrimeError():
+            status, document = to_problem(found)
+            return EntryAnswer(status=status, problem=json.dumps(document))
+        case BaseException():
+            raise found
+        case RowsAnswer():
+            return EntryAnswer(marks=found.marks)
+        case SealAnswer():
+            return EntryAnswer(reveal=found.reveal)
+    return EntryAnswer()
 
 
 def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     validator = signed_by(backend, "validator")
+    signed_validator = signed_reader(backend, "validator")
+    signed_large = signed_reader(backend, "validator", MAX_JSON_BYTES)
+    looking = Gathered[tuple[Address, RowsRequest], RowsAnswer](
+        partial(validators.rows_seen_all, backend)
+    )
+    sealing = Gathered[tuple[Address, SealRequest], SealAnswer](
+        partial(validators.seal_all, backend)
+    )
+    giving = Gathered[validators.Given, bool](partial(validators.give_all, backend))
 
     @routes.post("/v1/validators/commitments", openapi_extra=takes(CommitRequest))
     def commit(request: Signed = validator) -> Response:
@@ -91,20 +136,22 @@ def router(backend: Backend) -> APIRouter:
         responses={200: {"model": RowsAnswer}},
         openapi_extra=takes(RowsRequest),
     )
-    def rows(request: Signed = signed_by(backend, "validator", MAX_JSON_BYTES)) -> Response:
+    async def rows(request: Request) -> Response:
         """Ask which rows of a file other files have as well."""
-        wish = parse(RowsRequest, request.body)
-        return answer(validators.rows_seen(backend, request.caller.account, wish))
+        signed = await signed_large(request)
+        wish = parse(RowsRequest, signed.body)
+        return answer(await looking.ask((signed.caller.account, wish)))
 
     @routes.post(
         "/v1/validators/seals",
         responses={200: {"model": SealAnswer}},
         openapi_extra=takes(SealRequest),
     )
-    def seal(request: Signed = validator) -> Response:
+    async def seal(request: Request) -> Response:
         """Seal an opinion by its hash."""
-        wish = parse(SealRequest, request.body)
-        return answer(validators.seal(backend, request.caller.account, wish))
+        signed = await signed_validator(request)
+        wish = parse(SealRequest, signed.body)
+        return answer(await sealing.ask((signed.caller.account, wish)))
 
     @routes.post(
         "/v1/validators/objects",
@@ -117,11 +164,36 @@ def router(backend: Backend) -> APIRouter:
         return answer(validators.room_for(backend, request.caller.account, wish))
 
     @routes.post("/v1/validators/opinions", openapi_extra=takes(SignedOpinion))
-    def opinion(request: Signed = validator) -> Response:
+    async def opinion(request: Request) -> Response:
         """Hand in a sealed opinion that is due."""
-        signed = parse(SignedOpinion, request.body)
-        validators.give_opinion(backend, request.caller.account, signed)
+        signed = await signed_validator(request)
+        said = parse(SignedOpinion, signed.body)
+        await giving.ask(validators.Given(signed.caller.account, said))
         return nothing()
+
+    @routes.post(
+        "/v1/validators/together",
+        responses={200: {"model": TogetherAnswer}},
+        openapi_extra=takes(TogetherRequest),
+    )
+    async def together(request: Request) -> Response:
+        """Ask for the rows of several files, seal several opinions, hand in several."""
+        signed = await signed_large(request)
+        account, wish = signed.caller.account, parse(TogetherRequest, signed.body)
+        asked: list[Awaitable[RowsAnswer | SealAnswer | bool]] = [
+            *(looking.ask((account, one)) for one in wish.rows),
+            *(sealing.ask((account, one)) for one in wish.seals),
+            *(giving.ask(validators.given(account, one)) for one in wish.opinions),
+        ]
+        found = [entry(one) for one in await asyncio.gather(*asked, return_exceptions=True)]
+        seals, given = len(wish.rows), len(wish.rows) + len(wish.seals)
+        return answer(
+            TogetherAnswer(
+                rows=tuple(found[:seals]),
+                seals=tuple(found[seals:given]),
+                opinions=tuple(found[given:]),
+            )
+        )
 
     @routes.get("/v1/submissions/{digest}/opinions", responses={200: {"model": OpinionList}})
     def opinions(digest: str) -> Response:

@@ -1,0 +1,193 @@
+"""Verdicts on several files in one transaction: each file ends as it would alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from judges import appoint, judge_of
+from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from test_verdict_store import in_child, rows
+
+from prime_core.ids import Digest
+from prime_core.storage.base import digest_key
+from prime_core.storage.directory import DirectoryStore
+from prime_core.verdict import Reason
+from prime_orchestrator.manager import judging
+from prime_orchestrator.store import chain, jobs, opinions, schema
+
+HONEST, OTHER = key(10), key(11)
+KEPT = (
+    schema.submissions, schema.jobs, schema.nodes, schema.credits, schema.groups, schema.row_marks,
+    schema.drift, schema.slashes, schema.opinions,
+)  # fmt: skip
+"""What verdicts write."""
+RARE, SURE = True, False
+
+
+def opened(folder: Path, url: str | None = None) -> ManagerSide:
+    made = open_manager(folder, url=url)
+    made.publish(0)
+    for node in (HONEST, OTHER):
+        made.admit(node)
+    return made
+
+
+@pytest.fixture
+def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
+    made = opened(tmp_path)
+    yield made
+    made.store.close()
+
+
+def accept(mgr: ManagerSide, **fields: Any) -> Digest:
+    """The validator accepts the oldest file; the manager does not decide yet."""
+    job = mgr.bench.claim()
+    assert job is not None
+    mgr.bench.say(job, Reason.NONE, mgr.table_rows(), **fields)
+    return Digest(job.submission_digest)
+
+
+def play(mgr: ManagerSide, tick: Callable[[], object]) -> None:
+    """Files of two nodes, the last a shadow one, with an opinion on each; `tick` after every
+    one."""
+    for node in (HONEST, OTHER, HONEST, HONEST, OTHER, OTHER):
+        mgr.submit(node)
+    mgr.submit(HONEST, shadow=True)
+    for number in range(7):
+        job = mgr.bench.claim()
+        assert job is not None
+        if number == 5:
+            mgr.bench.say(job, Reason.MALFORMED)
+        else:
+            mgr.bench.say(
+                job, Reason.NONE, mgr.table_rows(), setup="plain/1 float32 cpu",
+                shares={"sketch": "0.25", "sign": "0.5"},
+                marks={f"{number:032x}": RARE, "f" * 32: SURE},
+            )  # fmt: skip
+        tick()
+
+
+def written(mgr: ManagerSide) -> dict[str, list[tuple[Any, ...]]]:
+    return {table.name: sorted(map(repr, map(tuple, rows_of(mgr, table)))) for table in KEPT}  # type: ignore[misc]
+
+
+def rows_of(mgr: ManagerSide, table: sa.Table) -> list[Any]:
+    with mgr.store.read() as connection:
+        return list(connection.execute(sa.select(table)))
+
+
+def together_and_alone(together: ManagerSide, alone: ManagerSide) -> None:
+    play(alone, judge_of(alone.backend).tick)
+    play(together, lambda: None)
+    assert len(judge_of(together.backend).tick()) == 7
+    assert written(together) == written(alone)
+    assert sum(row.status == "accepted" for row in rows_of(together, schema.submissions)) == 6
+
+
+def test_files_decided_together_leave_what_they_leave_alone(tmp_path: Path) -> None:
+    together, alone = opened(tmp_path / "together"), opened(tmp_path / "alone")
+    together_and_alone(together, alone)
+    together.store.close()
+    alone.store.close()
+
+
+@pytest.mark.postgres
+def test_the_same_in_postgresql(tmp_path: Path, empty_postgres: str) -> None:
+    together = opened(tmp_path / "together", empty_postgres)
+    alone = opened(tmp_path / "alone")
+    together_and_alone(together, alone)
+    together.store.close()
+    alone.store.close()
+
+
+def test_one_bad_opinion_leaves_the_other_files_accepted(mgr: ManagerSide) -> None:
+    digests = []
+    for _ in range(3):
+        mgr.submit(HONEST)
+        digests.append(accept(mgr))
+    with mgr.store.read() as connection:
+        (given,) = opinions.of(connection, digests[1])
+    mgr.objects.delete(digest_key(Digest(given.signed().opinion.table)))
+    assert judge_of(mgr.backend).tick() == [digests[0], digests[2]]
+    assert mgr.row(digests[1]).status == "submitted"
+    assert len(rows(mgr, schema.credits)) == 2
+    with mgr.store.read() as connection:
+        part = jobs.assignment(connection, digests[1], VALIDATOR.address)
+    assert part is not None
+    assert part.status == "abstained", "its author does not get the file again"
+
+
+def test_of_two_files_with_one_row_the_later_is_judged_again(mgr: ManagerSide) -> None:
+    """They came in one tick; only some rows of each were replayed."""
+    shared = {"marks": {"a" * 32: RARE}, "repeated_rows": 0}
+    digests = []
+    for _ in range(2):
+        mgr.submit(HONEST)
+        digests.append(accept(mgr, **shared))
+    mgr.submit(OTHER)
+    digests.append(accept(mgr, marks={"b" * 32: RARE}, repeated_rows=0))
+    assert judge_of(mgr.backend).tick() == [digests[0], digests[2]]
+    with mgr.store.read() as connection:
+        job = jobs.get(connection, digests[1])
+    assert job is not None
+    assert (job.status, job.whole) == ("open", True)
+    assert len(rows(mgr, schema.opinions)) == 2, "its author may judge it again"
+
+
+def test_a_dismissed_validators_opinions_do_not_count(mgr: ManagerSide) -> None:
+    for _ in range(2):
+        mgr.submit(HONEST)
+        accept(mgr)
+    appoint(mgr.store, mgr.context.pool, VALIDATOR.address, on=False)
+    with mgr.store.read() as connection:
+        assert chain.appointed(connection, mgr.context.pool) == frozenset()
+    assert judge_of(mgr.backend).tick() == []
+    assert rows(mgr, schema.credits) == []
+
+
+def test_a_kill_in_the_middle_of_several_verdicts_leaves_none_and_loses_none(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for _ in range(3):
+        mgr.submit(HONEST)
+        digests.append(accept(mgr))
+
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr(judging, "_credit", die)
+    mgr.store.close()
+    assert in_child(judge_of(mgr.backend).tick) == 9
+    monkeypatch.undo()
+    assert {mgr.row(digest).status for digest in digests} == {"submitted"}
+    assert judge_of(mgr.backend).tick() == digests
+    assert len(rows(mgr, schema.credits)) == 3
+    assert judge_of(mgr.backend).tick() == []
+
+
+def test_no_object_is_asked_for_while_a_claim_an_opinion_or_a_verdict_holds_locks(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        mgr.submit(HONEST)
+    asked: list[str] = []
+    for name in ("get", "size", "exists", "receive", "signed_get"):
+        honest = getattr(DirectoryStore, name)
+
+        def guarded(self: DirectoryStore, *words: Any, _honest: Any = honest, **more: Any) -> Any:
+            asked.append(_honest.__name__)
+            assert not mgr.store._writing._is_owned(), f"{_honest.__name__} in a transaction"  # type: ignore[union-attr]
+            return _honest(self, *words, **more)
+
+        monkeypatch.setattr(DirectoryStore, name, guarded)
+    for job in (mgr.bench.claim(), mgr.bench.claim()):
+        assert job is not None
+        mgr.bench.say(job, Reason.NONE, mgr.table_rows())
+    assert len(judge_of(mgr.backend).tick()) == 2
+    assert {"get", "size", "exists", "receive"} <= {*asked}
