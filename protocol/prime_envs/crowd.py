@@ -35,6 +35,8 @@ BOUNDS = Bounds(
     file_bytes=64 << 20, unpacked_bytes=256 << 20, line_bytes=4 << 20, rows=100_001, memory_mb=2048
 )
 FILES = ("environment.toml", "tasks.jsonl", "grader.py")
+MAX_ABOUT = 1 << 14
+"""Bytes of environment.toml: reading TOML may take time and memory that grow with the square."""
 ABOUT = """\
 name = "{name}"
 version = 1
@@ -138,15 +140,12 @@ def pack(folder: Path) -> bytes:
         raise UserError(f"{folder / strange[0]} does not belong there", hint=" ".join(FILES))
     about = folder / "environment.toml"
     try:
-        values = tomllib.loads(about.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        values = tomllib.loads(_text(about, MAX_ABOUT))
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise UserError(f"{about} cannot be read as TOML: {error}") from error
     source = folder / "grader.py"
     if source.exists():
-        try:
-            values["grader"] = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{source} cannot be read: {error}") from error
+        values["grader"] = _text(source, 4 * MAX_SOURCE)
     try:
         header = Header.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
@@ -164,6 +163,19 @@ def pack(folder: Path) -> bytes:
             f"{folder} packs into {len(packed)} bytes, at most {BOUNDS.file_bytes}"
         )
     return packed
+
+
+def _text(path: Path, most: int) -> str:
+    """A file's text. Raises UserError if it cannot be read, is not UTF-8 or has more than `most`
+    bytes."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise UserError(f"{path} has more than {most} bytes")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -171,6 +171,8 @@ def test_a_gold_answer_that_is_wrong_and_missing_wrong_ones_are_found(tmp_path: 
         ("environment.toml", "name = ", "TOML"),
         ("environment.toml", 'name = "Big Name"\nversion = 1', "name"),
         ("environment.toml", 'name = "a"', "environment.toml"),
+        ("environment.toml", "a." * 10_000 + "a = 1", "more than 16384 bytes"),
+        ("environment.toml", f"a = {'[' * 8000}", "TOML"),
         ("tasks.jsonl", "{\n", r"tasks\.jsonl row 1"),
         ("other.txt", "", "other.txt"),
     ],
