@@ -31,6 +31,7 @@ BENCHES = {
     "demo": "Nine whole demos from a clean checkout: at rest, on busy cores, on one core (an hour)",
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
+    "exact": "What proof passes of an exact class find, and what they do not",
     "proofs": "Cost and soundness of activation proofs",
     "multiturn": "What conversations cost to verify, and honest ones of which none is rejected",
     "attacks": "What attacks on the chain layer and on leases cost an honest party",

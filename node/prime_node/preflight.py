@@ -10,7 +10,7 @@ in advance: either a fresh draw of the run's share, or every row. Nothing is sen
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from prime_node.audit import run_calibration
 from prime_node.config import Settings
 from prime_node.spool import Spool
 from prime_node.state import DataFolder
+from prime_verify.audit_compare import other_class
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import FileError, read_rollout_file
 from prime_verify.verify import Finding, verify_file
@@ -118,6 +119,8 @@ def verify(
         )
     finally:
         api.close()
+    if finding.outcome is Outcome.ACCEPTED and (lacks := other_class(signed, finding)):
+        finding = replace(finding, detail=f"{finding.detail}; by statistics only: {lacks}")
     return Preflight(finding, named, f"{made.engine}, {made.dtype} on {made.device}")
 
 

@@ -36,6 +36,16 @@ _OTHER_CLASS = (
     "the proof pass can be repeated only on a machine of its class, which this one is not"
 )
 
+
+def other_class(lease: SignedLease, finding: Finding) -> str:
+    """Returns what a finding on a file of an exact lease lacks because this machine is not of its
+    class; empty if it lacks nothing."""
+    named = lease.numeric_class()
+    if named is None or not finding.rows_drawn or "exact_rows" in finding.statistics:
+        return ""
+    return f"{_OTHER_CLASS}; GET /v1/classes/{named} of the pool says what it takes"
+
+
 Result = Literal["match", "accepted", "mismatch", "cannot tell"]
 
 
@@ -124,9 +134,8 @@ def compare_verdict(
     if finding.outcome is Outcome.ABSTAINED:
         return audit("cannot tell", finding.detail)
     if expected is Reason.UNPROVEN_MISMATCH and finding.outcome is Outcome.ACCEPTED:
-        drawn = "other rows were drawn here"
-        alike = "exact_rows" in finding.statistics
-        return audit("cannot tell", drawn if alike else _OTHER_CLASS)
+        elsewhere = other_class(lease, finding)
+        return audit("cannot tell", elsewhere or "other rows were drawn here")
     if finding.reason is not expected:
         return audit("mismatch", f"found here: {finding.reason.name}: {finding.detail}")
     if table is None:
@@ -137,7 +146,9 @@ def compare_verdict(
     due = (signed.opinion.submission, lease.policy_version, lease.lease.step)
     if named != due or table.rows != finding.table:
         return audit("mismatch", "the verdict table holds other rows or rewards")
-    return audit("accepted", f"{finding.units} units; {finding.detail}")
+    notes = (other_class(lease, finding),) if other_class(lease, finding) else ()
+    detail = f"{finding.units} units; {finding.detail}"
+    return Audit("accepted", detail, expected, finding.reason, notes=notes)
 
 
 def as_sure(published: str, found: str) -> bool:
