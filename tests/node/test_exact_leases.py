@@ -20,7 +20,7 @@ from node_world import VALIDATOR, NodeWorld, node_world
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, UnavailableError
 from prime_core.ids import Digest
-from prime_core.messages import ClassInfo, ClassRequest, PolicyList
+from prime_core.messages import ClassAnswer, ClassInfo, ClassRequest, PolicyList
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import digest_key
 from prime_core.task import SignedLease
@@ -295,3 +295,75 @@ def test_a_worker_that_has_no_class_any_more_takes_its_announcement_back(
     started_again = OneFile(party.builder.run, party.builder.options)
     started_again.announce(party.kit.client)
     assert [row["account"] for row in party.world.rows(schema.class_members)] == [VALIDATOR.address]
+
+
+def test_a_machine_that_does_not_repeat_its_own_bits_works_on_without_a_class(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party.live()
+    party.announcer.tick()
+
+    def refuse(self: Engine) -> NumericClass:
+        raise UnavailableError("it does not repeat its own bits")
+
+    monkeypatch.setattr(type(party.engine()), "numeric_class", refuse)
+    assert party.make_file().numeric_class() is None
+
+
+def test_a_worker_whose_class_is_not_wanted_asks_ever_more_seldom(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    now = [0.0]
+
+    def unwanted(self: BridgeClient, request: ClassRequest) -> ClassAnswer:
+        asked.append(now[0])
+        return ClassAnswer(wanted=False)
+
+    monkeypatch.setattr(BridgeClient, "exact_class", unwanted)
+    builder = OneFile(party.builder.run, party.builder.options, clock=lambda: now[0])
+    while now[0] < 4000:
+        builder.announce(party.kit.client)
+        now[0] += 5
+    assert asked == [0, 15, 45, 105, 225, 465, 945, 1905, 2865, 3825]
+
+
+def test_a_policy_that_a_validator_cannot_fetch_holds_up_nothing(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [0.0], list[float]()
+    held = party.judge.validator
+    assert held is not None
+    announcer = Announcer(
+        party.judge.api, held._policies, held._engines, "float32", now=lambda: now[0]
+    )
+
+    def unreachable(version: int, digest: Digest) -> Path:
+        asked.append(now[0])
+        raise UnavailableError("no relay serves it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held._policies, "ensure", unreachable)
+        while now[0] < 150:
+            announcer.tick()
+            now[0] += 5
+    assert asked == [0, 60, 120]
+    now[0] += 60
+    announcer.tick()
+    assert len(party.world.rows(schema.class_members)) == 1
+
+
+def test_a_validator_that_has_no_class_any_more_takes_its_announcement_back(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party.announcer.tick()
+    assert len(party.world.rows(schema.class_members)) == 1
+
+    def refuse(self: Engine) -> NumericClass:
+        raise UnavailableError("it does not repeat its own bits")
+
+    monkeypatch.setattr(type(party.engine()), "numeric_class", refuse)
+    held = party.judge.validator
+    assert held is not None
+    Announcer(party.judge.api, held._policies, held._engines, "float32").tick()
+    assert party.world.rows(schema.class_members) == []

@@ -21,6 +21,7 @@ from prime_engine.plain import PlainEngine
 from prime_engine.tiny import write_tiny_model
 from prime_engine.variants import VARIANTS
 from prime_verify import build
+from prime_verify.audit_compare import other_class
 from prime_verify.calibrate import HonestFile, synthetic_run
 from prime_verify.engines import load_engine
 from prime_verify.proofs.sampling_torch import gumbel
@@ -187,6 +188,13 @@ def test_a_validator_of_another_class_judges_by_statistics(small: Any) -> None:
     found = small.judge(moved, calibration=_proven())
     assert found.outcome is Outcome.ACCEPTED
     assert "exact_rows" not in found.statistics
+    lacks = other_class(signed, found)
+    assert f"/v1/classes/{'0x' + 'ab' * 32} " in lacks, "an auditor learns what it needs"
+    assert other_class(small.lease(440).signed, found) == "", (
+        "a lease without a class lacks nothing"
+    )
+    own = _honest(small, 441, "float32")
+    assert other_class(own.signed, small.judge(own, calibration=_proven())) == ""
 
 
 def test_a_file_states_the_class_of_its_lease_and_no_other(small: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import secrets
 import threading
@@ -26,7 +25,7 @@ from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import PolicyError, UnavailableError, UntrustedError
+from prime_core.errors import PolicyError, UnavailableError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
@@ -47,8 +46,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAW_SECONDS = 1.0
-ANNOUNCE_SECONDS = 2.0
-"""Shortest time between questions for a new policy, whose exact class is announced."""
 LONGEST_PAUSE = 30.0
 
 
@@ -160,15 +157,13 @@ def judge_until(
     policy. Asks again every `idle_seconds` when there is nothing, with growing pauses while the
     orchestrator refuses or does not answer."""
     pause = idle_seconds
-    announced_at = -math.inf
     while not stop.is_set():
         try:
-            if announcer is not None and time.monotonic() - announced_at >= ANNOUNCE_SECONDS:
-                announced_at = time.monotonic()
+            if announcer is not None:
                 announcer.tick()
             judged = validator.judge_some(pack)
             pause = idle_seconds
-        except (UnavailableError, PolicyError, UntrustedError) as error:
+        except (UnavailableError, PolicyError) as error:
             pause = min(2 * pause, LONGEST_PAUSE)
             log.warning("judging pauses for %.1f s: %s", pause, error)
             judged = []

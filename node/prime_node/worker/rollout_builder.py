@@ -22,6 +22,7 @@ from prime_core.ids import Digest
 from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
+from prime_engine.base import Engine
 from prime_envs.registry import environment_for
 from prime_node.worker.client import BridgeClient
 from prime_verify.build import build_rollout_file
@@ -29,8 +30,9 @@ from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import read_rollout_file
 
 log = logging.getLogger("prime.worker")
-ASK_AGAIN_SECONDS = 30.0
-"""Pause before a worker asks again whether the exact class of one policy is wanted."""
+SHORTEST_CLASS_PAUSE, LONGEST_CLASS_PAUSE = 15.0, 960.0
+"""Seconds before a worker asks again whether its exact class with one policy is wanted: doubled
+each time it is not, so that nodes of a pool without exact classes ask seldom."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class RolloutBuilder:
         self._class_of: int | None = None
         """The policy version of whose exact class the pool was asked last."""
         self._ask_class_at = -math.inf
+        self._class_pause = SHORTEST_CLASS_PAUSE
 
     def announce(self, bridge: BridgeClient) -> None:
         """Announces the exact class of this machine with the newest policy, once for each policy.
@@ -120,7 +123,7 @@ class RolloutBuilder:
         if newest is None or (newest[0] == self._class_of and now < self._ask_class_at):
             return
         version, digest = newest
-        again = now + ASK_AGAIN_SECONDS
+        again = now + self._class_pause
         try:
             engine = self.engines.engine(version, digest)
         except UnavailableError as error:  # a lease of this policy will say so, too
@@ -132,15 +135,17 @@ class RolloutBuilder:
         except UnavailableError:  # it has no class; the pool may know one of an earlier worker
             facts, again = {"engine": engine.name}, math.inf
         question = ClassRequest(policy_version=version, policy_digest=digest, facts=facts)
+        wanted = False
         try:
-            if bridge.exact_class(question).wanted:
-                measured = engine.numeric_class()
-                known = question.model_copy(update={"fingerprint": measured.fingerprint})
-                if bridge.exact_class(known).wanted:
-                    log.info("policy %d: exact class %s", version, measured.digest())
-                    again = math.inf
+            if bridge.exact_class(question).wanted and (found := _measured(engine)) is not None:
+                known = question.model_copy(update={"fingerprint": found})
+                wanted = bridge.exact_class(known).wanted
         except NotFoundError:  # an older agent
             again = math.inf
+        if wanted:
+            again, self._class_pause = math.inf, SHORTEST_CLASS_PAUSE
+        else:
+            self._class_pause = min(LONGEST_CLASS_PAUSE, 2 * self._class_pause)
         self._class_of, self._ask_class_at = version, again
 
     def make(self, job: Job) -> bytes:
@@ -171,6 +176,17 @@ class RolloutBuilder:
         name = f"{job.lease_digest[2:]}.parquet"
         put_file(self.options.outbox, name, content)
         return Built(self.options.outbox / name, tokens, seconds)
+
+
+def _measured(engine: Engine) -> Digest | None:
+    """Returns the fingerprint of the engine's exact class; None if it has no class."""
+    try:
+        found = engine.numeric_class()
+    except UnavailableError as error:  # it does not repeat its own bits
+        log.warning("no exact class is announced: %s", error)
+        return None
+    log.info("exact class %s", found.digest())
+    return found.fingerprint
 
 
 def put_file(folder: Path, name: str, content: bytes) -> None:

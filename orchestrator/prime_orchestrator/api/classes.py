@@ -37,23 +37,24 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
     has another policy of that version, or none.
     """
     version, now = request.policy_version, backend.now()
-    with backend.store.begin() as connection:
+    numeric = NumericClass(request.facts, Digest(request.fingerprint or ZERO_DIGEST))
+    with backend.store.read() as connection:
         node = nodes.get(connection, account)
         if node is None or node.status != "active":
             raise PolicyError("only an active node announces its exact class")
         _check_policy(connection, version, Digest(request.policy_digest))
-        numeric = NumericClass(request.facts, Digest(request.fingerprint or ZERO_DIGEST))
-        oldest = version - backend.context.run.max_staleness
         appointed = chain.appointed(connection, backend.context.pool)
-        if request.fingerprint is None:  # a worker starts: what an earlier one was may be wrong
-            exact_classes.join(connection, account, version, [], now=now, oldest=oldest)
+        known = [numeric.digest()]
+        if request.fingerprint is None:
             known = exact_classes.of_policy(connection, version, numeric.key)
-            return ClassAnswer(wanted=bool(held_by_enough(connection, known, appointed, now)))
-        digest = numeric.digest()
-        wanted = digest in held_by_enough(connection, [digest], appointed, now)
-        exact_classes.join(
-            connection, account, version, [digest] if wanted else [], now=now, oldest=oldest
-        )
+        wanted = bool(held_by_enough(connection, known, appointed, now))
+        before = exact_classes.of_accounts(connection, [account]).get((account, version))
+    # A question comes from a worker that starts: what an earlier one announced may be wrong now.
+    mine = known if wanted and request.fingerprint is not None else []
+    if mine != ([] if before is None else [before]):
+        oldest = version - backend.context.run.max_staleness
+        with backend.store.begin() as connection:
+            exact_classes.join(connection, account, version, mine, now=now, oldest=oldest)
     return ClassAnswer(wanted=wanted)
 
 
