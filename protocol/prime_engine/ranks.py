@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_core.errors import PrimeError, UnavailableError
+from prime_engine.base import Discard
 
 log = logging.getLogger("prime.engine.ranks")
 LOAD_SECONDS = 1800.0
@@ -96,16 +97,6 @@ class Ranks:
                 child.join()
 
 
-class _Discard:
-    """A StateSink: only rank 0 needs states."""
-
-    def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
-        pass
-
-    def end(self, rows: Sequence[int]) -> None:
-        pass
-
-
 def _serve(
     pipe: Connection,
     load: Callable[..., Any],
@@ -138,5 +129,5 @@ def _serve(
             requests, temperature = pipe.recv()
         except EOFError:
             break
-        engine.generate(requests, temperature, _Discard())
+        engine.generate(requests, temperature, Discard())
     engine.close()

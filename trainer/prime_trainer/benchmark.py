@@ -21,7 +21,7 @@ from prime_core import encoding, seeds
 from prime_core.errors import UntrustedError, UserError
 from prime_core.ids import Digest
 from prime_core.run import Chat, RunDefinition
-from prime_engine.base import Engine, GenerationRequest
+from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs.base import MAX_OUTPUT_CHARACTERS, Grade, Problem, decode_output
 from prime_envs.chat import THINK, messages_of
 from prime_envs.graders.answers import final_section
@@ -95,16 +95,6 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""
         return asdict(self)
-
-
-class _Discarded:
-    """A sink for states that are not needed: an engine would hold those of whole rows."""
-
-    def step(self, rows: Sequence[int], places: Sequence[int], tokens: Any, states: Any) -> None:
-        """Does nothing."""
-
-    def end(self, rows: Sequence[int]) -> None:
-        """Does nothing."""
 
 
 @dataclass
@@ -265,7 +255,7 @@ def _graded(
             requests.append(GenerationRequest(tokens, min(asked.max_tokens, room), noise))
             opened.append(thinking)
     start = time.monotonic()
-    generated = engine.generate(requests, asked.temperature or 1.0, _Discarded())
+    generated = engine.generate(requests, asked.temperature or 1.0, Discard())
     made.seconds += time.monotonic() - start
     made.tokens += sum(len(one.output_tokens) for one in generated)
     rows = iter(zip(generated, opened, strict=True))

@@ -45,7 +45,7 @@ from prime_core.ids import Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
 from prime_core.waiting import StoppedError, interruptible
-from prime_engine.base import Engine
+from prime_engine.base import Discard, Engine
 from prime_envs.base import Grade
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
@@ -411,8 +411,9 @@ class Local:
                 [row for _, plan in plans for row in plan],
                 run,
                 self.engine,
-                environment=self.environment,
-                answers=self.answers,
+                Discard(),
+                self.environment,
+                self.answers,
             )
         )
         for digest, plan in plans:

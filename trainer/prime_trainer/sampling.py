@@ -17,7 +17,7 @@ from prime_core.errors import UserError
 from prime_core.gateway import Answers
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
-from prime_engine.base import Engine
+from prime_engine.base import Discard, Engine
 from prime_envs.base import Environment, Grade, Problem
 from prime_trainer.disk import whole_lines, writing
 from prime_verify.build import PlannedRow, generate_rows
@@ -199,7 +199,7 @@ def answer(
             for number, problem in asked.items()
             for sample in range(samples)
         ]
-        made = iter(generate_rows(plan, run, engine, environment=environment, answers=gateway))
+        made = iter(generate_rows(plan, run, engine, Discard(), environment, gateway))
         found = []
         for number, problem in asked.items():
             grades = []

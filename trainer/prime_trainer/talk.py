@@ -11,7 +11,7 @@ from typing import Any
 from prime_core import encoding
 from prime_core.errors import UserError
 from prime_core.run import Chat, Conversation, RunDefinition
-from prime_engine.base import Engine, GenerationRequest
+from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs import tools
 from prime_envs.base import decode_output
 from prime_envs.chat import messages_of, render
@@ -129,7 +129,7 @@ class Talk:
             max_output_tokens=self.max_tokens,
             noise_seed=seed,
         )
-        (made,) = self.engine.generate([request], self.temperature)
+        (made,) = self.engine.generate([request], self.temperature, Discard())
         return decode_output(tokenizer, made.output_tokens)
 
 
