@@ -19,13 +19,14 @@ from money_kit import VALIDATOR, key
 from typer.testing import CliRunner
 
 from prime_core.ids import Digest
+from prime_core.messages import ClassRequest, LeaseRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_core.validator_messages import ClassList, ExactClass, Job
 from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import VARIANTS
-from prime_orchestrator.api import classes
+from prime_orchestrator.api import classes, leasing
 from prime_orchestrator.api import validators as api
 from prime_orchestrator.cli.classes import app
 from prime_orchestrator.manager.judging import enough
@@ -395,3 +396,32 @@ def test_a_proven_class_is_written_into_a_calibration_and_a_mismatch_starts_its_
     assert lacking() == []
     judged(1, rows=4, longest=9, mismatched=True)
     assert lacking() == ["10000 more rows", "3 more providers", row]
+
+
+def test_leases_name_a_class_only_if_two_live_validators_of_several_announced_it(
+    exact: ExactPool,
+) -> None:
+    """A rejection takes two."""
+    backend, policy = exact.panel.mgr.backend, exact.panel.engines.digest(0)
+    question = ClassRequest(policy_version=0, policy_digest=policy, facts=dict(exact.numeric.facts))
+    announced = question.model_copy(update={"fingerprint": exact.numeric.fingerprint})
+
+    def wanted(request: ClassRequest) -> bool:
+        return classes.announce(backend, HONEST.address, request).wanted
+
+    def leased() -> Digest | None:
+        exact.panel.mgr.bench.draws.prepare()
+        answer = leasing.lease(backend, HONEST.address, LeaseRequest(policy_version=0))
+        assert answer.lease is not None, answer.reason
+        with exact.panel.mgr.store.begin() as connection:
+            connection.execute(schema.leases.delete())  # a node holds one at a time
+        return answer.lease.numeric_class()
+
+    exact.announce(exact.validators[0])
+    assert [wanted(question), wanted(announced)] == [False, False]
+    assert leased() is None
+    exact.announce(exact.validators[1])
+    assert [wanted(question), wanted(announced)] == [True, True]
+    assert leased() == exact.numeric.digest()
+    assert wanted(question), "a worker starts again"
+    assert leased() is None, "until it has announced its class again"
