@@ -32,7 +32,7 @@ from prime_node.worker.loop import work
 from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
 from prime_orchestrator.api import classes
 from prime_orchestrator.api.validators import LIVE_SECONDS
-from prime_orchestrator.store import exact_classes, leases, schema, submissions
+from prime_orchestrator.store import leases, schema, submissions
 from prime_validator.classes import Announcer
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import read_rollout_file
@@ -256,27 +256,6 @@ def test_a_worker_of_this_release_works_with_an_older_agent_and_pool(
     assert party.make_file().numeric_class() is None
     party.builder.announce(party.kit.client)
     assert asked == [0], "it asks once for each policy"
-
-
-def test_records_start_again_after_a_mismatch_that_nothing_explains(party: Party) -> None:
-    store, key = party.world.store, Digest(sha256(b"key"))
-    nodes = [LocalSigner(bytes([n]) * 32).address for n in (1, 2)]
-
-    def judged(node: int, *, mismatched: bool, explained: bool = False) -> None:
-        with store.begin() as connection:
-            exact_classes.judged(
-                connection, key, nodes[node], rows=4, longest=9, mismatched=mismatched,
-                explained=explained,
-            )  # fmt: skip
-
-    judged(0, mismatched=False)
-    judged(1, mismatched=False)
-    judged(1, mismatched=True, explained=True)
-    assert sorted(party.records()) == [(1, 0, 4, 9), (2, 1, 4, 9)]
-    judged(0, mismatched=True)
-    assert sorted(party.records()) == [(2, 1, 0, 0), (2, 1, 0, 0)]
-    judged(1, mismatched=False)
-    assert sorted(party.records()) == [(2, 1, 0, 0), (3, 1, 4, 9)]
 
 
 def test_a_worker_that_has_no_class_any_more_takes_its_announcement_back(
