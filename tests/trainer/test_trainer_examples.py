@@ -27,7 +27,7 @@ def test_a_run_definition_is_read(path: Path, model: Path) -> None:
     if path.stem.startswith("run-local"):
         values = {**POOL_ONLY, **values}
     run = define(values, path, model)
-    assert run.groups_per_batch * run.samples_per_group in (128, 512, 4096)
+    assert run.groups_per_batch * run.samples_per_group in (32, 128, 512, 4096)
     longest = max(run.budgets.targets)
     assert longest < run.max_output_tokens
 
