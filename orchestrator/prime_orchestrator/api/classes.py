@@ -20,7 +20,15 @@ from prime_core.validator_messages import ClassList
 from prime_engine.exact import NumericClass
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.validators import LIVE_SECONDS, require_appointed
-from prime_orchestrator.store import Connection, chain, exact_classes, jobs, nodes, policies
+from prime_orchestrator.store import (
+    Connection,
+    chain,
+    exact_classes,
+    jobs,
+    lock,
+    nodes,
+    policies,
+)
 
 OPINIONS = 2
 """Validators of the class that a lease needs, because a rejection needs as many opinions. One, if
@@ -68,12 +76,16 @@ def announce_all(backend: Backend, account: Address, request: ClassList) -> None
     with backend.store.begin() as connection:
         require_appointed(backend, connection, account)
         _check_policy(connection, version, Digest(request.policy_digest))
+        lock(connection, "classes")
         digests = [
             exact_classes.add(connection, NumericClass(one.facts, one.fingerprint), version)
             for one in request.classes
         ]
         oldest = version - KEPT_VERSIONS
-        exact_classes.join(connection, account, version, digests, now=backend.now(), oldest=oldest)
+        left = exact_classes.join(
+            connection, account, version, digests, now=backend.now(), oldest=oldest
+        )
+        exact_classes.drop_unused(connection, left)
 
 
 def info(backend: Backend, digest: Digest) -> ClassInfo:

@@ -290,18 +290,18 @@ def _chosen(
     load: Mapping[Address, int],
 ) -> list[Address]:
     """Returns the validators that fill the open places of one job; `parts` are its existing
-    assignments. While validators of the file's exact class (`proving`) are live and did not miss
-    it, it waits for them; then any may judge it, by statistics."""
+    assignments. It goes to validators of its exact class (`proving`) if any is live, has room and
+    did not miss it; else to any, by statistics: what waited for them would hold up other files."""
+    free = {one for one in able if load.get(one, 0) < ROOM}
     named = [signed.validator for signed in listed.commitments]
-    fresh = {one for one in named if one in able and one in proving and one not in parts}
-    able = fresh or able
+    fresh = {one for one in named if one in free and one in proving and one not in parts}
     order = sorted(
-        (one for one in named if one in able and load.get(one, 0) < ROOM),
+        (one for one in named if one in (fresh or free)),
         # validators that missed it before come last
         key=lambda one: (one in parts, lot("assign", secret, digest, one.encode())),
     )
-    free = [one for one in order if one not in parts or parts[one].status == "missed"]
-    return free[: max(0, needed - _active(parts))]
+    chosen = [one for one in order if one not in parts or parts[one].status == "missed"]
+    return chosen[: max(0, needed - _active(parts))]
 
 
 def _active(parts: Mapping[Address, AssignmentRow]) -> int:

@@ -560,7 +560,8 @@ _STATUS: dict[Outcome, SubmissionStatus] = {
 
 def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> None:
     """Counts the file for its lease's exact class, if validators of the class repeated its proof
-    passes. The opinion that compared the most rows counts."""
+    passes. The opinion that compared the most rows counts; one that accepts a file and states a
+    mismatch does not."""
     outcome, reason, found = verdict.chosen.outcome, verdict.chosen.reason, verdict.found
     if not any(one.exact_rows for one in found):
         return
@@ -573,6 +574,7 @@ def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> 
     agreed = [
         one for one in found
         if one.outcome is outcome and one.exact_rows and one.validator in able
+        and not (outcome is Outcome.ACCEPTED and one.mismatches)
     ]  # fmt: skip
     if not agreed:
         return

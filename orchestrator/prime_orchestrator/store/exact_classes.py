@@ -74,10 +74,9 @@ def get(connection: Connection, digest: Digest) -> ClassRow | None:
 
 
 def of_policy(connection: Connection, version: int, key: Digest) -> list[Digest]:
-    """Returns the classes with these facts that validators announced for a policy."""
-    query = sa.select(_classes.digest).where(
-        _classes.policy_version == version, _classes.key == key
-    )
+    """Returns the classes with these facts that are announced for a policy."""
+    announced = sa.select(_members.digest).where(_members.policy_version == version)
+    query = sa.select(_classes.digest).where(_classes.key == key, _classes.digest.in_(announced))
     return [Digest(one) for one in connection.execute(query).scalars()]
 
 
@@ -89,15 +88,29 @@ def join(
     *,
     now: float,
     oldest: int,
-) -> None:
+) -> frozenset[Digest]:
     """Makes `digests` the account's classes with a policy, in place of those before. Forgets what
-    it announced for versions before `oldest`."""
+    it announced for versions before `oldest`. Returns what it forgot or took the place of."""
     mine = _members.account == account
     gone = sa.or_(_members.policy_version == version, _members.policy_version < oldest)
+    left = connection.execute(sa.select(_members.digest).where(mine, gone)).scalars().all()
     connection.execute(sa.delete(schema.class_members).where(mine, gone))
     for digest in digests:
         values = {"account": account, "policy_version": version, "digest": digest, "at": now}
         upsert(connection, schema.class_members, values)
+    return frozenset(Digest(one) for one in left)
+
+
+def drop_unused(connection: Connection, digests: Collection[Digest]) -> None:
+    """Deletes those of the classes that no account announces and no judged file is counted for. The
+    caller holds the lock "classes"."""
+    connection.execute(
+        sa.delete(schema.classes).where(
+            _classes.digest.in_(list(digests)),
+            _classes.digest.not_in(sa.select(_members.digest)),
+            _classes.key.not_in(sa.select(_records.key)),
+        )
+    )
 
 
 def of_accounts(
