@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "verifiers": "the worker of crowd environments runs in an environment of its own",
     "mcp": "verifiers brings it",
+    "lm_eval": "benchmarks are scored by an interpreter of its own",
+    "nltk": "lm_eval brings it",
+    "langdetect": "lm_eval brings it",
 }
 
 
