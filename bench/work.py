@@ -67,8 +67,8 @@ from prime_core.verdict import (
     reason_digest,
 )
 from prime_orchestrator.store import schema
-from prime_validator.together import Entry
-from prime_verify.proofs.thresholds import shipped
+from prime_validator.together import GATHER_SECONDS, Entry
+from prime_verify.proofs.thresholds import shipped_digest
 
 CORES = 2
 NODES = 256
@@ -344,6 +344,7 @@ class Judges:
             waiting.append((entry, answer))
             async with turn:
                 if not answer.done():
+                    await asyncio.sleep(GATHER_SECONDS)
                     some, waiting[:] = list(waiting), []
                     await send(some)
             found = await answer
@@ -421,7 +422,7 @@ def _opinion(
     law = Law(
         lease=job.submission.submission.lease_digest,
         run=lease.run_digest,
-        verification_class=shipped().digest(),
+        verification_class=shipped_digest(),
         verifier=encoding.keccak256(b"bench"),
         draws=job.lease.opening.draws,
     )

@@ -1,9 +1,10 @@
-"""Requests of several threads in one: those made while another is under way go together in the
-next."""
+"""Requests of several threads in one: those made at about the same time go together, and so do
+those made while another is under way."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from prime_core.validator_messages import (
 
 MOST_BYTES = 1 << 20
 """Most bytes of entries in one request, of which the orchestrator takes encoding.MAX_JSON_BYTES."""
+GATHER_SECONDS = 0.01
+"""A request waits this long for entries of other threads, whose files are judged together."""
 Entry = RowsRequest | SealRequest | GivenOpinion
 
 
@@ -52,6 +55,7 @@ class Together:
         while mine.answer is None and mine.error is None:
             with self._turn:
                 if mine.answer is None and mine.error is None:
+                    time.sleep(GATHER_SECONDS)
                     self._send(self._next())
         if mine.error is not None:
             raise mine.error

@@ -32,6 +32,7 @@ from prime_core.errors import (
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import UploadAnswer
 from prime_core.storage.base import digest_key, put_object
+from prime_core.task import SignedLease
 from prime_core.validator_messages import (
     MAX_JOBS,
     ClaimAnswer,
@@ -63,7 +64,6 @@ from prime_orchestrator.store import (
     row_marks,
     submissions,
 )
-from prime_orchestrator.store.draws import second_secret
 from prime_orchestrator.store.jobs import AssignmentRow, JobRow
 from prime_orchestrator.store.opinions import OpinionRow
 
@@ -141,21 +141,50 @@ def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAns
     now = backend.now()
     with backend.store.read() as connection:
         require_appointed(backend, connection, account)
+        short = jobs.short(connection, 4 * ROOM)
         quiet = (
-            now - jobs.seen_at(connection, account) < SEEN_SECONDS
-            and not jobs.short(connection, 1)
+            not short
+            and now - jobs.seen_at(connection, account) < SEEN_SECONDS
             and not jobs.waits_for(connection, account, now)
         )
         reveal = tuple(jobs.to_reveal(connection, account, MAX_REVEALS))
-    found = [] if quiet else _claim(backend, account, request, now)
+        unread = _unread(connection, backend, [job.submission_digest for job in short])
+    found = [] if quiet else _claim(backend, account, request, unread, now)
     wait = 0 if found or reveal else RETRY_MS
     return ClaimAnswer(jobs=tuple(found), reveal=reveal, retry_after_ms=wait, together=MAX_JOBS)
 
 
-def _claim(backend: Backend, account: Address, request: ClaimRequest, now: float) -> list[Job]:
+def _unread(
+    connection: Connection, backend: Backend, digests: Sequence[Digest]
+) -> dict[Digest, SignedLease]:
+    """Returns the leases of those of the files whose draw list this process has not read."""
+    known = backend.draws.known(digests)
+    new = [digest for digest in digests if digest not in known]
+    if not new:
+        return {}
+    rows = submissions.those(connection, new)
+    promises = leases.those(connection, [row.lease_digest for row in rows.values()])
+    found = {}
+    for digest in new:
+        row = rows.get(digest)
+        promise = promises.get(row.lease_digest) if row is not None else None
+        if promise is None:
+            raise FatalError(f"the store lacks submission {digest} or its lease")
+        found[digest] = promise.signed()
+    return found
+
+
+def _claim(
+    backend: Backend,
+    account: Address,
+    request: ClaimRequest,
+    unread: Mapping[Digest, SignedLease],
+    now: float,
+) -> list[Job]:
     """Assigns open files, claims some for the caller and returns them. The object store is asked
-    while nothing is locked."""
-    learn_lists(backend)
+    while nothing is locked; `unread`: leases whose draw lists `assign_files` needs."""
+    for digest, promise in unread.items():
+        backend.draws.of_file(backend.objects, digest, promise)
     with backend.store.begin() as connection:
         lock(connection, "assignments")
         jobs.note_validator(connection, account, now)
@@ -174,8 +203,9 @@ def _claim(backend: Backend, account: Address, request: ClaimRequest, now: float
 
 def end_overdue(connection: Connection, now: float) -> None:
     """Ends assignments whose validator is silent or has held them too long."""
-    live = jobs.live(connection, now - LIVE_SECONDS)
-    for row in jobs.overdue(connection, now):
+    overdue = jobs.overdue(connection, now)
+    live = jobs.live(connection, now - LIVE_SECONDS) if overdue else set()
+    for row in overdue:
         if row.status == "claimed" and row.attempts + 1 >= MAX_ATTEMPTS:
             log.error("%s fell silent %d times over %s", row.validator, MAX_ATTEMPTS,
                       row.submission_digest)  # fmt: skip
@@ -197,22 +227,6 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
     jobs.end_assignment(connection, row.submission_digest, row.validator, status, now=now)
 
 
-def learn_lists(backend: Backend) -> None:
-    """Reads the draw lists of the files that `assign_files` is about to assign."""
-    with backend.store.read() as connection:
-        digests = [job.submission_digest for job in jobs.short(connection, 4 * ROOM)]
-        known = backend.draws.known(digests)
-        new = [digest for digest in digests if digest not in known]
-        rows = submissions.those(connection, new) if new else {}
-        promises = leases.those(connection, [row.lease_digest for row in rows.values()])
-    for digest in new:
-        row = rows.get(digest)
-        promise = promises.get(row.lease_digest) if row is not None else None
-        if promise is None:
-            raise FatalError(f"the store lacks submission {digest} or its lease")
-        backend.draws.of_file(backend.objects, digest, promise.signed())
-
-
 def assign_files(connection: Connection, backend: Backend, now: float) -> None:
     """Assigns open files to live validators named by their leases, in the drawn order, as long as
     any of them has room. A file whose draw list this process has not read waits for the next
@@ -226,9 +240,8 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
     )
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
-    named = {one.numeric for one in lists.values()}
-    provers = exact_classes.members(connection, [one for one in named if one is not None])
-    secrets: dict[Digest, Digest] = {}
+    named = {one.numeric for one in lists.values() if one.numeric is not None}
+    provers = exact_classes.members(connection, named) if named else {}
     first: dict[Digest, int] = {}
     given: list[tuple[Digest, Address]] = []
     for job in short:
@@ -239,9 +252,7 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
         if found is None:
             continue
         listed = found.listed
-        if listed.second not in secrets:
-            secrets[listed.second] = second_secret(connection, listed.second)
-        secret, needed = secrets[listed.second], job.needed
+        secret, needed = backend.draws.secret(connection, listed.second), job.needed
         if needed is None:
             needed = first_needed(listed, secret, digest)
             first[digest] = needed
@@ -338,7 +349,6 @@ def _jobs(
     """Returns claimed files as validators get them, and those of which an object is missing."""
     found: list[Job] = []
     lost: list[Digest] = []
-    secrets: dict[Digest, Digest] = {}
     with backend.store.read() as connection:
         rows, known = submissions.those(connection, digests), jobs.those(connection, digests)
         promises = leases.those(connection, [row.lease_digest for row in rows.values()])
@@ -357,9 +367,8 @@ def _jobs(
                 log.error("submission %s cannot be judged: %s", digest, error)
                 lost.append(digest)
                 continue
-            if listed.second not in secrets:
-                secrets[listed.second] = second_secret(connection, listed.second)
-            second, run = file_secret(secrets[listed.second], digest), runs.of_lease(lease.lease)
+            secret = backend.draws.secret(connection, listed.second)
+            second, run = file_secret(secret, digest), runs.of_lease(lease.lease)
             whole = known[digest].whole or row.node in suspects
             before = accepted.get(row.node, 0)
             found.append(

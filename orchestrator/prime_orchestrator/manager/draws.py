@@ -148,6 +148,7 @@ class DrawBoard:
     random: Callable[[int], bytes]
     _published: set[Digest] = field(default_factory=set)
     _read: dict[Digest, DrawList] = field(default_factory=dict)
+    _secrets: dict[Digest, Digest] = field(default_factory=dict)
     _of_files: dict[Digest, FileDraws] = field(default_factory=dict)
 
     def current(
@@ -207,6 +208,16 @@ class DrawBoard:
         """Returns what `of_file` lately returned for those of the submissions."""
         found = {submission: self._of_files.get(submission) for submission in submissions}
         return {submission: one for submission, one in found.items() if one is not None}
+
+    def secret(self, connection: Connection, second: Digest) -> Digest:
+        """Returns the manager's secret for a list's `second`. Raises FatalError if it is lost."""
+        found = self._secrets.get(second)
+        if found is None:
+            if len(self._secrets) > LISTED:
+                self._secrets.clear()
+            found = store_draws.second_secret(connection, second)
+            self._secrets[second] = found
+        return found
 
     def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
         """Returns the manager's commitment for an epoch. Its secret is generated on first use."""

@@ -85,7 +85,7 @@ from prime_orchestrator.store.jobs import JobRow
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.rewards import CreditRow
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_verify.proofs.thresholds import shipped
+from prime_verify.proofs.thresholds import shipped_digest
 
 log = logging.getLogger(__name__)
 
@@ -432,7 +432,7 @@ class Judge:
         """
         signed.check(self.context.domain(Opinion))
         check_law(signed, row, lease)
-        due = run.calibration if run.calibration != ZERO_DIGEST else shipped().digest()
+        due = run.calibration if run.calibration != ZERO_DIGEST else shipped_digest()
         if signed.law.verification_class != due:
             raise ConflictError("the opinion rests on another calibration than the run's")
         try:

@@ -353,3 +353,9 @@ def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
 def shipped() -> Calibration:
     """The calibration shipped with this code, which a run's zero `calibration` digest selects."""
     return load(SHIPPED)
+
+
+@cache
+def shipped_digest() -> Digest:
+    """The digest of the shipped calibration."""
+    return shipped().digest()
