@@ -9,6 +9,7 @@ code, and loads only safetensors. Not supported: paged caches, fused sampling, t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -368,6 +369,7 @@ class PlainEngine(PolicyFacts):
             "image": image_digest(),
             "cards": "1" if self._torch_device.type == "cuda" else "0",
             "all-reduce": "none",  # one device holds the model
+            "arithmetic": _arithmetic(self._torch_device, getattr(torch, self._dtype)),
         }
         if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
             card = torch.cuda.get_device_properties(self._torch_device)
@@ -400,6 +402,20 @@ class PlainEngine(PolicyFacts):
             raise MalformedError(
                 f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
             )
+
+
+def _arithmetic(device: torch.device, dtype: torch.dtype) -> str:
+    """Returns a digest of fixed products and sums on this machine. Processors and settings of the
+    libraries (MKL_CBWR, for example) change bits without changing any version."""
+    random = np.random.default_rng(1)
+    right = torch.from_numpy(random.standard_normal((576, 320), np.float32)).to(device, dtype)
+    hashed = hashlib.sha256()
+    for rows in (1, 2, 31, 257):
+        left = torch.from_numpy(random.standard_normal((rows, 576), np.float32)).to(device, dtype)
+        products = left @ right, torch.nn.functional.linear(left, right.T.contiguous())
+        for made in (*products, left.float().exp(), left.float().logsumexp(dim=1)):
+            hashed.update(made.float().cpu().numpy().tobytes())
+    return hashed.hexdigest()[:32]
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:

@@ -334,7 +334,7 @@ def _judge_replay(
             statistics=statistics,
             rows_drawn=drawn,
             row_statistics=found,
-            setup=" ".join((made.engine, made.dtype, made.device)),
+            setup=_named(made),
         )
     result = None
     try:
@@ -367,9 +367,17 @@ def _judge_replay(
         thresholds=limits.named(),
         rows_drawn=drawn,
         row_statistics=found,
-        setup=" ".join((file.metadata.engine, file.metadata.dtype, file.metadata.device)),
+        setup=_named(made),
         chance=accusation.chance if accusation else chance,
     )
+
+
+def _named(made: FileMetadata) -> str:
+    """The set-up of a file, by which sums over files are compared. Log-probabilities of a proof
+    pass are closer to a replay than those of decoding, so files of exact classes are compared among
+    themselves."""
+    parts = (made.engine, made.dtype, made.device)
+    return " ".join(parts + (("exact",) if made.numeric_class else ()))
 
 
 def _of_class(engine: Engine, made: FileMetadata) -> Engine | None:
