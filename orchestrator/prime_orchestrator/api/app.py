@@ -40,6 +40,7 @@ BODIES: tuple[type[Strict], ...] = (
     messages.CardsCommitment,
     messages.CardsEcho,
     messages.CardsRequest,
+    messages.ClassRequest,
     messages.Heartbeat,
     messages.LeaseRequest,
     messages.UploadRequest,
