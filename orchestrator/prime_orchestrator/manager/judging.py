@@ -581,7 +581,7 @@ def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> 
     most = max(agreed, key=lambda one: one.exact_rows)
     drawn = {*most.table.rows_drawn}
     lengths = [
-        one.prompt_tokens + one.output_tokens + one.observation_tokens
+        one.output_tokens + one.observation_tokens  # as the run bounds them, after any prompt
         for number, one in enumerate(most.table.rows)
         if number in drawn
     ]

@@ -44,7 +44,7 @@ class ClassRow:
 @dataclass(frozen=True)
 class RecordRow:
     """A node's judged files of exact leases in one class. `rows` were equal bit for bit since the
-    class's last unexplained mismatch; `longest` of them in tokens."""
+    class's last unexplained mismatch; `longest`: most tokens after the prompt in one of them."""
 
     key: Digest
     node: Address
