@@ -192,10 +192,13 @@ def target(request):
 
 
 @needs_filter
-def test_a_confined_grader_can_only_compute(tmp_path: Path) -> None:
+def test_a_confined_grader_can_only_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "confined_target.py").write_text(CONFINED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with SubprocessGrader(
-        "confined_target:target", timeout=5.0, fork=True, confined=True, path=tmp_path
+        "confined_target:target", timeout=5.0, fork=True, confined=True
     ) as grader:
         assert grader.call("nothing") == "done"
         for request in ("open", "start", "connect", "signal"):
