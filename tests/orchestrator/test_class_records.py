@@ -56,14 +56,14 @@ def test_an_account_has_the_classes_that_it_announced_last(either_store: Store) 
     with store.begin() as connection:
         first, second = (exact_classes.add(connection, one, 5) for one in (NUMERIC, OTHER))
         assert exact_classes.add(connection, NUMERIC, 5) == first, "announced twice"
-        assert {*exact_classes.of_policy(connection, 5, NUMERIC.key)} == {first, second}
-        assert exact_classes.of_policy(connection, 6, NUMERIC.key) == []
         found = exact_classes.get(connection, first)
         assert found is not None
         assert found.numeric() == NUMERIC
         assert exact_classes.facts_of(connection, NUMERIC.key) == '{"engine": "plain/1"}'
         exact_classes.join(connection, ONE, 5, [first, second], now=1.0, oldest=0)
         exact_classes.join(connection, TWO, 5, [first], now=1.0, oldest=0)
+        assert {*exact_classes.of_policy(connection, 5, NUMERIC.key)} == {first, second}
+        assert exact_classes.of_policy(connection, 6, NUMERIC.key) == []
         assert exact_classes.members(connection, [first, second]) == {
             first: frozenset({ONE, TWO}), second: frozenset({ONE}),
         }  # fmt: skip
