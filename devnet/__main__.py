@@ -31,9 +31,9 @@ ROOT = Path("var/devnet")
 MARK = ".devnet-run"
 """The file by which a folder is known to be a run's, and may be emptied."""
 QUICK_PERIODS = Periods(
-    epoch_length=8, validity=24, slash_window=6, dispute_window=6, reward_delay=4, unbonding=60
+    epoch_length=8, validity=40, slash_window=6, dispute_window=6, reward_delay=4, unbonding=80
 )
-"""For tests of the whole walk."""
+"""For tests of the whole walk. A busy machine proposes slashes 30 s after the file came."""
 
 SOAKS = {
     "demo-runs": (
