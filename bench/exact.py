@@ -99,7 +99,7 @@ def judged(bench: Bench, file: HonestFile, number: int) -> Finding:
 
 
 def run(quick: bool) -> list[Row]:
-    """The rows. Every file whose proof passes other weights made has to be rejected."""
+    """Yields the rows. Files must be rejected if other weights made their proof passes."""
     return list(_rows(QUICK_FILES if quick else FILES))
 
 

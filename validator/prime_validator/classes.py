@@ -69,5 +69,5 @@ class Announcer:
             log.info("policy %d: exact class %s (%s)", version, measured.digest(), measured.words)
             classes = (ExactClass(facts=dict(measured.facts), fingerprint=measured.fingerprint),)
         listed = ClassList(policy_version=version, policy_digest=digest, classes=classes)
-        self._api.announce(listed)  # none takes back what an earlier process announced
+        self._api.announce(listed)  # an empty list withdraws an earlier announcement
         self._said = version

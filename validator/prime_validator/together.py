@@ -47,8 +47,8 @@ class Together:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, entry: Entry) -> EntryAnswer:
-        """Returns the answer to one entry. Raises the orchestrator's refusal of it, or what the
-        request raised."""
+        """Returns the answer to one entry. Raises the orchestrator's refusal of this entry, or the
+        error of the whole request."""
         mine = _Waiting(entry, len(entry.model_dump_json()))
         with self._guard:
             self._waiting.append(mine)
@@ -89,10 +89,8 @@ class Together:
                 )
             )
             answers = (*found.rows, *found.seals, *found.opinions)
-            if (len(found.rows), len(found.seals), len(answers)) != (
-                *(len(rows), len(seals)),
-                len(some),
-            ):
+            numbers = (len(found.rows), len(found.seals), len(found.opinions))
+            if numbers != (len(rows), len(seals), len(given)):
                 raise MalformedError("the orchestrator answered another number of entries")
         except BaseException as error:
             for one in some:

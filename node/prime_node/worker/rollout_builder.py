@@ -110,7 +110,7 @@ class RolloutBuilder:
         self._clock = clock
         self._sleep = sleep
         self._class_of: int | None = None
-        """The policy version of whose exact class the pool was asked last."""
+        """The policy version of the last question to the pool about an exact class."""
         self._ask_class_at = -math.inf
         self._class_pause = SHORTEST_CLASS_PAUSE
 

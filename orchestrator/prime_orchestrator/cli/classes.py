@@ -1,18 +1,30 @@
-"""`orchestrator classes`: what a pool's files showed of exact classes, and which are proven."""
+"""`orchestrator classes`: what a pool's files showed of exact classes, and which are proven.
+
+A class is proven by LEAST_ROWS rows of LEAST_PROVIDERS providers that validators compared bit for
+bit, one of them as long as a row of the run may be, since the class's last unexplained mismatch. A
+mismatch is evidence only in classes that the run's calibration lists; the manager signs that list.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prime_core.command_line import ConfigFile, Json, command
 from prime_core.errors import UserError
+from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_orchestrator.cli.storage import Data, Database, opened
 
+if TYPE_CHECKING:
+    from prime_orchestrator.store.exact_classes import SumRow
+
+LEAST_ROWS = 10_000
+LEAST_PROVIDERS = 3
 app = command()
 
 
@@ -31,8 +43,8 @@ def classes(
     """Show each exact class and what it lacks to be proven; write a calibration that lists those
     that lack nothing, to be signed by `orchestrator calibrate --sign`."""
     flags: dict[str, object] = dict(locals())
-    from prime_orchestrator.manager import proving
-    from prime_verify.proofs.thresholds import load
+    from prime_orchestrator.store import exact_classes
+    from prime_verify.proofs.thresholds import ProvenClass, load
 
     if (keep is None) != (out is None):
         raise UserError(
@@ -41,11 +53,18 @@ def classes(
     definition = read_run(run)
     kept = load(keep) if keep is not None else None
     with opened(flags, config) as (_, store), store.read() as connection:
-        found = proving.standings(connection)
-    proven = [one for one in found if not one.lacking(definition)]
+        found = [
+            (one, json.loads(exact_classes.facts_of(connection, one.key)))
+            for one in exact_classes.sums(connection)
+        ]
+    needs = {one.key: lacking(one, definition) for one, _ in found}
     written = None
     if kept is not None and out is not None:
-        listed = tuple(one.proven() for one in proven)
+        listed = tuple(
+            ProvenClass(key=one.key, rows=one.rows, providers=one.providers, longest=one.longest)
+            for one, _ in found
+            if not needs[one.key]
+        )
         made = kept.model_copy(update={"proven": listed, "signed": None})
         try:
             out.write_bytes(made.canonical())
@@ -55,19 +74,30 @@ def classes(
             ) from error
         written = {"calibration": str(out), "proven": len(listed)}
     if json_output:
-        shown = [one.as_json() | {"lacking": one.lacking(definition)} for one in found]
+        shown = [asdict(one) | {"facts": facts, "lacking": needs[one.key]} for one, facts in found]
         typer.echo(json.dumps({"classes": shown, "written": written}))
         return
-    for one in found:
-        lacking = one.lacking(definition)
-        state = "lacks " + ", ".join(lacking) if lacking else "proven"
+    for one, facts in found:
+        state = "lacks " + ", ".join(needs[one.key]) if needs[one.key] else "proven"
         typer.echo(
             f"{one.key}: {state}\n  {one.rows} rows of {one.providers} providers since the last "
             f"unexplained mismatch, the longest {one.longest} tokens; {one.files} files, "
             f"{one.mismatched} with a mismatch\n  "
-            + ", ".join(f"{name} {value}" for name, value in sorted(one.facts.items()))
+            + ", ".join(f"{name} {value}" for name, value in sorted(facts.items()))
         )
     if not found:
         typer.echo("no file of an exact lease was judged yet")
     if written is not None:
         typer.echo(f"{written['proven']} proven classes in {out}, to be signed with --sign")
+
+
+def lacking(row: SumRow, run: RunDefinition) -> list[str]:
+    """Returns phrases that name what a class still lacks to be proven for a run."""
+    found = []
+    if row.rows < LEAST_ROWS:
+        found.append(f"{LEAST_ROWS - row.rows} more rows")
+    if row.providers < LEAST_PROVIDERS:
+        found.append(f"{LEAST_PROVIDERS - row.providers} more providers")
+    if row.longest < run.max_output_tokens:
+        found.append(f"a row of {run.max_output_tokens} tokens")
+    return found

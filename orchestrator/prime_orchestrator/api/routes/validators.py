@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -75,6 +75,13 @@ def entry(found: RowsAnswer | SealAnswer | bool | BaseException) -> EntryAnswer:
         case SealAnswer():
             return EntryAnswer(reveal=found.reveal)
     return EntryAnswer()
+
+
+async def entries(
+    asked: Iterable[Awaitable[RowsAnswer | SealAnswer | bool]],
+) -> tuple[EntryAnswer, ...]:
+    """Returns the answers to entries of one kind, which are served together."""
+    return tuple(map(entry, await asyncio.gather(*asked, return_exceptions=True)))
 
 
 def router(backend: Backend) -> APIRouter:
@@ -180,18 +187,14 @@ def router(backend: Backend) -> APIRouter:
         """Ask for the rows of several files, seal several opinions, hand in several."""
         signed = await signed_large(request)
         account, wish = signed.caller.account, parse(TogetherRequest, signed.body)
-        asked: list[Awaitable[RowsAnswer | SealAnswer | bool]] = [
-            *(looking.ask((account, one)) for one in wish.rows),
-            *(sealing.ask((account, one)) for one in wish.seals),
-            *(giving.ask(validators.given(account, one)) for one in wish.opinions),
-        ]
-        found = [entry(one) for one in await asyncio.gather(*asked, return_exceptions=True)]
-        seals, given = len(wish.rows), len(wish.rows) + len(wish.seals)
+        # One kind after another: a file whose opinion is sealed has no claim to look at rows by.
         return answer(
             TogetherAnswer(
-                rows=tuple(found[:seals]),
-                seals=tuple(found[seals:given]),
-                opinions=tuple(found[given:]),
+                rows=await entries(looking.ask((account, one)) for one in wish.rows),
+                seals=await entries(sealing.ask((account, one)) for one in wish.seals),
+                opinions=await entries(
+                    giving.ask(validators.given(account, one)) for one in wish.opinions
+                ),
             )
         )
 
