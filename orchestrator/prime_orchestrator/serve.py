@@ -79,7 +79,7 @@ GRACE_SECONDS = 5
 
 def run(settings: Settings) -> None:
     """Serves until stopped by a signal. Exits non-zero if a loop met a defect."""
-    set_up_logging(settings.log_level)
+    log_to_stderr(settings.log_level)
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
         definition = read_run(settings.need("run"), exact=True)
@@ -139,11 +139,6 @@ def run(settings: Settings) -> None:
             pace=Pace(client.network.idle_seconds if idle is None else idle),
         )
         uvloop.run(_serve(settings, backend, manager, lease, listener, serve_file, url))
-
-
-def set_up_logging(level: str) -> None:
-    """Logs to stderr, one line per event. Every long-running program here uses it."""
-    log_to_stderr(level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
 
 async def _serve(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from prime_core.errors import UserError
@@ -22,55 +22,57 @@ LOUD = (
     "uvicorn", "web3",
 )  # fmt: skip
 """Libraries of which only warnings are shown. boto3's debug logs contain signatures."""
-LINE = "%(asctime)s %(levelname)-7s %(message)s"
 
 
-class PlainFormatter(logging.Formatter):
-    """One printable line per event, followed by the printable lines of its traceback."""
+def formatter(form: str, *, colors: bool = False) -> logging.Formatter:
+    """Returns structlog's formatter of standard log records.
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return printable(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        return printable(super().formatException(ei), keep="\n")
-
-    def formatStack(self, stack_info: str) -> str:  # noqa: N802
-        return printable(super().formatStack(stack_info), keep="\n")
-
-
-def json_formatter() -> logging.Formatter:
-    """Formats an event as one JSON object: `timestamp` (RFC 3339, UTC), `level`, `logger`, `event`
-    and, for an exception, `exception` with its frames (without local variables)."""
+    `form`: `json` for one object per event: `timestamp` (RFC 3339, UTC), `level`, `logger`,
+    `event` and, for an exception, `exception` with its frames (without local variables). `text`
+    for one line per event, with `colors` or without, followed by the lines of its traceback.
+    """
     import structlog
 
-    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    stamp = "iso" if form == "json" else "%Y-%m-%d %H:%M:%SZ"
+    before: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt=stamp, utc=True),
+    ]
+    last: structlog.typing.Processor
+    if form == "json":
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        before.append(structlog.processors.ExceptionRenderer(frames))
+        last = structlog.processors.JSONRenderer()
+    else:
+        before += [structlog.processors.ExceptionRenderer(), _escape]
+        last = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0)
     return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.ExceptionRenderer(tracebacks),
-        ],
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.JSONRenderer(),
-        ],
+        foreign_pre_chain=before,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last],
     )
 
 
-def log_to_stderr(level: int | str, line: str = LINE) -> None:
+def _escape(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Escapes what does not print in an event's message and traceback: a structlog processor."""
+    event["event"] = printable(str(event["event"]))
+    if "exception" in event:
+        event["exception"] = printable(event["exception"], keep="\n")
+    return event
+
+
+def log_to_stderr(level: int | str) -> None:
     """Sets up the root logger, unless it already has a handler. Libraries write warnings only.
 
-    `level` is a number or a name; `line` is the format of text lines. Raises UserError if
-    PRIME_LOG_FORMAT is neither `text` nor `json`.
+    `level` is a number or a name. Text is colored on a terminal, unless NO_COLOR is set
+    (no-color.org). Raises UserError if PRIME_LOG_FORMAT is neither `text` nor `json`.
     """
     form = os.environ.get(FORMAT_VARIABLE, "text")
     if form not in ("text", "json"):
         raise UserError(f"{FORMAT_VARIABLE} is {form!r}", hint="set it to text or json")
-    formatter = json_formatter() if form == "json" else PlainFormatter(line, "%Y-%m-%d %H:%M:%SZ")
-    formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    handler.setFormatter(formatter(form, colors=colors))
     logging.basicConfig(
         level=level.upper() if isinstance(level, str) else level, handlers=[handler]
     )

@@ -10,7 +10,7 @@ import logging
 import pytest
 
 from prime_core.errors import UserError
-from prime_core.logs import LINE, PlainFormatter, json_formatter, log_to_stderr
+from prime_core.logs import formatter, log_to_stderr
 from prime_core.printing import printable
 from prime_node.cli_common import tree_lines
 
@@ -31,7 +31,7 @@ def test_what_does_not_print_is_written_out() -> None:
 def test_a_log_has_one_line_for_each_event_of_any_content() -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(PlainFormatter(LINE))
+    handler.setFormatter(formatter("text"))
     log = logging.Logger("stranger", logging.INFO)
     log.addHandler(handler)
     log.info("made with %s", HOSTILE)
@@ -48,7 +48,7 @@ def test_a_log_has_one_line_for_each_event_of_any_content() -> None:
 def test_json_logs_are_one_object_an_event() -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(json_formatter())
+    handler.setFormatter(formatter("json"))
     log = logging.Logger("stranger", logging.INFO)
     log.addHandler(handler)
     log.info("made with %s", HOSTILE)

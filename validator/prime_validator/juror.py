@@ -412,7 +412,7 @@ class PoolReplays:
 
 def run(settings: JurorSettings) -> None:
     """Judges disputes until SIGTERM. Raises the first defect."""
-    log_to_stderr(settings.log_level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    log_to_stderr(settings.log_level)
     stop = until_stopped()
     with ExitStack() as stack:
         wallet = needed(settings, "wallet")

@@ -51,7 +51,7 @@ LONGEST_PAUSE = 30.0
 
 def run(settings: Settings) -> None:
     """Judges until SIGTERM. Raises the first defect of a background thread."""
-    log_to_stderr(settings.log_level, "%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    log_to_stderr(settings.log_level)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop = until_stopped()
     with ExitStack() as stack:

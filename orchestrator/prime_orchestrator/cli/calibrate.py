@@ -9,9 +9,7 @@ shadow: measured, never slashed, never paid.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
 import time
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,6 +22,7 @@ from prime_core.calibration import CalibrationStatement
 from prime_core.command_line import Json, PasswordFd, PasswordFile, command
 from prime_core.deployment import Deployment
 from prime_core.errors import UnavailableError, UserError
+from prime_core.logs import log_to_stderr
 from prime_core.storage.base import put_object
 from prime_core.storage.directory import DirectoryStore
 from prime_verify.engines import ENGINES
@@ -86,7 +85,7 @@ def calibrate(
     """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
     from prime_verify.proofs.thresholds import load
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    log_to_stderr("info")
     if (wallet is None) != (deployment is None):
         raise UserError(
             "a signature needs both a keystore and a network", hint="give --wallet and --deployment"

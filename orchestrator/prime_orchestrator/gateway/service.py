@@ -49,6 +49,7 @@ from prime_core.errors import (
 from prime_core.folders import held_alone, make_folder
 from prime_core.gateway import MAX_TEXT, GatewayAnswer, GatewayRequest
 from prime_core.ids import Address, Digest
+from prime_core.logs import log_to_stderr
 from prime_core.run import Conversation, RunDefinition
 from prime_core.settings import BaseSettings, Urls, UserPath, needed
 from prime_core.signing import Domain, Signer
@@ -363,7 +364,7 @@ def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT. Raises UserError for settings that do not fit the run."""
     from prime_orchestrator import serve as serving
 
-    serving.set_up_logging("info")
+    log_to_stderr("info")
     signer = open_keystore(needed(settings, "wallet"), settings.password_file, settings.password_fd)
     make_folder(settings.data)
     stop = threading.Event()
