@@ -32,7 +32,7 @@ from prime_core.verdict import Outcome
 from prime_verify import replay
 from prime_verify.checks import (
     RulingError,
-    check_humps,
+    check_improbable_tokens,
     check_proofs,
     check_rewards,
     check_rows,
@@ -91,7 +91,7 @@ class FileRows:
         try:
             check_rows(rows, plan, self._signed, self._bench.run, engine)
             check_proofs(rows, engine)
-            check_humps(rows, engine)
+            check_improbable_tokens(rows, engine)
             check_rewards(rows, plan, self._bench.environment, engine)
         except RulingError as ruling:
             return ruling.reason.outcome is Outcome.REJECTED

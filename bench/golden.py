@@ -215,7 +215,7 @@ def values() -> Values:
     return {
         "noise_bits": _hex(bits.astype("<u4").tobytes()),
         "noise": [round(float(g), 4) for g in sampling.gumbel([1, -7], [0, 300], 5).ravel()],
-        "humps": _plain({"seen": seen, "expected": expected}),
+        "improbable_tokens": _plain({"seen": seen, "expected": expected}),
         "proofs": _hex(b"".join(proofs)),
         "sketches": _hex(sketch.pack(sketches)),
         "file": _hex(b"".join(row.proofs + row.sketch for row in rows)),

@@ -227,7 +227,7 @@ def least_logprob(vocabulary: int) -> float:
     return -(math.log(vocabulary) + NOISE_SPAN + SPARE)
 
 
-def check_humps(rows: Sequence[FileRow], engine: Engine) -> None:
+def check_improbable_tokens(rows: Sequence[FileRow], engine: Engine) -> None:
     """Checks the claimed log-probabilities alone: none below what noise can draw (its ratio in
     training would be infinite), and not too many small ones.
 

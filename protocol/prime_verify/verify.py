@@ -6,7 +6,7 @@
     engine          the lease's policy                       → abstained if not available
     rows            prompts, targets, endings                → void, or rejected: wrong data
     proofs          strict decoding; no repeated sketch      → void, or rejected
-    two humps       too improbable, or too many improbable   → rejected
+    improbable      one token is too improbable, or too many → rejected
     replies         the environment's turns are recomputed   → rejected, or void
     rewards         every row is regraded                    → rejected
     repeats         a row that another file also has         → every row is replayed
@@ -42,7 +42,7 @@ from prime_verify import repeats, replay
 from prime_verify.build import PlannedRow, plan_rows, sketch_keys
 from prime_verify.checks import (
     RulingError,
-    check_humps,
+    check_improbable_tokens,
     check_proofs,
     check_replies,
     check_rewards,
@@ -186,7 +186,7 @@ def verify_file(
         )
         check_rows(file.rows, plan, signed, run, engine)
         check_proofs(file.rows, engine)
-        check_humps(file.rows, engine)
+        check_improbable_tokens(file.rows, engine)
         if not environment.tools_may_give_up:
             check_replies(file.rows, plan, run, engine, environment, lease_digest)
         table = None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prime_core.verdict import Reason
-from prime_verify.checks import RulingError, check_humps
+from prime_verify.checks import RulingError, check_improbable_tokens
 from prime_verify.proofs import sampling
 from prime_verify.proofs.tails import LEAST_CHANCE
 from prime_verify.proofs.thresholds import STATISTICS, Limits
@@ -32,13 +32,13 @@ def test_a_file_of_improbable_tokens_alone_is_stated_with_the_least_chance(obser
     rows: Any = [SimpleNamespace(logprobs=logprobs, places=np.arange(observed))]
     engine: Any = SimpleNamespace(vocabulary=VOCABULARY)
     with pytest.raises(RulingError) as said:
-        check_humps(rows, engine)
+        check_improbable_tokens(rows, engine)
     assert (said.value.reason, said.value.chance) == (Reason.IMPROBABLE_TOKENS, LEAST_CHANCE)
 
 
 @pytest.mark.parametrize("margin", [0.0, 2.0])
 @pytest.mark.parametrize("observed", [40, 300])
-def test_a_replay_that_finds_two_humps_states_no_chance_below_the_least(
+def test_a_replay_that_finds_improbable_tokens_states_no_chance_below_the_least(
     observed: int, margin: float
 ) -> None:
     limits = Limits({"row": {"margin_max": 1.0}})

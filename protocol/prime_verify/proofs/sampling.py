@@ -159,8 +159,8 @@ def improbable_tokens(
     """(observed, expected bound) of tokens with probability below IMPROBABLE_SHARE / vocabulary.
 
     For every model, all such tokens together have probability < IMPROBABLE_SHARE at each position,
-    so an honest sampler draws at most IMPROBABLE_SHARE · T of them on average. Text from a small
-    model that a large one only scored has a second hump there.
+    so an honest sampler draws at most IMPROBABLE_SHARE · T of them on average. Text of a small
+    model that a large one only scored has more of them.
     """
     values = np.asarray(logprobs, dtype=np.float64)
     return int((values < math.log(IMPROBABLE_SHARE / vocabulary)).sum()), IMPROBABLE_SHARE * len(
