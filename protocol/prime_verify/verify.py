@@ -352,7 +352,7 @@ def _judge_replay(
     if result is not None and proving is not None:
         statistics |= result.statistics()
         numeric = proving.numeric_class()
-        ruling = result.ruling(calibrated is not None and calibrated.proves(numeric.key))
+        ruling = result.ruling(0 if calibrated is None else calibrated.proven_to(numeric.key))
         if ruling is not None:
             reason, detail = ruling[0], f"{ruling[1]} (class {numeric.key}: {numeric.words})"
     if accusation is not None and accusation.reason in EXPLAINED_BY_WEIGHTS:
@@ -412,6 +412,7 @@ def _compare_exactly(
         raise replay.NoNumbersError("the proof pass's own probabilities are not numbers")
     return exact.compare(
         numbers,
+        [len(row.output_tokens) for row in rows],
         [row.digests for row in rows],
         [row.logprobs[row.places] for row in rows],
         own,

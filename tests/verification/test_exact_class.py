@@ -173,11 +173,42 @@ def test_windows_after_the_first_do_not_accuse() -> None:
 
     logprobs = np.zeros(40, dtype=np.float32)
     own = [Committed(logprobs, bytes(32))] * 3
-    found = compare([3, 5, 9], [bytes(16) + b"x" * 16] * 3, [logprobs] * 3, own)
+    found = compare([3, 5, 9], [40] * 3, [bytes(16) + b"x" * 16] * 3, [logprobs] * 3, own)
     assert (found.first, found.rows) == ((), (3, 5, 9))
-    ruling = found.ruling(proven=True)
+    ruling = found.ruling(40)
     assert ruling is not None
     assert ruling[0] is Reason.UNPROVEN_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "expected"),
+    [
+        ([40, 40, 41], 40, Reason.WRONG_PROOF_PASS),
+        ([40, 41, 41], 40, Reason.UNPROVEN_MISMATCH),
+        ([40, 41, 41], 41, Reason.WRONG_PROOF_PASS),
+        ([1, 1, 1], 0, Reason.UNPROVEN_MISMATCH),
+    ],
+)
+def test_rows_longer_than_those_that_proved_the_class_do_not_accuse(
+    lengths: list[int], longest: int, expected: Reason
+) -> None:
+    from prime_verify.proofs.exact import Committed, compare
+
+    logprobs = np.zeros(40, dtype=np.float32)
+    own = [Committed(logprobs, bytes(32))] * 3
+    ruling = compare([3, 5, 9], lengths, [b"x" * 32] * 3, [logprobs] * 3, own).ruling(longest)
+    assert ruling is not None
+    assert ruling[0] is expected
+
+
+def test_a_file_of_longer_rows_than_those_that_proved_its_class_is_void(small: Any) -> None:
+    file = _proved_by(small, 421, "float32", "old1_1e6")
+    (class_, *_) = _proven().proven
+    short = shipped().model_copy(update={"proven": (class_.model_copy(update={"longest": 1}),)})
+    found = small.judge(file, calibration=short)
+    assert found.reason is Reason.UNPROVEN_MISMATCH, found
+    assert "up to 1 tokens" in found.detail
+    assert small.judge(file, calibration=_proven()).reason is Reason.WRONG_PROOF_PASS
 
 
 def test_a_validator_of_another_class_judges_by_statistics(small: Any) -> None:

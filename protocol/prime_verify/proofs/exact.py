@@ -67,12 +67,14 @@ def commit(
 class ExactResult:
     """Comparison of a file's drawn rows with the validator's own proof pass. `first` are rows whose
     first window differs, `rows` those with any differing window, `logprobs` those whose digests are
-    equal and whose log-probabilities in the file are others."""
+    equal and whose log-probabilities in the file are others. `lengths`: tokens after the prompt of
+    the rows `first`, in their order."""
 
     compared: int
     first: tuple[int, ...]
     rows: tuple[int, ...]
     logprobs: tuple[int, ...]
+    lengths: tuple[int, ...]
 
     def statistics(self) -> dict[str, float]:
         """Counts for tables and evidence."""
@@ -83,9 +85,11 @@ class ExactResult:
             "exact_logprobs": float(len(self.logprobs)),
         }
 
-    def ruling(self, proven: bool) -> tuple[Reason, str] | None:
-        """The reason and detail that follow, or None if every bit is equal. Only LEAST_ROWS rows
-        of a proven class are evidence against the node; anything less voids the file."""
+    def ruling(self, longest: int) -> tuple[Reason, str] | None:
+        """The reason and detail that follow, or None if every bit is equal. The class is proven for
+        rows of up to `longest` tokens (0: not proven). Only LEAST_ROWS rows of a proven class are
+        evidence against the node, and differing states only in rows that are not longer; anything
+        less voids the file."""
         if not self.rows and not self.logprobs:
             return None
         where = (
@@ -93,26 +97,35 @@ class ExactResult:
             f"{len(self.first)} of them in their first window; {len(self.logprobs)} rows state "
             "other log-probabilities than they prove"
         )
-        if proven and len(self.first) >= LEAST_ROWS:
+        if not longest:
+            return Reason.UNPROVEN_MISMATCH, f"{where}; the class is not proven"
+        if sum(length <= longest for length in self.lengths) >= LEAST_ROWS:
             return Reason.WRONG_PROOF_PASS, where
-        if proven and len(self.logprobs) >= LEAST_ROWS:
+        if len(self.logprobs) >= LEAST_ROWS:
             return Reason.TAMPERED_LOGPROBS, where
-        return Reason.UNPROVEN_MISMATCH, where if proven else f"{where}; the class is not proven"
+        if len(self.first) >= LEAST_ROWS:
+            where += f"; the class is proven for rows of up to {longest} tokens"
+        return Reason.UNPROVEN_MISMATCH, where
 
 
 def compare(
     numbers: Sequence[int],
+    lengths: Sequence[int],
     claimed: Sequence[bytes],
     logprobs: Sequence[NDArray[np.float32]],
     own: Sequence[Committed],
 ) -> ExactResult:
-    """Compares rows `numbers`: the file's digests and log-probabilities with the replay's."""
-    first, rows, stated = [], [], []
-    for number, said, values, mine in zip(numbers, claimed, logprobs, own, strict=True):
+    """Compares rows `numbers`: the file's digests and log-probabilities with the replay's.
+    `lengths`: the rows' tokens after the prompt."""
+    first, rows, stated, counted = [], [], [], []
+    for number, length, said, values, mine in zip(
+        numbers, lengths, claimed, logprobs, own, strict=True
+    ):
         if said != mine.digests:
             rows.append(number)
             if said[:EXACT_BYTES] != mine.digests[:EXACT_BYTES]:
                 first.append(number)
+                counted.append(length)
         elif values.tobytes() != mine.logprobs.tobytes():
             stated.append(number)
-    return ExactResult(len(numbers), tuple(first), tuple(rows), tuple(stated))
+    return ExactResult(len(numbers), tuple(first), tuple(rows), tuple(stated), tuple(counted))

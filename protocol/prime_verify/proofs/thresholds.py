@@ -204,7 +204,7 @@ def _limit(tail: Tail) -> int:
 
 class ProvenClass(Strict):
     """An exact class in which rows were compared bit for bit without an unexplained mismatch.
-    `longest`: the longest row in tokens."""
+    `longest`: the longest of them, in tokens after the prompt; a longer row is no evidence."""
 
     key: DigestField
     """NumericClass.key (prime_engine.exact)."""
@@ -278,9 +278,9 @@ class Calibration(Strict):
         mine = (self.replay_engine, self.replay_dtype, self.replay_device)
         return mine == (engine, dtype, device)
 
-    def proves(self, key: Digest) -> bool:
-        """Whether the exact class is proven."""
-        return any(found.key == key for found in self.proven)
+    def proven_to(self, key: Digest) -> int:
+        """The longest row in tokens up to which the exact class is proven; 0 if it is not."""
+        return max((found.longest for found in self.proven if found.key == key), default=0)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The measurement of that set-up; None if there is none."""
