@@ -140,8 +140,12 @@ class ExactPool:
         """Node → (files, mismatched files, whether rows count towards a proof)."""
         with self.panel.mgr.store.read() as connection:
             found = connection.execute(schema.class_records.select()).mappings().all()
-        assert {row["key"] for row in found} <= {self.numeric.key}
-        return {row["node"]: (row["files"], row["mismatched"], row["rows"] > 0) for row in found}
+            rows = connection.execute(schema.class_rows.select()).mappings().all()
+        assert {row["key"] for row in (*found, *rows)} <= {self.numeric.key}
+        equal = {row["node"] for row in rows if row["rows"] > 0}
+        return {
+            row["node"]: (row["files"], row["mismatched"], row["node"] in equal) for row in found
+        }
 
 
 def _slashes(panel: JudgedPool) -> int:
@@ -159,7 +163,7 @@ def test_a_mismatch_in_an_unproven_class_accuses_no_one(exact: ExactPool) -> Non
     assert (bad.status, bad.reason) == ("void", Reason.UNPROVEN_MISMATCH)
     assert _slashes(panel) == 0
     assert panel.mgr.node_status(LIAR.address) == "active"
-    assert exact.records() == {HONEST.address: (1, 0, False), LIAR.address: (1, 1, False)}
+    assert exact.records() == {HONEST.address: (1, 0, True), LIAR.address: (1, 1, False)}
 
 
 @pytest.mark.parametrize("calibration", ["proven"], indirect=True)
@@ -173,7 +177,7 @@ def test_a_mismatch_in_a_proven_class_rejects_and_an_audit_matches(
     assert (bad.status, bad.reason) == ("rejected", Reason.WRONG_PROOF_PASS)
     assert _slashes(panel) == 1
     assert exact.records()[LIAR.address] == (1, 1, False)
-    assert exact.records()[HONEST.address] == (1, 0, True), "the cheat explains its mismatch"
+    assert exact.records()[HONEST.address] == (1, 0, True)
 
     author = panel.evidence(bad).validator
     setting = replace(panel.setting(), calibration=calibration, validators=frozenset({author}))
@@ -337,22 +341,20 @@ def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
         for _ in range(9):  # a class in which a third of another node's files mismatch
             for mismatched in (True, False, False):
                 exact_classes.judged(
-                    connection, exact.numeric.key, HONEST.address, rows=4, longest=9,
-                    mismatched=mismatched, explained=False,
+                    connection, exact.numeric.key, HONEST.address, validator=VALIDATOR.address,
+                    rows=4, longest=9, mismatched=mismatched, explained=False, now=1.0,
                 )  # fmt: skip
     assert rows_asked() == 8, "two of two are far more than nine of 27"
     with panel.mgr.store.begin() as connection:
         for _ in range(10):
             exact_classes.judged(
-                connection, exact.numeric.key, LIAR.address, rows=4, longest=9, mismatched=False,
-                explained=False,
+                connection, exact.numeric.key, LIAR.address, validator=VALIDATOR.address, rows=4,
+                longest=9, mismatched=False, explained=False, now=1.0,
             )  # fmt: skip
     assert rows_asked() == 4, "two of twelve are not"
 
 
-def test_a_proven_class_is_written_into_a_calibration_and_a_mismatch_starts_its_count_again(
-    exact: ExactPool, tmp_path: Path
-) -> None:
+def test_a_proven_class_is_written_into_a_calibration(exact: ExactPool, tmp_path: Path) -> None:
     exact.announce(*exact.validators)
     mgr, run = exact.panel.mgr, tmp_path / "run.json"
     run.write_bytes(mgr.context.run.raw())
@@ -360,12 +362,15 @@ def test_a_proven_class_is_written_into_a_calibration_and_a_mismatch_starts_its_
     before.write_bytes(shipped().canonical())
     longest = mgr.context.run.max_output_tokens
 
-    def judged(node: int, *, rows: int, longest: int, mismatched: bool = False) -> None:
+    def judged(node: int, rows: int, longest: int = 9, *, mismatched: bool = False) -> None:
+        """Each of two validators compared so many rows."""
         with mgr.store.begin() as connection:
-            exact_classes.judged(
-                connection, exact.numeric.key, key(80 + node).address, rows=rows, longest=longest,
-                mismatched=mismatched, explained=False,
-            )  # fmt: skip
+            for author in exact.validators[:2]:
+                exact_classes.judged(
+                    connection, exact.numeric.key, key(80 + node).address,
+                    validator=author.signer.address, rows=rows, longest=longest,
+                    mismatched=mismatched, explained=False, now=1.0,
+                )  # fmt: skip
 
     def lacking() -> list[str]:
         arguments = ["--run", str(run), "--data", str(mgr.folder), "--database", mgr.url]
@@ -380,22 +385,34 @@ def test_a_proven_class_is_written_into_a_calibration_and_a_mismatch_starts_its_
         assert made.setups == shipped().setups
         return list(one["lacking"])
 
-    for number in range(4):
+    for number in range(8):
         mgr.admit(key(80 + number))
         with mgr.store.begin() as connection:
-            owner = key(90 + min(number, 2)).address  # the last two are of one provider
+            owner = key(90 + max(number, 1)).address  # the first two are of one provider
             address = schema.nodes.c.address == key(80 + number).address
             connection.execute(schema.nodes.update().where(address).values(provider=owner))
-    judged(2, rows=9_000, longest=longest - 1)
-    judged(3, rows=900, longest=longest - 1)
+    judged(0, 7_000, longest - 1)
+    judged(1, 1_000, longest - 1)
     row = f"a row of {longest} tokens"
-    assert lacking() == ["100 more rows", "2 more providers", row]
-    judged(0, rows=99, longest=longest)
+    assert lacking() == ["2000 more rows", "2 more providers", row]
+    judged(2, 1_000, longest)
+    judged(3, 999)
     assert lacking() == ["1 more rows", "1 more providers"]
-    judged(1, rows=1, longest=9)
+    judged(3, 1)
     assert lacking() == []
-    judged(1, rows=4, longest=9, mismatched=True)
-    assert lacking() == ["10000 more rows", "3 more providers", row]
+    judged(4, 4, mismatched=True)
+    assert lacking() == ["10000 more rows"], "one provider differed"
+    judged(4, 50_000, mismatched=False)
+    judged(4, 4, mismatched=True)
+    assert lacking() == ["10000 more rows"], "it counts once, and its equal rows do not"
+    judged(2, 10_000)
+    assert lacking() == []
+    judged(5, 4, mismatched=True)
+    judged(2, 10_000)
+    assert lacking() == ["3 more providers"], "two of five differed"
+    for number in (6, 7):
+        judged(number, 1_000)
+    assert lacking() == ["1 more providers"]
 
 
 def test_leases_name_a_class_only_if_two_live_validators_of_several_announced_it(

@@ -82,9 +82,13 @@ class Party:
         assert self.judge.claim() is None
 
     def records(self) -> list[tuple[int, int, int, int]]:
-        """(files, mismatched files, rows, longest row) by class and node."""
+        """(files, mismatched files, equal rows, longest of them) by class and node."""
+        equal = {
+            (row["key"], row["node"]): (row["rows"], row["longest"])
+            for row in self.world.rows(schema.class_rows)
+        }
         return [
-            (row["files"], row["mismatched"], row["rows"], row["longest"])
+            (row["files"], row["mismatched"], *equal.get((row["key"], row["node"]), (0, 0)))
             for row in self.world.rows(schema.class_records)
         ]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from orchestrator_world import signer
 
 from prime_core.encoding import sha256
@@ -15,40 +13,76 @@ from prime_orchestrator.store.exact_classes import SumRow
 
 NUMERIC = NumericClass({"engine": "plain/1"}, Digest(sha256(b"fingerprint")))
 OTHER = NumericClass({"engine": "plain/1"}, Digest(sha256(b"another")))
+KEY = NUMERIC.key
 ONE, TWO = (signer(number).address for number in (1, 2))
 MACHINE = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=())
 
 
 def with_nodes(store: Store) -> Store:
-    """The store with two nodes of one provider."""
+    """The store with nodes 1 to 5; the first two are of one provider."""
     with store.begin() as connection:
-        for node in (ONE, TWO):
+        for number in range(1, 6):
+            node = signer(number).address
             nodes.admit(
                 connection, node, speed_class=1, hardware=MACHINE, runtime="process", now=0.0
             )
-            nodes.set_member(connection, node, provider=signer(3).address)
+            nodes.set_member(connection, node, provider=signer(10 + max(number, 2)).address)
     return store
 
 
-def test_a_mismatch_that_nothing_explains_starts_a_classs_rows_again(either_store: Store) -> None:
+def judged(
+    store: Store, node: int, validator: int, rows: int = 4, *, mismatched: bool = False,
+    explained: bool = False, longest: int = 9,
+) -> SumRow:  # fmt: skip
+    with store.begin() as connection:
+        exact_classes.judged(
+            connection, KEY, signer(node).address, validator=signer(validator).address, rows=rows,
+            longest=longest, mismatched=mismatched, explained=explained, now=1.0,
+        )  # fmt: skip
+        (found,) = exact_classes.sums(connection, 8)
+        assert exact_classes.totals(connection, KEY) == (found.files, found.mismatched)
+    return found
+
+
+def test_no_rows_count_that_only_one_validator_compared(either_store: Store) -> None:
     store = with_nodes(either_store)
-    key = NUMERIC.key
+    assert judged(store, 1, 20, 100) == SumRow(KEY, 1, 0, 0, 0, 0, 0)
+    assert judged(store, 3, 20, 100, longest=50) == SumRow(KEY, 2, 0, 0, 0, 0, 0)
+    assert judged(store, 3, 21, 5) == SumRow(KEY, 3, 0, 0, 5, 9, 0)
+    assert judged(store, 3, 22, 6, longest=12) == SumRow(KEY, 4, 0, 0, 11, 12, 1)
+    assert judged(store, 3, 22, 6) == SumRow(KEY, 5, 0, 0, 17, 12, 1), "without the first"
+    assert judged(store, 1, 21, 200).rows == 212, "without the second"
 
-    def judged(node: Any, *, mismatched: bool, explained: bool = False) -> SumRow:
-        with store.begin() as connection:
-            exact_classes.judged(
-                connection, key, node, rows=4, longest=9, mismatched=mismatched,
-                explained=explained,
-            )  # fmt: skip
-            (found,) = exact_classes.sums(connection)
-            assert exact_classes.totals(connection, key) == (found.files, found.mismatched)
-        return found
 
-    assert judged(ONE, mismatched=False) == SumRow(key, 1, 0, 4, 9, 1)
-    assert judged(TWO, mismatched=False) == SumRow(key, 2, 0, 8, 9, 1), "one provider"
-    assert judged(TWO, mismatched=True, explained=True) == SumRow(key, 3, 1, 8, 9, 1)
-    assert judged(ONE, mismatched=True) == SumRow(key, 4, 2, 0, 0, 0)
-    assert judged(TWO, mismatched=False) == SumRow(key, 5, 2, 4, 9, 1)
+def test_providers_count_with_enough_rows_each_and_once_for_all_their_nodes(
+    either_store: Store,
+) -> None:
+    store = with_nodes(either_store)
+    for validator in (20, 21):
+        judged(store, 1, validator, 4)
+        found = judged(store, 3, validator, 7)
+    assert found.providers == 0
+    for validator in (20, 21):
+        found = judged(store, 2, validator, 4)
+    assert found.providers == 1, "eight rows of two nodes of one provider"
+    for validator in (20, 21):
+        found = judged(store, 3, validator, 1)
+    assert found.providers == 2
+
+
+def test_a_provider_that_differed_counts_against_its_class_once_and_its_rows_do_not_count(
+    either_store: Store,
+) -> None:
+    store = with_nodes(either_store)
+    for validator in (20, 21):
+        for node in (1, 3):
+            found = judged(store, node, validator, 10)
+    assert found == SumRow(KEY, 4, 0, 0, 20, 9, 2)
+    assert judged(store, 2, 20, mismatched=True, explained=True).differing == 0
+    assert judged(store, 2, 20, mismatched=True) == SumRow(KEY, 6, 2, 1, 10, 9, 1)
+    assert judged(store, 1, 20, mismatched=True) == SumRow(KEY, 7, 3, 1, 10, 9, 1), "as before"
+    assert judged(store, 1, 21, 10) == SumRow(KEY, 8, 3, 1, 10, 9, 1)
+    assert judged(store, 4, 20, mismatched=True) == SumRow(KEY, 9, 4, 2, 10, 9, 1)
 
 
 def test_an_account_has_the_classes_that_it_announced_last(either_store: Store) -> None:

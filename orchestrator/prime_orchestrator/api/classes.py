@@ -20,6 +20,7 @@ from prime_core.validator_messages import ClassList
 from prime_engine.exact import NumericClass
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.validators import LIVE_SECONDS, require_appointed
+from prime_orchestrator.manager import revisions
 from prime_orchestrator.store import (
     Connection,
     chain,
@@ -55,7 +56,9 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
         known = [numeric.digest()]
         if request.fingerprint is None:
             known = exact_classes.of_policy(connection, version, numeric.key)
-        wanted = bool(held_by_enough(connection, known, appointed, now))
+        calibration = Digest(revisions.current(connection, backend.context).calibration)
+        sound = exact_classes.without_suspects(connection, known, calibration)
+        wanted = bool(held_by_enough(connection, sound, appointed, now))
         before = exact_classes.of_accounts(connection, [account]).get((account, version))
     # A question comes from a worker that starts: what an earlier one announced may be wrong now.
     mine = known if wanted and request.fingerprint is not None else []

@@ -182,13 +182,16 @@ class PoolView:
 
     @cached_property
     def _held_classes(self) -> frozenset[Digest]:
-        """The nodes' classes that enough live validators announced. Only validators whose draws
-        new leases name can judge their files."""
-        if self.draws is None:
+        """The nodes' classes that enough live validators announced and that are not suspect. Only
+        validators whose draws new leases name can judge their files."""
+        if self.draws is None or not self._classes:
             return frozenset()
         listed = self.backend.draws.named(self.backend.objects, self.draws)
         named = {signed.validator for signed in listed.commitments}
-        return held_by_enough(self.connection, {*self._classes.values()}, named, self.now)
+        sound = exact_classes.without_suspects(
+            self.connection, {*self._classes.values()}, Digest(self.run.calibration)
+        )
+        return held_by_enough(self.connection, sound, named, self.now)
 
     def exact_class(self, node: NodeRow, version: int) -> Digest | None:
         """Returns the exact class that a lease of the node with this policy names; None if none."""

@@ -1,8 +1,22 @@
 """`orchestrator classes`: what a pool's files showed of exact classes, and which are proven.
 
-A class is proven by LEAST_ROWS rows of LEAST_PROVIDERS providers that validators compared bit for
-bit, one of them as long as a row of the run may be, since the class's last unexplained mismatch. A
-mismatch is evidence only in classes that the run's calibration lists; the manager signs that list.
+A class is proven by rows that validators compared bit for bit and found equal:
+
+    rows       LEAST_ROWS, and as many again for each provider that differed
+    providers  LEAST_PROVIDERS with LEAST_ROWS_EACH or more; those that differed are at most one in
+               suspicion.SHARE of all of them
+    length     one row as long as a row of the run may be
+
+A provider *differed* if a file of its nodes mismatched and had nothing else against it. It is
+counted once, however often, and none of its rows count, so that one stake that sends void files
+keeps no class unproven. All of it must hold without any one validator's comparisons, so that no
+validator's word proves a class.
+
+At 95 % confidence, fewer than one row in 3,300 differs if no provider's did, and fewer than one in
+4,200 if one did; more providers ask for so many more rows that the bound falls further.
+
+A mismatch is evidence only in classes that the run's calibration lists; the manager signs that
+list.
 """
 
 from __future__ import annotations
@@ -24,6 +38,7 @@ if TYPE_CHECKING:
     from prime_orchestrator.store.exact_classes import SumRow
 
 LEAST_ROWS = 10_000
+LEAST_ROWS_EACH = 1_000
 LEAST_PROVIDERS = 3
 app = command()
 
@@ -55,7 +70,7 @@ def classes(
     with opened(flags, config) as (_, store), store.read() as connection:
         found = [
             (one, json.loads(exact_classes.facts_of(connection, one.key)))
-            for one in exact_classes.sums(connection)
+            for one in exact_classes.sums(connection, LEAST_ROWS_EACH)
         ]
     needs = {one.key: lacking(one, definition) for one, _ in found}
     written = None
@@ -80,9 +95,10 @@ def classes(
     for one, facts in found:
         state = "lacks " + ", ".join(needs[one.key]) if needs[one.key] else "proven"
         typer.echo(
-            f"{one.key}: {state}\n  {one.rows} rows of {one.providers} providers since the last "
-            f"unexplained mismatch, the longest {one.longest} tokens; {one.files} files, "
-            f"{one.mismatched} with a mismatch\n  "
+            f"{one.key}: {state}\n  {one.rows} equal rows, the longest {one.longest} tokens, "
+            f"{one.providers} providers with {LEAST_ROWS_EACH} or more, whichever validator is "
+            f"left out; {one.files} files, {one.mismatched} with a mismatch; {one.differing} "
+            "providers differed\n  "
             + ", ".join(f"{name} {value}" for name, value in sorted(facts.items()))
         )
     if not found:
@@ -93,11 +109,15 @@ def classes(
 
 def lacking(row: SumRow, run: RunDefinition) -> list[str]:
     """Returns phrases that name what a class still lacks to be proven for a run."""
+    from prime_orchestrator.manager.suspicion import SHARE
+
     found = []
-    if row.rows < LEAST_ROWS:
-        found.append(f"{LEAST_ROWS - row.rows} more rows")
-    if row.providers < LEAST_PROVIDERS:
-        found.append(f"{LEAST_PROVIDERS - row.providers} more providers")
+    rows = LEAST_ROWS * (1 + row.differing)
+    if row.rows < rows:
+        found.append(f"{rows - row.rows} more rows")
+    providers = max(LEAST_PROVIDERS, (SHARE - 1) * row.differing)
+    if row.providers < providers:
+        found.append(f"{providers - row.providers} more providers")
     if row.longest < run.max_output_tokens:
         found.append(f"a row of {run.max_output_tokens} tokens")
     return found

@@ -2,6 +2,7 @@
 
     accepted  submission, credit, groups for batches, marks of its rows, job done
     rejected  submission, node quarantined, slash, job done
+              (void if it only differs from its proof passes and its class is suspect)
     void      submission, job done
     (if opinions do not agree yet: one more is requested, and the file is replayed whole)
     (shadow lease, any verdict: submission, marks and job done, nothing else)
@@ -60,10 +61,10 @@ from prime_core.verdict import (
     VerdictTable,
 )
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.manager import reviews, revisions, slashing, standing
+from prime_orchestrator.manager import reviews, revisions, slashing, standing, suspicion
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.members import apply_node_event
-from prime_orchestrator.manager.settlement import refresh_credits
+from prime_orchestrator.manager.settlement import refresh_credits, void
 from prime_orchestrator.store import (
     Connection,
     chain,
@@ -373,7 +374,7 @@ class Judge:
             )
             jobs.finish(connection, fresh)
             for one, verdict in accepted:
-                _note_class(connection, one.row, verdict)
+                _note_class(connection, one.row, verdict, now)
             paid = [(one.row, verdict.chosen) for one, verdict in accepted if not one.row.shadow]
             standing.kept(connection, [row.node for row, _ in paid])
             _credit(connection, runs, paid, now)
@@ -466,6 +467,7 @@ class Judge:
         """
         chosen, found = verdict.chosen, verdict.found
         digest, outcome, now = row.digest, chosen.outcome, self.now()
+        differs = chosen.reason in suspicion.ONLY_DIFFERS
         if outcome is Outcome.ACCEPTED:
             lock(connection, "row_marks")  # each acceptance sees the previous one's rows
             if chosen.partly_seen and row_marks.seen(connection, chosen.table.marks, but=digest):
@@ -479,6 +481,10 @@ class Judge:
         if locked is None or locked.status != "submitted":
             log.warning("submission %s has a verdict; this one is dropped", digest)
             return False
+        if differs and self._class_at_fault(connection, row, verdict):
+            void(connection, digest, Reason.UNAVAILABLE, now)
+            log.warning("submission %s differs; its class is suspect: void", digest)
+            return True
         submissions.set_verdicts(connection, [verdict.applied(locked)])
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
@@ -486,7 +492,8 @@ class Judge:
         nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
-        _note_class(connection, row, verdict)
+        if not differs:
+            _note_class(connection, row, verdict, now)
         if not row.shadow:
             standing.judged(connection, Address(row.node), outcome, chosen.reason)
         if row.shadow:
@@ -498,6 +505,17 @@ class Judge:
             _punish(connection, self.context, row, chosen, now)
         _log(row, verdict)
         return True
+
+    def _class_at_fault(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:
+        """Counts a file with nothing but a mismatch against it. Whether its class is suspect."""
+        nodes.lock_row(connection, row.node)
+        now = self.now()
+        key = _note_class(connection, row, verdict, now)
+        lease = leases.get(connection, row.lease_digest)
+        if key is None or lease is None:
+            return False
+        run = revisions.history(connection, self.context).of_lease(lease.signed().lease)
+        return suspicion.is_suspect(connection, key, Digest(run.calibration), now)
 
 
 def check_law(signed: SignedOpinion, row: SubmissionRow, lease: SignedLease) -> None:
@@ -558,18 +576,20 @@ _STATUS: dict[Outcome, SubmissionStatus] = {
 }
 
 
-def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> None:
+def _note_class(
+    connection: Connection, row: SubmissionRow, verdict: Stored, now: float
+) -> Digest | None:
     """Counts the file for its lease's exact class, if validators of the class repeated its proof
-    passes. The opinion that compared the most rows counts; one that accepts a file and states a
-    mismatch does not."""
+    passes; returns the class's key then. The opinion that compared the most rows counts; one that
+    accepts a file and states a mismatch does not."""
     outcome, reason, found = verdict.chosen.outcome, verdict.chosen.reason, verdict.found
     if not any(one.exact_rows for one in found):
-        return
+        return None
     lease = leases.get(connection, row.lease_digest)
     name = None if lease is None else lease.signed().numeric_class()
     numeric = None if name is None else exact_classes.get(connection, name)
     if numeric is None:
-        return
+        return None
     able = exact_classes.members(connection, [numeric.digest])[numeric.digest]
     agreed = [
         one for one in found
@@ -577,7 +597,7 @@ def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> 
         and not (outcome is Outcome.ACCEPTED and one.mismatches)
     ]  # fmt: skip
     if not agreed:
-        return
+        return None
     most = max(agreed, key=lambda one: one.exact_rows)
     drawn = {*most.table.rows_drawn}
     lengths = [
@@ -589,11 +609,14 @@ def _note_class(connection: Connection, row: SubmissionRow, verdict: Stored) -> 
         connection,
         numeric.key,
         Address(row.node),
+        validator=most.validator,
         rows=most.exact_rows,
         longest=max(lengths, default=0),
         mismatched=any(one.mismatches for one in agreed),
-        explained=reason is not Reason.UNPROVEN_MISMATCH,
+        explained=reason not in suspicion.ONLY_DIFFERS,
+        now=now,
     )
+    return numeric.key
 
 
 def _log(row: SubmissionRow, verdict: Stored) -> None:

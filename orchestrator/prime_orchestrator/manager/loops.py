@@ -24,7 +24,7 @@ from prime_core.ids import Digest
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager import targets, uploads
+from prime_orchestrator.manager import suspicion, targets, uploads
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.completeness import check_events
@@ -85,7 +85,7 @@ class ManagerLoops:
         """Sends queued intents, then reads the chain if that is due; returns new events. The
         comparison with the contracts comes last, since it fails in each tick until an endpoint
         shows what is missing."""
-        queue_executions(self.store, self.now)
+        queue_executions(self.store, self.context, self.now)
         awaited = run_transactions_tick(
             self.store, self.context, self.contracts, self.sender, self.now
         )
@@ -143,11 +143,12 @@ class ManagerLoops:
 
     def money_tick(self) -> None:
         """Reveals planted files, posts work roots, voids files not judged or rooted in time, drops
-        expired slashes and posts reward roots. Reward roots come last, since settling fails while
-        the object of a table that others posted cannot be read."""
+        expired slashes and those of suspect classes, and posts reward roots. Reward roots come
+        last, since settling fails while the object of a table that others posted cannot be read."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
         void_unjudged(self.store, self.context, self.now)
         void_unrooted(self.store, self.context, self.now, self.planted.accounts)
+        suspicion.give_up_slashes(self.store, self.context, self.now)
         drop_expired(self.store, self.context, self.now, self.planted.accounts)
         settle_epochs(self.store, self.objects, self.context, self.now)

@@ -14,6 +14,7 @@ from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager import suspicion
 from prime_orchestrator.manager.roots import never_rooted
 from prime_orchestrator.manager.settlement import chain_clock, refresh_credits
 from prime_orchestrator.store import Connection, nodes, slashes
@@ -80,14 +81,15 @@ def queue_slash(
     )
 
 
-def queue_executions(store: Store, now: Callable[[], float]) -> list[Digest]:
-    """Queues `execute` for every proposal whose window is over; returns the submissions.
-    Anyone may execute a proposal."""
+def queue_executions(store: Store, context: PoolContext, now: Callable[[], float]) -> list[Digest]:
+    """Queues `execute` for every proposal whose window is over, but not for those that rest on a
+    suspect class; returns the submissions. Anyone may execute a proposal."""
     with store.read() as connection:
         clock = chain_clock(connection)
         if clock is None:
             return []
-        due = slashes.executable(connection, clock.time)
+        over = slashes.executable(connection, clock.time)
+        due = [leaf for leaf in over if suspicion.may_execute(connection, context, leaf)]
     if not due:
         return []
     with store.begin() as connection:

@@ -267,6 +267,7 @@ class_members = Table(  # which validator or node announced which class
     Column("at", Float, nullable=False),
     PrimaryKeyConstraint("account", "policy_version", "digest"),
     Index("class_members_digest", "digest"),
+    Index("class_members_policy", "policy_version"),
 )
 
 class_records = Table(  # what the judged files of exact leases showed
@@ -276,10 +277,31 @@ class_records = Table(  # what the judged files of exact leases showed
     Column("node", Text, nullable=False),
     Column("files", BigInteger, nullable=False),
     Column("mismatched", BigInteger, nullable=False),  # files with a mismatch
-    Column("rows", BigInteger, nullable=False),  # equal ones since the class's last mismatch
-    Column("longest", BigInteger, nullable=False),  # of those, in tokens
+    Column("differed", BigInteger, nullable=False, server_default=text("0")),  # nothing else shown
+    Column("judged_at", Float, nullable=False, server_default=text("0")),  # the newest file
+    Column("differed_at", Float),  # see manager/suspicion.py
     PrimaryKeyConstraint("key", "node"),
     Index("class_records_node", "node"),
+)
+
+class_rows = Table(  # rows of exact leases that were equal bit for bit
+    "class_rows",
+    metadata,
+    Column("key", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("validator", Text, nullable=False),  # that compared them
+    Column("rows", BigInteger, nullable=False),
+    Column("longest", BigInteger, nullable=False),  # of them, in tokens
+    PrimaryKeyConstraint("key", "node", "validator"),
+)
+
+class_suspects = Table(  # classes in which several providers' files differed
+    "class_suspects",
+    metadata,
+    Column("key", Text, nullable=False),
+    Column("calibration", Text, nullable=False),  # the run's, under which they did
+    Column("at", Float, nullable=False),
+    PrimaryKeyConstraint("key", "calibration"),
 )
 
 groups = Table(

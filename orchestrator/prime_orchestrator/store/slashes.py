@@ -102,6 +102,16 @@ def executable(connection: Connection, chain_time: int) -> list[Digest]:
     return [Digest(leaf) for leaf in connection.execute(query).scalars()]
 
 
+def queued_for(connection: Connection, reason: int) -> list[SlashRow]:
+    """Returns the slashes with this reason that are not proposed, by submission."""
+    query = (
+        sa.select(schema.slashes)
+        .where(_slashes.status == "queued", _slashes.reason == reason)
+        .order_by(_slashes.submission_digest)
+    )
+    return records(SlashRow, connection.execute(query).mappings().all())
+
+
 def queued(connection: Connection) -> list[tuple[Digest, Address, int | None]]:
     """Returns (submission, node, block time of its root) of slashes that are not proposed; None:
     no confirmed root."""
