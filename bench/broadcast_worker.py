@@ -24,7 +24,7 @@ from prime_broadcast.client import Base, fetch
 from prime_broadcast.manifest import MANIFEST_NAME, Trust, build_manifest, read_signed
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.relay import Relay
-from prime_broadcast.server import Limits, Origin, Server
+from prime_broadcast.server import Limits, Origin, Server, Serving
 from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.signing import Domain, LocalSigner
@@ -55,16 +55,18 @@ class Worker:
 
     def origin(self, root: str, rate: float = 0.0) -> Answer:
         self.close()
-        self._server = Origin(Path(root), self._host, limits=Limits(bytes_per_second=rate))
+        self._server = Origin(Path(root), self._serving(rate))
         self._server.start()
         return {"url": self._server.url}
 
     def relay(self, root: str, rate: float = 0.0) -> Answer:
         self.close()
-        limits = Limits(bytes_per_second=rate)
-        self._server = Relay(Path(root), TRUST, host=self._host, limits=limits)
+        self._server = Relay(Path(root), TRUST, self._serving(rate))
         self._server.start()
         return {"url": self._server.url}
+
+    def _serving(self, rate: float) -> Serving:
+        return Serving(self._host, limits=Limits(bytes_per_second=rate))
 
     def offer(self, manifest: str, sources: list[str]) -> Answer:
         assert isinstance(self._server, Relay)

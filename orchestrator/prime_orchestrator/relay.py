@@ -28,7 +28,7 @@ from prime_broadcast.access import Passes, Rules, ephemeral_signer
 from prime_broadcast.files import DiskError, write_whole
 from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import KEEP, Relay, RelayEvent
-from prime_broadcast.server import Limits
+from prime_broadcast.server import Limits, Serving
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_chain.keystore import open_keystore
 from prime_core import ids
@@ -162,11 +162,7 @@ def relay(
         server = Relay(
             data,
             trust,
-            host=host,
-            port=port,
-            public_url=public_url,
-            limits=limits,
-            rules=rules,
+            Serving(host, port, public_url, limits, rules),
             keep=keep,
             book=SourceBook(
                 passes=Passes(signer or ephemeral_signer(), registry),

@@ -40,7 +40,7 @@ from prime_broadcast.manifest import (
 )
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.relay import Relay, RelayEvent
-from prime_broadcast.server import Limits, Origin
+from prime_broadcast.server import Origin, Serving
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_broadcast.transfer import Link
 from prime_core import ids
@@ -95,7 +95,7 @@ def serve_command(
     if once:
         _print(facts, as_json)
         return
-    with Origin(data, host, port) as origin:
+    with Origin(data, Serving(host, port)) as origin:
         _print({**facts, "url": origin.url}, as_json)
         if not as_json:
             typer.echo(
@@ -128,7 +128,7 @@ def relay_command(
         _print(facts, as_json)
 
     stop = until_stopped()
-    relay = Relay(data, trust, host=host, port=port, keep=keep, limits=Limits(), on_event=tell)
+    relay = Relay(data, trust, Serving(host, port), keep=keep, on_event=tell)
     links = [Link(url) for url in urls]
     known: dict[Link, tuple[list[SignedManifest], str | None]] = {}
     with relay:

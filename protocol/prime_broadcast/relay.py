@@ -28,7 +28,6 @@ from prometheus_client.core import Metric
 
 from prime_broadcast import delta as deltas
 from prime_broadcast import files, layout
-from prime_broadcast.access import Rules
 from prime_broadcast.chunks import ChunkFetcher, Pace
 from prime_broadcast.content import LiveContent, LiveVersion, live_version
 from prime_broadcast.durable import appear, settle
@@ -45,7 +44,7 @@ from prime_broadcast.files import (
 from prime_broadcast.layout import Item, delta_items, file_items
 from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, signed_bytes, total_size
 from prime_broadcast.metrics import Received, held
-from prime_broadcast.server import Counters, Limits, Server
+from prime_broadcast.server import Counters, Server, Serving
 from prime_broadcast.sources import SourceBook, normal_url
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import (
@@ -185,7 +184,7 @@ def make_from_delta(
     return False
 
 
-RATE = 8e6
+SCRUB_RATE = 8e6
 """Bytes per second that are read again: about 1 % of a disk's rate, less than 1 % of a core."""
 IDLE = 1.0
 """Seconds between looks while there is nothing to read."""
@@ -214,12 +213,9 @@ def first_rotten(folder: Path, items: Iterable[Item], pause: Callable[[int], boo
 class Scrubber:
     """One thread that reads all complete versions again. `on_rot(version, why)` is called in it."""
 
-    def __init__(
-        self, list_versions: ListVersions, on_rot: Callable[[int, str], None], *, rate: float = RATE
-    ) -> None:
+    def __init__(self, list_versions: ListVersions, on_rot: Callable[[int, str], None]) -> None:
         self._list_versions = list_versions
         self._on_rot = on_rot
-        self._rate = rate
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -248,7 +244,7 @@ class Scrubber:
                 self._stop.wait(IDLE)
 
     def _pause(self, count: int) -> bool:
-        return self._stop.wait(count / self._rate)
+        return self._stop.wait(count / SCRUB_RATE)
 
 
 @dataclass(frozen=True)
@@ -287,15 +283,10 @@ class Relay:
         self,
         root: Path,
         trust: Trust,
+        serving: Serving = Serving(),
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        public_url: str | None = None,
-        limits: Limits | None = None,
-        rules: Rules | None = None,
         keep: int = KEEP,
         book: SourceBook | None = None,
-        scrub_rate: float = RATE,
         on_event: Callable[[RelayEvent], None] = lambda event: None,
     ) -> None:
         self._root = root
@@ -304,17 +295,9 @@ class Relay:
         self._book = book or SourceBook()
         self._tell = on_event
         self._content = LiveContent()
-        self._server = Server(
-            self._content,
-            host,
-            port,
-            limits=limits,
-            public_url=public_url,
-            rules=rules,
-            more_metrics=self._metrics,
-        )
+        self._server = Server(self._content, serving, more_metrics=self._metrics)
         self._received = Received()
-        self._scrubber = Scrubber(self._list_versions, self._rotted, rate=scrub_rate)
+        self._scrubber = Scrubber(self._list_versions, self._rotted)
         self._history = History()
         self._complete: set[int] = set()
         self._wanted: dict[int, SignedManifest] = {}

@@ -253,34 +253,42 @@ async def _writable(loop: asyncio.AbstractEventLoop, sock: int, seconds: float) 
         timer.cancel()
 
 
-__all__ = ["Counters", "Limits", "Origin", "Server"]
+__all__ = ["Counters", "Limits", "Origin", "Server", "Serving"]
 
 FINISH_LOOK_SECONDS = 0.05
 
 
+@dataclass(frozen=True)
+class Serving:
+    """Where a server listens (port 0: any free one), where clients find it (`public_url`, by
+    default the address that it listens on), and whom it serves. Without `rules` anyone may read."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    public_url: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    rules: Rules | None = None
+
+
 class Server:
-    """Serves `content` on `host`:`port` (0: any free one) from a thread of its own."""
+    """Serves `content` from a thread of its own."""
 
     def __init__(
         self,
         content: Content,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        serving: Serving = Serving(),
         *,
-        limits: Limits | None = None,
-        public_url: str | None = None,
-        rules: Rules | None = None,
         more_metrics: Callable[[], Sequence[Metric]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._content = content
-        self._rules = rules
+        self._rules = serving.rules
         self._more_metrics = more_metrics
         self._gate: Gate | None = None
-        self._host = host
-        self._port = port
-        self._limits = limits or Limits()
-        self._public_url = public_url
+        self._host = serving.host
+        self._port = serving.port
+        self._limits = serving.limits
+        self._public_url = serving.public_url
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -541,15 +549,5 @@ class Server:
 class Origin(Server):
     """Serves a finished layout (`publish`, `finalize`) from a thread: the trainer's process."""
 
-    def __init__(
-        self,
-        root: Path,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        limits: Limits | None = None,
-        public_url: str | None = None,
-        rules: Rules | None = None,
-    ) -> None:
-        content = DirectoryContent(root)
-        super().__init__(content, host, port, limits=limits, public_url=public_url, rules=rules)
+    def __init__(self, root: Path, serving: Serving = Serving()) -> None:
+        super().__init__(DirectoryContent(root), serving)

@@ -15,7 +15,7 @@ from broadcast_world import DOMAIN, STRANGER, TRAINER, Run, same_files
 from prime_broadcast.access import LIFETIME, SKEW, Gate, Passes, Rules
 from prime_broadcast.client import fetch
 from prime_broadcast.http1 import Limits
-from prime_broadcast.server import Origin
+from prime_broadcast.server import Origin, Serving
 from prime_broadcast.sources import SourceBook
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 from prime_core.ids import ZERO_ADDRESS
@@ -115,7 +115,7 @@ def test_members_may_change_at_any_time() -> None:
 @pytest.fixture
 def guarded(run: Run) -> Iterator[Origin]:
     run.publish()
-    with Origin(run.root, rules=Rules(DOMAIN, lambda: {TRAINER.address})) as origin:
+    with Origin(run.root, Serving(rules=Rules(DOMAIN, lambda: {TRAINER.address}))) as origin:
         yield origin
 
 
@@ -157,7 +157,7 @@ def test_limits_count_members_by_account_and_strangers_by_address(
     limits = Limits(requests_per_second=0.001)
     everybody = {TRAINER.address, STRANGER.address}
     rules = Rules(DOMAIN, (lambda: everybody) if exclusive else None)
-    with Origin(run.root, limits=limits, rules=rules) as origin:
+    with Origin(run.root, Serving(limits=limits, rules=rules)) as origin:
         url = f"{origin.url}/policies/0/config.json"
         one, two = Passes(TRAINER, DOMAIN), Passes(STRANGER, DOMAIN)
         codes = [

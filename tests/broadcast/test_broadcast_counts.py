@@ -12,7 +12,7 @@ from broadcast_world import TRUST, Run, answer, bad_server, until
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import total_size
 from prime_broadcast.relay import Relay
-from prime_broadcast.server import Limits, Origin
+from prime_broadcast.server import Origin
 
 
 def counts(url: str) -> dict[str, float]:
@@ -32,7 +32,7 @@ def test_a_relays_counts_are_those_of_what_it_fetched_and_sent(run: Run, tmp_pat
     with (
         bad_server(run.root, lie) as liar,
         Origin(run.root) as origin,
-        Relay(tmp_path / "relay", TRUST, limits=Limits()) as relay,
+        Relay(tmp_path / "relay", TRUST) as relay,
     ):
         relay.offer([signed], [[liar], [origin.url]])
         stats = folder.ensure(0, signed, [relay.url]).stats

@@ -21,18 +21,21 @@ from prime_broadcast.chunks import PER_SOURCE
 from prime_broadcast.client import Base, FetchStats, fetch
 from prime_broadcast.landing import MARGIN, PIECE
 from prime_broadcast.relay import Relay
-from prime_broadcast.server import Limits, Origin, Server
+from prime_broadcast.server import Limits, Origin, Server, Serving
 from prime_broadcast.transfer import Link
 
 MIB = 1 << 20
 WEIGHTS = "model.safetensors"
 
 
-def test_a_byte_that_flips_at_a_relay_blames_only_that_relay(run: Run, tmp_path: Path) -> None:
+def test_a_byte_that_flips_at_a_relay_blames_only_that_relay(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_broadcast.relay.SCRUB_RATE", 1.0)  # the scrubber would find it
     signed = run.publish()
     with (
         Origin(run.root) as origin,
-        Relay(tmp_path / "r", TRUST, scrub_rate=1.0) as relay,  # the scrubber would find it
+        Relay(tmp_path / "r", TRUST) as relay,
     ):
         relay.offer([signed], [[origin.url]])
         until(lambda: relay.complete() == [0], "version 0 at the relay")
@@ -57,9 +60,11 @@ def origin_process(run: Run, port: int, rate: float | None) -> Iterator[subproce
     """`python -m prime_broadcast serve`, held to `rate` by its limiter; killed at the end."""
     start = [sys.executable, "-m", "prime_broadcast"]
     if rate is not None:
-        slow = "import sys,functools;from prime_broadcast import cli;"
-        slow += (
-            f"cli.Origin=functools.partial(cli.Origin,limits=cli.Limits(bytes_per_second={rate}));"
+        slow = (
+            "import sys,functools;from prime_broadcast import cli;"
+            "from prime_broadcast.server import Limits;"
+            f"limits=Limits(bytes_per_second={rate});"
+            "cli.Serving=functools.partial(cli.Serving,limits=limits);"
         )
         start = [sys.executable, "-c", slow + "cli.main(sys.argv[1:])"]
     child = subprocess.Popen(
@@ -166,7 +171,7 @@ def test_a_client_killed_anywhere_refetches_a_piece_and_the_margin_a_connection_
     def command(url: str) -> list[str]:
         return [sys.executable, "-m", "prime_broadcast", "fetch", url, str(dest), *tail]
 
-    with Origin(run.root, limits=Limits(bytes_per_second=rate)) as origin:
+    with Origin(run.root, Serving(limits=Limits(bytes_per_second=rate))) as origin:
         child = subprocess.Popen(command(origin.url), stdout=subprocess.DEVNULL)
         try:
             until(lambda: origin.counters.bytes_sent > share * whole, "its share")

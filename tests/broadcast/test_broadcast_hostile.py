@@ -18,7 +18,7 @@ from broadcast_world import DOMAIN, STRANGER, Run, same_files
 from prime_broadcast import transfer
 from prime_broadcast.access import SCOPE, Rules, SignedPass
 from prime_broadcast.client import fetch
-from prime_broadcast.server import Origin
+from prime_broadcast.server import Origin, Serving
 from prime_broadcast.sources import SourceBook
 from prime_broadcast.transfer import Link, TransferError
 from prime_core import ids
@@ -178,7 +178,7 @@ def test_a_pass_cannot_write_headers_into_its_refusal(run: Run) -> None:
     token = base64.urlsafe_b64encode(made.model_dump_json().encode()).decode().rstrip("=")
     run.publish()
     with (
-        Origin(run.root, rules=Rules(DOMAIN)) as origin,
+        Origin(run.root, Serving(rules=Rules(DOMAIN))) as origin,
         socket.create_connection(("127.0.0.1", origin.port)) as connection,
     ):
         asked = f"GET /policies/index.json?pass={token} HTTP/1.1\r\nHost: x\r\n\r\n"

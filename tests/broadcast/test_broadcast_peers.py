@@ -15,7 +15,7 @@ from broadcast_world import Run, until
 from prime_broadcast.content import DirectoryContent
 from prime_broadcast.http1 import Limits
 from prime_broadcast.peers import SLOW_READER_SECONDS, Peer, peer_to_drop, place_of, site_of
-from prime_broadcast.server import Server
+from prime_broadcast.server import Server, Serving
 from prime_broadcast.transfer import Link
 
 NOW = 1000.0
@@ -80,7 +80,7 @@ def test_readers_just_fast_enough_to_stay_cannot_keep_others_out(tmp_path: Path)
     later = 0.0
     server = Server(
         DirectoryContent(run.root),
-        limits=Limits(connections=3),
+        Serving(limits=Limits(connections=3)),
         clock=lambda: time.monotonic() + later,
     )
     with server, ExitStack() as stack:

@@ -31,7 +31,7 @@ from prime_broadcast.client import Base, fetch
 from prime_broadcast.content import live_version
 from prime_broadcast.manifest import Trust, verify_folder
 from prime_broadcast.relay import Relay, RelayEvent
-from prime_broadcast.server import Limits, Origin
+from prime_broadcast.server import Limits, Origin, Serving
 from prime_broadcast.transfer import Link
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import UnavailableError, UserError
@@ -40,9 +40,9 @@ from prime_core.errors import UnavailableError, UserError
 class Watched:
     """A relay and the events that it reported."""
 
-    def __init__(self, root: Path, trust: Trust = TRUST, **options: object) -> None:
+    def __init__(self, root: Path, trust: Trust = TRUST) -> None:
         self.events: list[RelayEvent] = []
-        self.relay = Relay(root, trust, on_event=self.events.append, **options)  # type: ignore[arg-type]
+        self.relay = Relay(root, trust, on_event=self.events.append)
 
     def kinds(self, version: int) -> list[str]:
         return [event.kind for event in self.events if event.version == version]
@@ -52,8 +52,8 @@ class Watched:
 
 
 @contextmanager
-def relaying(root: Path, **options: object) -> Iterator[Watched]:
-    watched = Watched(root, **options)
+def relaying(root: Path) -> Iterator[Watched]:
+    watched = Watched(root)
     with watched.relay:
         yield watched
 
@@ -128,10 +128,11 @@ def test_with_its_base_a_relay_makes_the_files_from_the_delta(run: Run, tmp_path
 
 
 def test_a_relay_whose_base_is_damaged_fetches_the_rest_and_serves_nothing_wrong(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay, "SCRUB_RATE", 1.0)  # the scrubber would find it
     zero, one = run.publish(), run.publish()
-    with Origin(run.root) as origin, relaying(tmp_path / "r", scrub_rate=1.0) as watched:
+    with Origin(run.root) as origin, relaying(tmp_path / "r") as watched:
         watched.relay.offer([zero], [[origin.url]])
         watched.wait_for(0)
         path = layout.version_folder(tmp_path / "r", 0) / "model.safetensors"
@@ -293,7 +294,7 @@ def test_a_relay_killed_at_half_is_replaced_by_another_source(tmp_path: Path) ->
     slow = Limits(bytes_per_second=2_000_000)
     command = [sys.executable, "-m", "prime_broadcast", "relay"]
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--port", "0"]
-    with Origin(run.root, limits=slow) as origin:
+    with Origin(run.root, Serving(limits=slow)) as origin:
         child = subprocess.Popen(
             [*command, origin.url, "--data", str(tmp_path / "r"), "--json", *tail],
             stdout=subprocess.PIPE,
@@ -351,10 +352,11 @@ def test_many_clients_at_once_all_finish(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_corrupt_byte_on_a_relays_disk_is_detected_and_refetched(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay, "SCRUB_RATE", 1e9)
     signed = run.publish()
-    with Origin(run.root) as origin, relaying(tmp_path / "r", scrub_rate=1e9) as watched:
+    with Origin(run.root) as origin, relaying(tmp_path / "r") as watched:
         watched.relay.offer([signed], [[origin.url]])
         watched.wait_for(0)
         sent = origin.counters.bytes_sent

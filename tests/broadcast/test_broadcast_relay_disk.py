@@ -227,9 +227,10 @@ def test_a_relay_serves_nothing_it_knows_to_be_wrong_though_the_disk_keeps_it_in
     events: list[RelayEvent] = []
     disk = Disk(tmp_path / "r", monkeypatch)
     disk.refuse(os, "rename", lambda path, *_: disk.below(path))
+    monkeypatch.setattr(relay, "SCRUB_RATE", 1e9)
     with (
         Origin(run.root) as origin,
-        Relay(tmp_path / "r", TRUST, scrub_rate=1e9, on_event=events.append) as there,
+        Relay(tmp_path / "r", TRUST, on_event=events.append) as there,
     ):
         there.offer([signed], [[origin.url]])
         until(lambda: there.complete() == [0], "version 0")

@@ -14,7 +14,7 @@ import pytest
 from broadcast_world import Run, until
 
 from prime_broadcast.content import Arrival, DirectoryContent, Resource
-from prime_broadcast.server import Limits, Origin, Server
+from prime_broadcast.server import Limits, Origin, Server, Serving
 from prime_core.errors import UserError
 
 FILE = "/policies/0/model.safetensors"
@@ -154,7 +154,10 @@ def test_requests_on_one_connection_are_answered_in_order(origin: Origin, run: R
 
 def test_slowloris_is_cut_off_and_delays_no_other_client(run: Run) -> None:
     run.publish()
-    with Origin(run.root, limits=Limits(request_timeout=2)) as server, ExitStack() as stack:
+    with (
+        Origin(run.root, Serving(limits=Limits(request_timeout=2))) as server,
+        ExitStack() as stack,
+    ):
         slow = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
             for _ in range(20)
@@ -179,7 +182,7 @@ def test_two_hundred_idle_connections_cost_others_nothing(run: Run) -> None:
 
 def test_when_full_the_longest_idle_connection_gives_way(run: Run) -> None:
     run.publish()
-    with Origin(run.root, limits=Limits(connections=3)) as server, ExitStack() as stack:
+    with Origin(run.root, Serving(limits=Limits(connections=3))) as server, ExitStack() as stack:
         idle = []
         for number in range(3):
             sock = socket.create_connection(("127.0.0.1", server.port), timeout=20)
@@ -195,7 +198,7 @@ def test_silent_connections_are_closed_after_their_time(run: Run) -> None:
     run.publish()
     limits = Limits(idle_timeout=0.2)
     with (
-        Origin(run.root, limits=limits) as server,
+        Origin(run.root, Serving(limits=limits)) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock,
     ):
         assert sock.recv(1) == b""
@@ -205,7 +208,7 @@ def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     run = Run(tmp_path, size=20_000_000)  # 40 MB: more than the socket buffers hold
     run.publish(chunk_size=1 << 20)
     with (
-        Origin(run.root, limits=Limits(slice_timeout=0.3)) as server,
+        Origin(run.root, Serving(limits=Limits(slice_timeout=0.3))) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock,
     ):
         sock.sendall(f"GET {FILE} HTTP/1.1\r\n\r\n".encode())
@@ -218,7 +221,7 @@ def test_one_address_may_ask_only_so_often(run: Run) -> None:
     moments = [0.0]
     server = Server(
         DirectoryContent(run.root),
-        limits=Limits(requests_per_second=5),
+        Serving(limits=Limits(requests_per_second=5)),
         clock=lambda: moments[0],
     )
     with server:
@@ -231,7 +234,7 @@ def test_one_address_may_ask_only_so_often(run: Run) -> None:
 
 def test_a_taken_port_is_said_in_one_sentence(origin: Origin, run: Run) -> None:
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{origin.port}"):
-        Origin(run.root, port=origin.port).start()
+        Origin(run.root, Serving(port=origin.port)).start()
 
 
 def test_stopping_frees_the_port_and_ends_the_thread_quietly(
@@ -247,7 +250,7 @@ def test_stopping_frees_the_port_and_ends_the_thread_quietly(
         server.stop()
     assert threading.active_count() == before
     assert not caplog.records
-    with Origin(run.root, port=server.port) as again:
+    with Origin(run.root, Serving(port=server.port)) as again:
         assert ask(again, FILE, "HEAD")[0] == 200
 
 
@@ -274,7 +277,7 @@ class Growing:
 def test_a_chunk_is_served_the_moment_it_is_there(tmp_path: Path) -> None:
     content = Growing(tmp_path / "f")
     content.arrival.mark(3)
-    with Server(content, limits=Limits(wait_seconds=20)) as server:
+    with Server(content, Serving(limits=Limits(wait_seconds=20))) as server:
         assert ask(server, FILE, Range="bytes=30-39")[2] == bytes(range(30, 40))
         got: list[bytes] = []
         thread = threading.Thread(target=lambda: got.append(ask(server, FILE)[2]))
@@ -288,7 +291,7 @@ def test_a_chunk_is_served_the_moment_it_is_there(tmp_path: Path) -> None:
 
 def test_a_chunk_that_does_not_come_in_time_is_503(tmp_path: Path) -> None:
     content = Growing(tmp_path / "f")
-    with Server(content, limits=Limits(wait_seconds=0.05)) as server:
+    with Server(content, Serving(limits=Limits(wait_seconds=0.05))) as server:
         status, headers, _ = ask(server, FILE, Range="bytes=0-9")
         assert (status, headers["Retry-After"]) == (503, "1")
 
@@ -297,7 +300,7 @@ def test_a_transfer_that_cannot_go_on_is_cut_not_padded(tmp_path: Path) -> None:
     content = Growing(tmp_path / "f")
     content.arrival.mark(0)
     with (
-        Server(content, limits=Limits(wait_seconds=0.05)) as server,
+        Server(content, Serving(limits=Limits(wait_seconds=0.05))) as server,
         pytest.raises((http.client.IncompleteRead, ConnectionResetError)),
     ):
         ask(server, FILE)

@@ -30,7 +30,7 @@ from prime_broadcast import layout
 from prime_broadcast.content import DirectoryContent, Resource
 from prime_broadcast.files import write_whole
 from prime_broadcast.publish import finalize, publish
-from prime_broadcast.server import Limits, Server
+from prime_broadcast.server import Server, Serving
 from prime_broadcast.sharded import Part, publish_part
 from prime_core.checkpoint import Manifest, SignedManifest
 from prime_core.errors import (
@@ -219,16 +219,13 @@ class Origin:
     def __init__(
         self,
         root: Path,
-        host: str,
-        port: int,
-        public_url: str | None,
+        serving: Serving,
         new_client: Callable[[], OrchestratorClient],
-        limits: Limits | None = None,
     ) -> None:
         self._root = root
         self._new_client = new_client
         self._asked = _Asked(root)
-        self._server = Server(self._asked, host, port, limits=limits, public_url=public_url)
+        self._server = Server(self._asked, serving)
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="origin-announce", daemon=True)

@@ -98,18 +98,17 @@ def new_publisher(
 
 def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
     """The origin over `root`, not yet serving."""
-    from prime_broadcast.server import Limits
+    from prime_broadcast.server import Limits, Serving
     from prime_trainer.publish import Origin
 
     url = settings.need("orchestrator")
-    return Origin(
-        root,
+    serving = Serving(
         settings.origin_host,
         settings.origin_port,
         settings.origin_url or None,
-        lambda: OrchestratorClient(url, signer, "relay"),
         Limits(connections_per_address=settings.origin_connections_each),
     )
+    return Origin(root, serving, lambda: OrchestratorClient(url, signer, "relay"))
 
 
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
