@@ -664,6 +664,7 @@ def vllm(kit: Kit) -> None:
     if find_spec("vllm") is None:
         kit.write("vllm", 0, error="vLLM is not here: carry it (gpu_kit.py pack)")
         return
+    from prime_engine.sizing import Cards
     from prime_engine.vllm import VllmEngine
     from prime_verify.proofs.sampling_torch import gumbel
     from prime_verify.proofs.windows import WindowReducer
@@ -675,9 +676,8 @@ def vllm(kit: Kit) -> None:
         started = time.perf_counter()
         running: Any = None
         with kit.record("load") as values:
-            running = VllmEngine(
-                folder, noise=gumbel, dtype=dtype, device=kit.device, memory_share=0.5
-            )
+            cards = Cards(memory_share=0.5)
+            running = VllmEngine(folder, noise=gumbel, dtype=dtype, device=kit.device, cards=cards)
             values["seconds"] = time.perf_counter() - started
         if running is None:
             return

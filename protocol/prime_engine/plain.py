@@ -48,19 +48,18 @@ from prime_engine.linears import native_bfloat16, widen
 NAME = "plain/1"
 
 CPU_LOGITS, GPU_LOGITS = 1 << 21, 1 << 25
-"""Logits held at once in a replay; a few tensors of this size exist together."""
+"""float32 logits held at once in a replay; a few tensors of this size exist together."""
 CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
-"""Tokens per prefill. On a CPU, the activations between two layers should fit in cache: a model of
-3.4 M parameters validates a fifth faster than with 16,384."""
+"""Rows × length of one prefill. On a CPU, the activations between two layers should fit in cache: a
+model of 3.4 M parameters validates a fifth faster than with 16,384."""
 
 
 class PlainEngine(PolicyFacts):
     """A causal language model loaded from a policy folder. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together; `replay_tokens` limits rows × length of one prefill;
-    `logit_elements` limits the float32 logits held at once. `prepare` may modify the loaded module
-    (quantization in tests and on the devnet). Raises UnavailableError if the folder does not hold a
-    model that this engine runs.
+    `batch_rows` rows are generated together. `prepare` may modify the loaded module (quantization
+    in tests and on the devnet). Raises UnavailableError if the folder does not hold a model that
+    this engine runs.
     """
 
     def __init__(
@@ -71,8 +70,6 @@ class PlainEngine(PolicyFacts):
         dtype: str = "float32",
         device: str = "cpu",
         batch_rows: int = 64,
-        replay_tokens: int | None = None,
-        logit_elements: int | None = None,
         prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
@@ -82,8 +79,8 @@ class PlainEngine(PolicyFacts):
         self._noise = noise
         self._torch_device = torch.device(device)
         self._batch_rows = batch_rows
-        self._replay_tokens = replay_tokens or (CPU_PREFILL if device == "cpu" else GPU_PREFILL)
-        self._logit_elements = logit_elements or (CPU_LOGITS if device == "cpu" else GPU_LOGITS)
+        self._replay_tokens = CPU_PREFILL if device == "cpu" else GPU_PREFILL
+        self._logit_elements = CPU_LOGITS if device == "cpu" else GPU_LOGITS
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             if config.model_type not in ARCHITECTURES:
@@ -127,8 +124,6 @@ class PlainEngine(PolicyFacts):
                 dtype=dtype,
                 device=str(self._torch_device),
                 batch_rows=self._batch_rows,
-                replay_tokens=self._replay_tokens,
-                logit_elements=self._logit_elements,
             )
         return self._in_dtypes[dtype]
 

@@ -16,13 +16,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from prime_core.errors import PrimeError, UnavailableError
 from prime_engine.base import Discard
+from prime_engine.sizing import Cards
 
 log = logging.getLogger("prime.engine.ranks")
 LOAD_SECONDS = 1800.0
@@ -38,15 +39,14 @@ def set_rank(rank: int, size: int, port: int) -> None:
 
 
 class Ranks:
-    """Ranks 1 … `size` - 1 of an engine; sets this process's environment to rank 0.
+    """The other ranks of an engine on `cards`; sets this process's environment to rank 0.
 
-    `load` (picklable) loads a rank's engine from its keyword arguments `options`; the engine has
-    `generate(requests, temperature, sink)`.
+    `load` (picklable) loads a rank's engine on the `cards` that it is given, with that `rank`; the
+    engine has `generate(requests, temperature, sink)`.
     """
 
-    def __init__(
-        self, size: int, load: Callable[..., Any], folder: Path, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, load: Callable[..., Any], cards: Cards) -> None:
+        size = cards.tensor_parallel
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
@@ -57,7 +57,7 @@ class Ranks:
         for rank in range(1, size):
             here, there = context.Pipe()
             child = context.Process(
-                target=_serve, args=(there, load, folder, options, rank, size, port), daemon=True
+                target=_serve, args=(there, load, replace(cards, rank=rank), port), daemon=True
             )
             child.start()
             there.close()
@@ -97,17 +97,9 @@ class Ranks:
                 child.join()
 
 
-def _serve(
-    pipe: Connection,
-    load: Callable[..., Any],
-    folder: Path,
-    options: dict[str, Any],
-    rank: int,
-    size: int,
-    port: int,
-) -> None:
+def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) -> None:
     """A child process: loads its part, then generates until rank 0 closes the pipe."""
-    set_rank(rank, size, port)
+    set_rank(cards.rank, cards.tensor_parallel, port)
     parent = mp.parent_process()
     assert parent is not None
 
@@ -117,9 +109,9 @@ def _serve(
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        engine = load(folder, rank=rank, **options)
+        engine = load(cards=cards)
     except PrimeError as error:
-        log.error("rank %d: %s", rank, error)  # rank 0 may be waiting in a collective
+        log.error("rank %d: %s", cards.rank, error)  # rank 0 may be waiting in a collective
         pipe.send(str(error))
         pipe.poll(END_SECONDS)  # until rank 0 has read it and closes
         return

@@ -36,6 +36,19 @@ SHM_MB_TOGETHER = 1024
 
 
 @dataclass(frozen=True)
+class Cards:
+    """What a vLLM engine takes of this machine: `tensor_parallel` cards hold the model together (0:
+    as many of this process's cards as the model can be split over, one on CPUs), `memory_share` of
+    each, for rows of `max_length` tokens (0: what the cards hold). `rank` is set by `Ranks` only.
+    """
+
+    tensor_parallel: int = 0
+    memory_share: float = MEMORY_SHARE
+    max_length: int = 0
+    rank: int = 0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes in a model's config.json on which its memory depends."""
 

@@ -24,6 +24,8 @@ import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.policy_weights import require_policy
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row
-from prime_engine.sizing import BATCHED_TOKENS, MEMORY_SHARE, largest_split, plan_cards, read_shape
+from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
 
 NAME = "vllm/1"
 SETTINGS = {
@@ -77,10 +79,7 @@ def _prepare_environment() -> None:
 class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together; `memory_share` limits the key-value cache on a GPU.
-    `tensor_parallel` cards hold the model together; 0 takes as many of this process's cards as the
-    model can be split over (one on CPUs). `max_length` limits rows; 0 takes what the cards hold, by
-    `sizing`. `rank` is set by `Ranks` only.
+    `batch_rows` rows are generated together.
 
     Raises UnavailableError if vLLM is missing, uses another model runner, does not run on `device`,
     or does not compute with exactly the folder's weights; UserError if the model does not fit on
@@ -95,10 +94,7 @@ class VllmEngine(PolicyFacts):
         dtype: str = "float32",
         device: str = "cpu",
         batch_rows: int = 64,
-        memory_share: float = MEMORY_SHARE,
-        tensor_parallel: int = 0,
-        max_length: int = 0,
-        rank: int = 0,
+        cards: Cards = Cards(),
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the vLLM engine computes in float32 or bfloat16, not {dtype}")
@@ -123,26 +119,25 @@ class VllmEngine(PolicyFacts):
             raise UnavailableError(f"the vLLM engine does not run {config.model_type!r}")
         positions = int(config.max_position_embeddings)
         if cpu:
-            tensor_parallel = tensor_parallel or 1
+            tensor_parallel = cards.tensor_parallel or 1
             if problem := read_shape(folder).split_problem(tensor_parallel):
                 raise UserError(f"the model cannot run on {tensor_parallel} CPU ranks: {problem}")
         else:
-            tensor_parallel, longest = _on_cards(folder, tensor_parallel, memory_share)
+            tensor_parallel, longest = _on_cards(folder, cards)
             positions = min(positions, longest)
-        positions = min(positions, max_length or positions)
+        positions = min(positions, cards.max_length or positions)
         self._recorder = Recorder(noise)
         self._ranks: Ranks | None = None
         together: dict[str, Any] = {} if cpu else {"max_num_batched_tokens": BATCHED_TOKENS}
         if tensor_parallel > 1:
             together["tensor_parallel_size"] = tensor_parallel
             together["distributed_executor_backend"] = "external_launcher"
-        if tensor_parallel > 1 and rank == 0:
-            options = {
-                "noise": noise, "dtype": dtype, "device": device, "batch_rows": batch_rows,
-                "memory_share": memory_share, "tensor_parallel": tensor_parallel,
-                "max_length": positions,
-            }  # fmt: skip
-            self._ranks = Ranks(tensor_parallel, VllmEngine, folder, options)
+        if tensor_parallel > 1 and cards.rank == 0:
+            load = partial(
+                VllmEngine, folder, noise=noise, dtype=dtype, device=device, batch_rows=batch_rows
+            )
+            planned = replace(cards, tensor_parallel=tensor_parallel, max_length=positions)
+            self._ranks = Ranks(load, planned)
         try:
             self._llm: Any = vllm.LLM(
                 model=str(folder),
@@ -154,7 +149,7 @@ class VllmEngine(PolicyFacts):
                 enable_prefix_caching=False,
                 async_scheduling=False,
                 generation_config="vllm",
-                gpu_memory_utilization=memory_share,
+                gpu_memory_utilization=cards.memory_share,
                 logits_processors=[_processor(self._recorder)],
                 disable_log_stats=True,
                 **together,
@@ -293,14 +288,14 @@ class VllmEngine(PolicyFacts):
             )
 
 
-def _on_cards(folder: Path, tensor_parallel: int, memory_share: float) -> tuple[int, int]:
+def _on_cards(folder: Path, wanted: Cards) -> tuple[int, int]:
     """Returns how many of this process's cards hold the model together, and the longest row that
     they hold. Raises UserError if the model does not fit."""
     cards = torch.cuda.device_count()
     size = min(torch.cuda.get_device_properties(card).total_memory for card in range(cards))
     shape = read_shape(folder)
-    split = tensor_parallel or largest_split(shape, cards)
-    plan = plan_cards(shape, cards, size, tensor_parallel=split, memory_share=memory_share)
+    split = wanted.tensor_parallel or largest_split(shape, cards)
+    plan = plan_cards(shape, cards, size, tensor_parallel=split, memory_share=wanted.memory_share)
     return split, plan.longest_row
 
 

@@ -46,9 +46,9 @@ def load_engine(
 ) -> Engine:
     """Loads an engine with the policy in `folder` and connects the seeded noise.
 
-    `options` go to the engine's constructor (`batch_rows`, `prepare`). `threads` sets torch's
-    thread count. Raises UnavailableError if the engine is unknown or cannot run the model in the
-    folder.
+    `options` go to the engine's constructor (`batch_rows`, `prepare` or `cards`). `threads` sets
+    torch's thread count. Raises UnavailableError if the engine is unknown or cannot run the model
+    in the folder.
     """
     if engine not in ENGINES:
         known = " and ".join(ENGINES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from prime_core.errors import MalformedError, UnavailableError
+from prime_engine import plain
 from prime_engine.base import Generation, GenerationRequest, ReplayRequest
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import fake_quantize, quantizer
@@ -130,12 +131,14 @@ def test_replay_finds_the_margin_of_a_foreign_token(engine: PlainEngine) -> None
     assert found.margins[1] > 0
 
 
-def test_replay_is_the_same_however_it_is_chunked(engine: PlainEngine, tiny_folder: Path) -> None:
+def test_replay_is_the_same_however_it_is_chunked(
+    engine: PlainEngine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = _requests(engine)
     made = engine.generate(requests, 1.0)
-    small = PlainEngine(
-        tiny_folder, noise=gumbel, replay_tokens=60, logit_elements=5 * engine.vocabulary
-    )
+    monkeypatch.setattr(plain, "CPU_PREFILL", 60)
+    monkeypatch.setattr(plain, "CPU_LOGITS", 5 * engine.vocabulary)
+    small = PlainEngine(tiny_folder, noise=gumbel)
     for one, two in zip(
         _replay(engine, requests, made), _replay(small, requests, made), strict=True
     ):

@@ -15,6 +15,7 @@ import torch
 from vllm_checks import altered, refusal
 
 from prime_engine.base import GenerationRequest
+from prime_engine.sizing import Cards
 from prime_verify.engines import load_engine
 
 REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 24, 7 * i - 50) for i in range(12)]
@@ -26,9 +27,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     plain = load_engine(trained)
     own = plain.generate(REQUESTS, 0.9)
-    found["unsplit"] = refusal(lambda: load_engine(trained, engine="vllm", tensor_parallel=3))
+    found["unsplit"] = refusal(lambda: load_engine(trained, engine="vllm", cards=Cards(3)))
 
-    engine: Any = load_engine(trained, engine="vllm", tensor_parallel=2)
+    engine: Any = load_engine(trained, engine="vllm", cards=Cards(2))
     found["children"] = len(mp.active_children())
     made = engine.generate(REQUESTS, 0.9)
     again = engine.generate(REQUESTS[:3], 0.9)

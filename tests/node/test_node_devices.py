@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 from prime_core.task import Task
+from prime_engine.sizing import Cards
 from prime_node import fingerprint, join
 from prime_node.config import Settings
 from prime_node.join import admit, challenge_device
@@ -78,8 +79,8 @@ def test_sizes_that_the_owner_sets_reach_the_engine_and_no_others() -> None:
     assert not {"--tensor-parallel", "--memory-share", "--max-length"} & set(plain)  # older images
     asked = WorkerOptions(tensor_parallel=4, memory_share=0.9, max_length=8192)
     options = parse([*asked.arguments(mounts), "--engine", "vllm"])
-    sizes = {"tensor_parallel": 4, "memory_share": 0.9, "max_length": 8192}
-    assert engine_sizes(options) == sizes
+    assert engine_sizes(options) == {"cards": Cards(4, 0.9, 8192)}
+    assert engine_sizes(parse([*plain, "--engine", "vllm"])) == {"cards": Cards()}
     assert engine_sizes(parse(plain)) == {}
     assert engine_sizes(parse(asked.arguments(mounts))) == {}  # the plain engine has no such sizes
 

@@ -23,6 +23,7 @@ from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_engine.base import Engine
+from prime_engine.sizing import MEMORY_SHARE, Cards
 from prime_envs.registry import environment_for
 from prime_node.worker.client import BridgeClient
 from prime_verify.build import build_rollout_file
@@ -72,13 +73,13 @@ class Built:
 
 def engine_sizes(options: Options) -> dict[str, Any]:
     """Returns the engine's arguments for the sizes that the owner set; what is 0 it chooses."""
-    sizes: dict[str, Any] = {"batch_rows": options.generation_batch}
+    sizes: dict[str, Any] = {}
+    if options.generation_batch:
+        sizes["batch_rows"] = options.generation_batch
     if options.engine == "vllm":
-        sizes |= {
-            "tensor_parallel": options.tensor_parallel, "memory_share": options.memory_share,
-            "max_length": options.max_length,
-        }  # fmt: skip
-    return {name: size for name, size in sizes.items() if size}
+        share = options.memory_share or MEMORY_SHARE
+        sizes["cards"] = Cards(options.tensor_parallel, share, options.max_length)
+    return sizes
 
 
 class RolloutBuilder:
