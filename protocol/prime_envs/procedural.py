@@ -35,6 +35,7 @@ from prime_envs.reasoning import (
     score,
 )
 from prime_envs.subprocess_grader import (
+    GraderLimits,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -74,12 +75,10 @@ class ReasoningGym(Environment):
         here = "prime_envs.procedural"
         self._grader = SubprocessGrader(
             f"{here}:work",
-            timeout=CPU_SECONDS,
-            start_timeout=START_SECONDS,
+            GraderLimits(CPU_SECONDS, START_SECONDS),
             fork=True,
             confined=True,
-            warm=f"{here}:warm_up",
-            warm_with=[family, seed],
+            warm=(f"{here}:warm_up", family, seed),
         )
         self._entry = lru_cache(maxsize=KEPT_ENTRIES)(self._made)
         try:

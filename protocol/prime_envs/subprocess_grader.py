@@ -1,8 +1,8 @@
 """Grading in a child process that is killed on timeout, so that a grader cannot hang the caller.
 
 The child (`python -m prime_envs.grading_child`) reads one JSON line per request and writes one JSON
-line per answer. It protects the caller's time, and its memory up to `memory_bytes` of address
-space. Only `confined` isolates: without it, do not run untrusted code in the child.
+line per answer. It protects the caller's time, and its memory up to a limit of address space. Only
+`confined` isolates: without it, do not run untrusted code in the child.
 """
 
 from __future__ import annotations
@@ -50,14 +50,24 @@ class Answered:
     cpu_seconds: float
 
 
+@dataclass(frozen=True)
+class GraderLimits:
+    """What a child may take: `call_seconds` for each call, `start_seconds` until it is ready, and
+    `memory_bytes` of address space."""
+
+    call_seconds: float = 5.0
+    start_seconds: float = 60.0
+    memory_bytes: int = 2 << 30
+
+
 class SubprocessGrader:
     """Calls `target` ("module:function", JSON in, JSON out) in one child that lives between calls.
 
-    With `fork`, each call runs in a fork of the child with `timeout` CPU seconds: no state (caches,
-    settings) carries over to the next call, and a slow call costs no restart. `confined` (with
-    `fork`): a function that `target` returns is called once the fork can only compute (see
+    With `fork`, each call runs in a fork of the child, and its time counts in CPU seconds: no state
+    (caches, settings) carries over to the next call, and a slow call costs no restart. `confined`
+    (with `fork`): a function that `target` returns is called once the fork can only compute (see
     grading_child.py); raises UserError on platforms without that sandbox. `warm` names a function
-    that the child calls once, with `warm_with`, before its first request. `python` is the
+    that the child calls once before its first request, then its arguments. `python` is the
     interpreter to run it in; another one than this sees the package prime_envs, and otherwise its
     own packages. Thread-safe (one call at a time). `close` or `with` ends the child.
     """
@@ -65,20 +75,15 @@ class SubprocessGrader:
     def __init__(
         self,
         target: str,
+        limits: GraderLimits = GraderLimits(),
         *,
-        timeout: float = 5.0,
-        start_timeout: float = 60.0,
-        memory_bytes: int = 2 << 30,
         fork: bool = False,
         confined: bool = False,
-        warm: str = "",
-        warm_with: Sequence[str | int] = (),
+        warm: Sequence[str | int] = (),
         python: str = sys.executable,
     ) -> None:
         self._target = target
-        self._timeout = timeout
-        self._start_timeout = start_timeout
-        self._memory_bytes = memory_bytes
+        self._limits = limits
         if confined and not (fork and kernel.supported()):
             raise UserError(
                 "answers that a grader evaluates are only graded on Linux, on x86-64 or aarch64: "
@@ -87,8 +92,8 @@ class SubprocessGrader:
             )
         self._fork = fork
         self._confined = confined
-        self._warm = warm
-        self._warm_with = json.dumps(list(warm_with))
+        self._warm = str(warm[0]) if warm else ""
+        self._warm_with = json.dumps(list(warm[1:]))
         self._python = python
         self._seen: tempfile.TemporaryDirectory[str] | None = None
         if python != sys.executable:  # our site-packages would hide those of that interpreter
@@ -118,7 +123,8 @@ class SubprocessGrader:
                 assert child.stdin is not None
                 child.stdin.write(json.dumps(request).encode() + b"\n")
                 child.stdin.flush()
-                wall = self._timeout if not self._fork else 12 * self._timeout + 5
+                seconds = self._limits.call_seconds
+                wall = seconds if not self._fork else 12 * seconds + 5
                 answer = json.loads(self._read_line(child, wall))
             except (OSError, ValueError) as error:
                 self._kill()
@@ -132,7 +138,7 @@ class SubprocessGrader:
             raise GradingRaisedError(f"The grader {self._target} raised {answer['raised']}.")
         if answer.get("ended") == "time":
             raise GradingTimeoutError(
-                f"The grader {self._target} did not answer within {self._timeout:g} s."
+                f"The grader {self._target} did not answer within {self._limits.call_seconds:g} s."
             )
         if "ended" in answer:
             raise GradingCrashError(f"The grader {self._target} died: {answer['ended']}.")
@@ -152,8 +158,8 @@ class SubprocessGrader:
                 "-m",
                 "prime_envs.grading_child",
                 self._target,
-                str(self._memory_bytes),
-                str(self._timeout if self._fork else 0),
+                str(self._limits.memory_bytes),
+                str(self._limits.call_seconds if self._fork else 0),
                 self._warm,
                 self._warm_with,
                 CONFINED if self._confined else "",
@@ -164,7 +170,7 @@ class SubprocessGrader:
             env=self._environment,
         )
         try:
-            said = json.loads(self._read_line(self._child, self._start_timeout))
+            said = json.loads(self._read_line(self._child, self._limits.start_seconds))
             if said != "ready":
                 raise GradingRaisedError(f"The grader {self._target} raised {said['raised']}.")
         except BaseException:

@@ -29,6 +29,7 @@ from prime_core.run import Conversation, LengthBudgets
 from prime_envs.base import Environment, Problem, TaskScore
 from prime_envs.prompts import with_budget
 from prime_envs.subprocess_grader import (
+    GraderLimits,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -75,13 +76,10 @@ class VerifiersEnvironment(Environment):
         self._about = {"id": taskset, "size": size}
         self._child = SubprocessGrader(
             "prime_envs.verifiers_child:answer",
-            timeout=TIMEOUT,
-            start_timeout=START_TIMEOUT,
-            memory_bytes=MEMORY_BYTES,
+            GraderLimits(TIMEOUT, START_TIMEOUT, MEMORY_BYTES),
             fork=True,
             confined=True,
-            warm="prime_envs.verifiers_child:warm",
-            warm_with=(taskset, size),
+            warm=("prime_envs.verifiers_child:warm", taskset, size),
             python=self._python,
         )
         try:

@@ -11,6 +11,7 @@ from prime_core.run import LengthBudgets
 from prime_envs.procedural import ReasoningGym
 from prime_envs.subprocess_grader import (
     Answered,
+    GraderLimits,
     GradingCrashError,
     GradingRaisedError,
     GradingTimeoutError,
@@ -21,7 +22,7 @@ BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 
 
 def test_a_grader_that_hangs_is_killed_and_the_next_call_answers() -> None:
-    with SubprocessGrader("time:sleep", timeout=3) as grader:
+    with SubprocessGrader("time:sleep", GraderLimits(call_seconds=3)) as grader:
         with pytest.raises(GradingTimeoutError):
             grader.call(3600)
         child = grader._child
@@ -40,7 +41,7 @@ def test_a_grader_that_dies_is_a_crash_and_the_next_call_answers() -> None:
 
 def test_a_memory_hog_ends_at_its_limit() -> None:
     with (
-        SubprocessGrader("builtins:bytearray", memory_bytes=1 << 30) as grader,
+        SubprocessGrader("builtins:bytearray", GraderLimits(memory_bytes=1 << 30)) as grader,
         pytest.raises(GradingCrashError),
     ):
         grader.call(8 << 30)
@@ -117,7 +118,7 @@ class _Slow(SubprocessGrader):
     """Asks its child to sleep for every answer."""
 
     def __init__(self) -> None:
-        super().__init__("time:sleep", timeout=0.3)
+        super().__init__("time:sleep", GraderLimits(call_seconds=0.3))
 
     def ask(self, request: object) -> Answered:
         return super().ask(3600)

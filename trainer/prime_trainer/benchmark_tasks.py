@@ -33,6 +33,7 @@ from prime_envs.graders.code import PythonCode
 from prime_envs.rows import Bounds, read_rows
 from prime_envs.sandbox.client import Limits
 from prime_envs.subprocess_grader import (
+    GraderLimits,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -146,13 +147,10 @@ class _Library:
         self._task = task
         self._child = SubprocessGrader(
             "prime_envs.lm_eval_child:answer",
-            timeout=CPU_SECONDS,
-            start_timeout=600.0,
-            memory_bytes=MEMORY_BYTES,
+            GraderLimits(CPU_SECONDS, 600.0, MEMORY_BYTES),
             fork=True,
             confined=True,
-            warm="prime_envs.lm_eval_child:warm",
-            warm_with=(task,),
+            warm=("prime_envs.lm_eval_child:warm", task),
             python=python,
         )
         try:

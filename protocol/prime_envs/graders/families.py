@@ -23,6 +23,7 @@ from prime_envs.reasoning import (
     score,
 )
 from prime_envs.subprocess_grader import (
+    GraderLimits,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -43,11 +44,10 @@ class Families(Grader):
     def __init__(self) -> None:
         self._child = SubprocessGrader(
             "prime_envs.graders.families:score_entry",
-            timeout=CPU_SECONDS,
-            start_timeout=START_SECONDS,
+            GraderLimits(CPU_SECONDS, START_SECONDS),
             fork=True,
             confined=True,
-            warm="prime_envs.reasoning:warm_up",
+            warm=("prime_envs.reasoning:warm_up",),
         )
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from prime_envs.base import TaskScore
 from prime_envs.graders.answers import boxed, final_section
 from prime_envs.graders.base import Grader
 from prime_envs.subprocess_grader import (
+    GraderLimits,
     GradingCrashError,
     GradingTimeoutError,
     SubprocessGrader,
@@ -162,7 +163,10 @@ class Mathematics(Grader):
         here = "prime_envs.graders.mathematics"
         self._cpu_seconds = cpu_seconds
         self._algebra = SubprocessGrader(
-            f"{here}:compare_in_child", timeout=cpu_seconds, fork=True, warm=f"{here}:warm_up"
+            f"{here}:compare_in_child",
+            GraderLimits(cpu_seconds),
+            fork=True,
+            warm=(f"{here}:warm_up",),
         )
 
     def close(self) -> None:
