@@ -18,6 +18,7 @@ from prime_chain.events import decode
 from prime_chain.faulty import KINDS, Fault, FaultyRpc
 from prime_chain.sender import Sender
 from prime_core import ids
+from prime_core.clock import Clock
 from prime_core.deployment import DEMO_PERIODS, Deployment
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
@@ -195,7 +196,7 @@ def _hidden_receipts(anvil: Anvil, root: Path) -> Row:
     proxy = FaultyRpc(anvil.url, [Fault("omit")])
     client = ChainClient([proxy.url], CHAIN_ID)
     clock = [time.time()]
-    sender = Sender(client, dev_signer(3), root / "sender.sqlite", now=lambda: clock[0])
+    sender = Sender(client, dev_signer(3), root / "sender.sqlite", clock=Clock(lambda: clock[0]))
     to = ids.address("0x" + secrets.token_hex(20))
     sender.submit("pay", Call(to, b"", 100, "pay 100 wei"))
     for _ in range(12):

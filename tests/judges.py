@@ -15,6 +15,7 @@ from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
+from prime_core.clock import Clock
 from prime_core.deployment import Deployment
 from prime_core.draws import DrawCommitment, DrawReveal, SignedDrawCommitment
 from prime_core.ids import ZERO_DIGEST, Address, Digest
@@ -255,7 +256,7 @@ def bench(backend: Backend, signer: LocalSigner, folder: Path, seed: int | None 
     http = TestClient(create_app(backend), base_url=backend.audience)
     http.follow_redirects = False
     client = OrchestratorClient(
-        backend.audience, signer, "validator", now=backend.now, sleep=lambda _: None
+        backend.audience, signer, "validator", clock=Clock(now=backend.now, sleep=lambda _: None)
     )
     client._http.close()
     client._http = http

@@ -27,6 +27,7 @@ from prime_chain.deployment_check import code_hash, verify
 from prime_chain.errors import RpcError
 from prime_chain.sender import Sender
 from prime_core import encoding
+from prime_core.clock import Clock
 from prime_core.deployment import SOLIDITY_NAMES, Deployment, Periods, Roles
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_ADDRESS, Address, address
@@ -216,7 +217,7 @@ def deploy(
     was deployed.
     """
     check_options(options, client)
-    sender = Sender(client, signer, journal, now=now)
+    sender = Sender(client, signer, journal, clock=Clock(now))
     try:
         made = _deploy(client, sender, options, timeout, report)
     finally:

@@ -211,6 +211,12 @@ class AnnouncedMirrors:
         return self._sources
 
 
+class _NamedClient(OrchestratorClient):
+    """A client of a mirror that a validator named on chain."""
+
+    named = True
+
+
 @contextmanager
 def open_sources(
     urls: Sequence[str],
@@ -232,12 +238,8 @@ def open_sources(
             asked: list[tuple[OrchestratorClient, Future[PoolInfo]]] = []
             for url in every[at : at + MAX_SOURCES]:
                 try:
-                    client = OrchestratorClient(
-                        url,
-                        allow_private=allow_private,
-                        named=url not in urls,
-                        timeout=SOURCE_SECONDS,
-                    )
+                    kind = OrchestratorClient if url in urls else _NamedClient
+                    client = kind(url, allow_private=allow_private, timeout=SOURCE_SECONDS)
                 except UserError as error:
                     log.warning("%s is not asked: %s", printable(url), printable(str(error)))
                     continue

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from prime_chain.client import Call, ChainClient
 from prime_chain.dispatch import Dispatch
 from prime_chain.fees import FeePolicy, default_policy
 from prime_chain.transaction_queue import Intent, TransactionQueue
+from prime_core.clock import Clock
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Address
 from prime_core.signing import LocalSigner
@@ -40,7 +40,7 @@ class Sender:
 
     Several threads and processes may share a queue: ticks exclude one another. `agree` is for
     senders that put stake at risk: a call's dry run must then end alike on as many endpoints as the
-    network asks. `now` gives Unix seconds; `sleep` is used only by `wait`.
+    network asks.
     """
 
     def __init__(
@@ -51,19 +51,22 @@ class Sender:
         *,
         policy: FeePolicy | None = None,
         agree: bool = False,
-        now: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = Clock(),
     ) -> None:
         self.client = client
         self.address: Address = signer.address
-        self._now = now
-        self._sleep = sleep
+        self._clock = clock
         if isinstance(queue, Path):
             queue = TransactionQueue(queue, signer.address, client.chain_id)
         self._queue = queue
         self._thread_lock = threading.Lock()
         self._dispatch = Dispatch(
-            client, signer, self._queue, policy or default_policy(client), agree=agree, now=now
+            client,
+            signer,
+            self._queue,
+            policy or default_policy(client),
+            agree=agree,
+            now=clock.now,
         )
 
     @property
@@ -76,20 +79,20 @@ class Sender:
 
         Raises ConflictError if the id stands for another call. Needs no RPC.
         """
-        self._queue.submit(intent_id, call, self._now())
+        self._queue.submit(intent_id, call, self._clock.now())
         found = self._queue.get(intent_id)
         assert found is not None
         return found
 
     def build(self, intent_id: str, call: Call) -> None:
         """Gives a waiting intent its call, from when on it is queued. Needs no RPC."""
-        self._queue.build(intent_id, call, self._now())
+        self._queue.build(intent_id, call, self._clock.now())
 
     def retry(self, intent_id: str) -> None:
         """Queues a failed intent again (its cause has been mended)."""
         found = self._queue.get(intent_id)
         if found is not None and found.status == "failed":
-            self._queue.retry(intent_id, self._now())
+            self._queue.retry(intent_id, self._clock.now())
 
     def remember(self, key: str, value: str) -> str:
         """Keeps a fact next to the intents: the value of the first call, for ever."""
@@ -106,10 +109,10 @@ class Sender:
     def wait(self, intent_id: str, timeout: float) -> Intent:
         """Ticks until the intent is confirmed or failed, and returns it.
 
-        Raises UnavailableError, with what it waits for, after `timeout` seconds of the `now` clock;
+        Raises UnavailableError, with what it waits for, after `timeout` seconds of the clock;
         the intent stays in the queue.
         """
-        deadline = self._now() + timeout
+        deadline = self._clock.now() + timeout
         pause = 0.02  # a chain may mine at once; if not, ask less and less often
         while True:
             self.tick()
@@ -118,13 +121,13 @@ class Sender:
                 raise UnavailableError(f"no intent {intent_id!r} was submitted")
             if found.done:
                 return found
-            if self._now() >= deadline:
+            if self._clock.now() >= deadline:
                 reason = found.note or self.trouble or f"it is {found.status}"
                 raise UnavailableError(
                     f"not confirmed within {timeout:g} s: {found.call.description or intent_id} "
                     f"({reason}); it stays in the queue and is taken up again"
                 )
-            self._sleep(pause)
+            self._clock.sleep(pause)
             pause = min(2 * pause, self.client.poll_seconds)
 
     def send_and_wait(self, intent_id: str, call: Call, timeout: float = 120.0) -> Intent:
@@ -171,7 +174,7 @@ class Sender:
             return True
         newest = self._queue.newest_confirmed()
         return newest is not None and (
-            self._now() - newest.updated_at < _YOUNG_BLOCKS * self.client.network.block_time
+            self._clock.now() - newest.updated_at < _YOUNG_BLOCKS * self.client.network.block_time
         )
 
     @contextmanager

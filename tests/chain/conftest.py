@@ -7,18 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sender_kit import Clock, Make
+from sender_kit import FakeTime, Make
 
 from devnet.deployed import Deployed
 from prime_chain.client import ChainClient
 from prime_chain.fees import FeePolicy, default_policy
 from prime_chain.sender import Sender
+from prime_core.clock import Clock
 from prime_core.signing import LocalSigner
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeTime:
+    return FakeTime()
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def by_hand(deployed: Deployed) -> Iterator[Deployed]:
 
 
 @pytest.fixture
-def make(deployed: Deployed, tmp_path: Path, clock: Clock) -> Iterator[Make]:
+def make(deployed: Deployed, tmp_path: Path, clock: FakeTime) -> Iterator[Make]:
     """Makes senders of account 3 over one journal, as a restarted process would."""
     made: list[Sender] = []
 
@@ -47,8 +48,7 @@ def make(deployed: Deployed, tmp_path: Path, clock: Clock) -> Iterator[Make]:
             signer or deployed.accounts[3],
             tmp_path / journal,
             policy=policy or replace(default_policy(client), stuck_seconds=10, resend_seconds=3),
-            now=clock,
-            sleep=clock.sleep,
+            clock=Clock(now=clock, sleep=clock.sleep),
         )
         made.append(sender)
         return sender

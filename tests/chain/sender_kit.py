@@ -11,7 +11,7 @@ from prime_core.ids import Address, address
 GWEI = 10**9
 
 
-class Clock:
+class FakeTime:
     """Unix time in a test's hands; `sleep` moves it."""
 
     def __init__(self) -> None:

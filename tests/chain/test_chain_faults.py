@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sender_kit import Clock, Make, target, transfer
+from sender_kit import FakeTime, Make, target, transfer
 
 from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
@@ -154,7 +154,7 @@ def test_a_range_that_no_answer_can_hold_is_halved_until_one_does(
 
 
 def test_an_intent_whose_receipt_is_hidden_for_long_is_not_sent_again(
-    deployed: Deployed, proxy: Open, make: Make, clock: Clock
+    deployed: Deployed, proxy: Open, make: Make, clock: FakeTime
 ) -> None:
     hiding = proxy(Fault("omit"))
     sender: Sender = make(ChainClient([hiding.url], CHAIN_ID))
@@ -178,7 +178,7 @@ def test_an_intent_whose_receipt_is_hidden_for_long_is_not_sent_again(
 
 
 def test_confirmed_does_not_survive_a_reorganisation_in_which_a_stranger_takes_the_nonce(
-    deployed: Deployed, make: Make, clock: Clock
+    deployed: Deployed, make: Make, clock: FakeTime
 ) -> None:
     sender: Sender = make()
     signer = deployed.accounts[3]

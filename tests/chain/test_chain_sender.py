@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from sender_kit import GWEI, Clock, Make, target, transfer
+from sender_kit import GWEI, FakeTime, Make, target, transfer
 
 from devnet.chain import CHAIN_ID, free_port
 from devnet.deployed import Deployed
@@ -184,7 +184,7 @@ def test_a_mined_failure_tried_again_is_sent_again(by_hand: Deployed, make: Make
 
 
 def test_no_rpc_keeps_everything_and_goes_on_when_it_is_back(
-    deployed: Deployed, make: Make, clock: Clock
+    deployed: Deployed, make: Make, clock: FakeTime
 ) -> None:
     dead = ChainClient([f"http://127.0.0.1:{free_port()}"], CHAIN_ID, timeout=1)
     sender = make(client=dead)
@@ -200,7 +200,7 @@ def test_no_rpc_keeps_everything_and_goes_on_when_it_is_back(
 
 
 def test_a_stuck_transaction_is_replaced_with_an_eighth_more_up_to_the_cap(
-    by_hand: Deployed, make: Make, clock: Clock
+    by_hand: Deployed, make: Make, clock: FakeTime
 ) -> None:
     cap = 4 * GWEI
     sender = make(policy=FeePolicy(cap, stuck_seconds=10, resend_seconds=3))
@@ -232,7 +232,7 @@ def test_a_stuck_transaction_is_replaced_with_an_eighth_more_up_to_the_cap(
     assert by_hand.client.balance(target(7)) == 1  # one of them, once
 
 
-def _pass_over(deployed: Deployed, sender: Sender, clock: Clock, times: int) -> None:
+def _pass_over(deployed: Deployed, sender: Sender, clock: FakeTime, times: int) -> None:
     """Mines blocks that leave the sender's transactions out, and lets time pass."""
     for _ in range(times):
         deployed.anvil.rpc("anvil_dropAllTransactions")
@@ -243,7 +243,7 @@ def _pass_over(deployed: Deployed, sender: Sender, clock: Clock, times: int) -> 
 
 
 def test_only_the_lowest_waiting_nonce_is_replaced(
-    by_hand: Deployed, make: Make, clock: Clock
+    by_hand: Deployed, make: Make, clock: FakeTime
 ) -> None:
     sender = make()
     sender.submit("low", transfer(target(8)))
@@ -286,7 +286,7 @@ def test_without_funds_it_says_so_and_heals_when_topped_up(deployed: Deployed, m
 
 
 def test_a_lost_transaction_is_broadcast_again_unchanged(
-    by_hand: Deployed, make: Make, clock: Clock
+    by_hand: Deployed, make: Make, clock: FakeTime
 ) -> None:
     sender = make()
     sender.submit("a", transfer(target(11)))

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sender_kit import Clock, Make, target, transfer
+from sender_kit import FakeTime, Make, target, transfer
 
 from devnet.chain import CHAIN_ID, Anvil
 from devnet.deployed import Deployed
 from prime_chain.client import Call, ChainClient
 from prime_chain.sender import Sender
+from prime_core.clock import Clock
 from prime_core.errors import FatalError, UnavailableError, UserError
 
 
@@ -54,7 +55,7 @@ def test_killed_around_the_broadcast_it_sends_exactly_once(
 
 
 def test_sigkill_in_the_middle_of_many_loses_none_and_doubles_none(
-    deployed: Deployed, tmp_path: Path, make: Make, clock: Clock
+    deployed: Deployed, tmp_path: Path, make: Make, clock: FakeTime
 ) -> None:
     """A real process, really killed, several times."""
     code = """
@@ -90,7 +91,7 @@ while sender.tick():
 
 
 def test_a_reorg_that_drops_the_transaction_sends_it_again(
-    deployed: Deployed, make: Make, clock: Clock
+    deployed: Deployed, make: Make, clock: FakeTime
 ) -> None:
     deployed.anvil.mine(3)
     sender = make()
@@ -109,7 +110,7 @@ def test_a_reorg_that_drops_the_transaction_sends_it_again(
 
 
 def test_a_nonce_taken_by_a_stranger_is_noticed_and_the_intent_sent_with_the_next(
-    by_hand: Deployed, make: Make, clock: Clock
+    by_hand: Deployed, make: Make, clock: FakeTime
 ) -> None:
     sender = make()
     sender.submit("a", transfer(target(15)))
@@ -131,7 +132,7 @@ def test_a_nonce_taken_by_a_stranger_is_noticed_and_the_intent_sent_with_the_nex
 
 
 def test_a_gap_of_nonces_is_filled_so_that_later_ones_are_mined(
-    by_hand: Deployed, make: Make, clock: Clock
+    by_hand: Deployed, make: Make, clock: FakeTime
 ) -> None:
     """A transaction from a journal that was lost held the nonce before ours, and then vanished."""
     lost = make(journal="lost.sqlite")
@@ -175,13 +176,17 @@ def test_an_endpoint_that_shows_an_old_nonce_is_not_believed(
 
 
 def test_where_endpoints_must_agree_nothing_is_sent_until_they_do(
-    deployed: Deployed, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    deployed: Deployed, tmp_path: Path, clock: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ChainClient([deployed.url, deployed.url + "/"], CHAIN_ID, quorum=2)
     second = client.singles()[1]
     monkeypatch.setattr(second, "call", lambda call, **kw: b"another answer")
     sender = Sender(
-        client, deployed.accounts[3], tmp_path / "j", agree=True, now=clock, sleep=clock.sleep
+        client,
+        deployed.accounts[3],
+        tmp_path / "j",
+        agree=True,
+        clock=Clock(now=clock, sleep=clock.sleep),
     )
     sender.submit("a", transfer(target(22)))
     sender.tick()
@@ -221,7 +226,7 @@ def test_a_damaged_journal_is_fatal_and_reads_are_guarded(make: Make) -> None:
 
 
 def test_an_idle_sender_asks_no_rpc(
-    deployed: Deployed, make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    deployed: Deployed, make: Make, clock: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = make()
     sender.submit("a", transfer(target(19)))
@@ -242,7 +247,7 @@ def test_a_journal_of_another_account_is_refused(deployed: Deployed, make: Make)
 
 
 def test_a_journal_of_a_recreated_chain_is_refused(
-    deployed: Deployed, make: Make, tmp_path: Path, clock: Clock
+    deployed: Deployed, make: Make, tmp_path: Path, clock: FakeTime
 ) -> None:
     sender = make()
     sender.submit("a", transfer(target(20)))

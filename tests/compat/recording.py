@@ -53,6 +53,7 @@ from prime_core import (  # noqa: E402
     validator_messages,
     verdict,
 )
+from prime_core.clock import Clock  # noqa: E402
 from prime_core.encoding import sha256  # noqa: E402
 from prime_core.gateway import GatewayCall, GatewayRequest  # noqa: E402
 from prime_core.ids import ZERO_DIGEST, Digest  # noqa: E402
@@ -249,7 +250,7 @@ def ask_gateway(run: RunDefinition, body: bytes, folder: Path) -> Response:
     pool = Pool(1, signer(200).address, deployment().domain("work"), lambda _: run)
     service = CallService(
         pool, signer(7), Records(store), {"search-2": Repeats()}, Settings(data=folder),
-        now=lambda: START,
+        Clock(now=lambda: START),
     )  # fmt: skip
     with TestClient(service_app(service)) as http:
         answer = http.post("/v1/call", content=body, headers=VERSIONED)

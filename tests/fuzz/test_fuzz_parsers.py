@@ -41,6 +41,7 @@ from prime_chain.client import ChainClient, parse_log
 from prime_chain.codec import artifact
 from prime_chain.rpc import Endpoint, RevertSignal
 from prime_core import encoding, ids, opinions, version
+from prime_core.clock import Clock
 from prime_core.deployment import SOLIDITY_NAMES, Deployment
 from prime_core.errors import (
     MalformedError,
@@ -192,7 +193,9 @@ def answered(data: bytes) -> object:
         return httpx.Response(status, headers=asked, stream=httpx.ByteStream(body))
 
     client = OrchestratorClient(
-        "http://127.0.0.1:1", LocalSigner(b"\1" * 32), sleep=lambda s: None, now=lambda: NOW
+        "http://127.0.0.1:1",
+        LocalSigner(b"\1" * 32),
+        clock=Clock(now=lambda: NOW, sleep=lambda s: None),
     )
     client._http = httpx.Client(transport=httpx.MockTransport(answer))
     calls: list[Callable[[], object]] = [

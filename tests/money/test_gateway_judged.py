@@ -22,6 +22,7 @@ from judging_kit import HONEST, LIAR, JudgedPool, small_run
 from money_kit import MANAGER, key
 from served import served
 
+from prime_core.clock import Clock
 from prime_core.gateway import Gateway, GatewayAnswer, GatewayCall
 from prime_core.ids import Digest
 from prime_core.run import Conversation, RunDefinition
@@ -250,7 +251,12 @@ def a_gateway(
     pool = Pool(context.pool, MANAGER.address, work, lambda _: context.run)
     tools = {"fetch-1": make(settings, Web(loopback=work.chain_id == 31337))}
     service = CallService(
-        pool, GATEWAY, records, tools, Settings(data=folder, calls_per_second=1000), panel.mgr.now
+        pool,
+        GATEWAY,
+        records,
+        tools,
+        Settings(data=folder, calls_per_second=1000),
+        Clock(panel.mgr.now),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="error"))
     thread = threading.Thread(target=server.run, args=([bound],))

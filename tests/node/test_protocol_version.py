@@ -61,10 +61,14 @@ def test_a_client_that_is_too_old_gets_one_sentence_and_the_command(
     assert document.json()["spoken"] == [2, 3]
 
 
-def test_a_newer_client_steps_down_to_what_an_older_server_speaks(world: NodeWorld) -> None:
-    newer = OrchestratorClient(world.url, NODE, spoken=range(1, 4))
-    assert newer.pool() == OrchestratorClient(world.url).pool()
-    newest = OrchestratorClient(world.url, NODE, spoken=range(2, 4))
+def test_a_newer_client_steps_down_to_what_an_older_server_speaks(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = OrchestratorClient(world.url).pool()
+    monkeypatch.setattr("prime_core.transport.client.SPOKEN", range(1, 4))
+    assert OrchestratorClient(world.url, NODE).pool() == same
+    monkeypatch.setattr("prime_core.transport.client.SPOKEN", range(2, 4))
+    newest = OrchestratorClient(world.url, NODE)
     with pytest.raises(ProtocolError, match="newer than the server") as caught:
         newest.pool()
     assert caught.value.spoken == (1, 1)

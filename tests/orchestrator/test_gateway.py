@@ -29,6 +29,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from prime_chain.keystore import save_keystore
+from prime_core.clock import Clock
 from prime_core.errors import (
     ConflictError,
     PolicyError,
@@ -206,7 +207,7 @@ class World:
         tools = {"fetch-1": tool}
         self.service = CallService(
             self.pool, GATEWAY, self.records, tools, self.settings,
-            now=lambda: self.now, clock=lambda: self.clock,
+            Clock(now=lambda: self.now, monotonic=lambda: self.clock),
         )  # fmt: skip
 
     def lease(self, **changes: Any) -> SignedLease:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from prime_broadcast.transfer import Link, TransferError
+from prime_core.clock import Clock
 from prime_core.encoding import sha256
 from prime_core.errors import (
     MalformedError,
@@ -42,7 +43,7 @@ VERSIONED = {HEADER: str(SPOKEN[-1])}
 
 def _client(handler: httpx.MockTransport, waits: list[float]) -> OrchestratorClient:
     """A client whose requests `handler` answers; all else of its HTTP client is the program's."""
-    client = OrchestratorClient("http://pool", sleep=waits.append)
+    client = OrchestratorClient("http://pool", clock=Clock(sleep=waits.append))
     client._http._transport, client._http._mounts = handler, {}
     return client
 

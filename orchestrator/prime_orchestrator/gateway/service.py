@@ -38,6 +38,7 @@ from starlette.routing import Route
 from prime_broadcast.http1 import Bucket
 from prime_chain.keystore import open_keystore
 from prime_chain.networks import LOCAL
+from prime_core.clock import Clock
 from prime_core.errors import (
     ConflictError,
     PolicyError,
@@ -174,11 +175,10 @@ class CallService:
         records: Records,
         tools: Mapping[str, Upstream],
         settings: Settings,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = Clock(),
     ) -> None:
         self._pool, self._signer, self._records = pool, signer, records
-        self._tools, self._settings, self._now, self._clock = tools, settings, now, clock
+        self._tools, self._settings, self._clock = tools, settings, clock
         self._locks = [threading.Lock() for _ in range(LOCKS)]
         self._limits_lock = threading.Lock()  # of the three below
         self._rates: OrderedDict[Digest, Bucket] = OrderedDict()
@@ -208,7 +208,7 @@ class CallService:
         self._limit_rate(lease_digest)
         call = asked.call
         with self._slot(lease_digest, call.tool), self._lock(call.request()):
-            found = self._records.claim(lease_digest, lease.step, call, self._now())
+            found = self._records.claim(lease_digest, lease.step, call, self._clock.now())
             if found is not None:
                 return found
             if self._records.answered(lease_digest) >= self._settings.calls_per_lease:
@@ -230,7 +230,7 @@ class CallService:
         key = step, call.request()
         with self._limits_lock:
             until, why = self._outages.get(key, (0.0, ""))
-        if self._clock() < until:
+        if self._clock.monotonic() < until:
             raise UnavailableError(why)
         try:
             with self.metrics.seconds.labels(call.tool).time():
@@ -238,11 +238,11 @@ class CallService:
         except UnavailableError as error:
             with self._limits_lock:
                 self._outages.pop(key, None)
-                self._outages[key] = self._clock() + OUTAGE_SECONDS, str(error)
+                self._outages[key] = self._clock.monotonic() + OUTAGE_SECONDS, str(error)
                 if len(self._outages) > MAX_OUTAGES:
                     self._outages.popitem(last=False)
             raise
-        self._records.keep_text(step, call, text, self._now())
+        self._records.keep_text(step, call, text, self._clock.now())
         return text
 
     def _check(self, asked: GatewayRequest, lease_digest: Digest) -> Conversation:
@@ -255,7 +255,7 @@ class CallService:
         empty = call.statement(lease_digest, "")
         if empty.recover(pool.work, asked.signature) != lease.node:
             raise UntrustedError("the lease's node did not sign the call")
-        if lease.deadline < self._now():
+        if lease.deadline < self._clock.now():
             raise PolicyError("the lease has run out")
         run = pool.run(lease.run_digest)
         conversation = run.conversation
@@ -279,7 +279,7 @@ class CallService:
         with self._limits_lock:
             bucket = self._rates.pop(lease, None)
             if bucket is None:
-                bucket = Bucket(self._settings.calls_per_second, self._clock, burst=2.0)
+                bucket = Bucket(self._settings.calls_per_second, self._clock.monotonic, burst=2.0)
             self._rates[lease] = bucket
             if len(self._rates) > MAX_LEASES:
                 self._rates.popitem(last=False)

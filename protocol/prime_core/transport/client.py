@@ -10,16 +10,16 @@ import base64
 import hashlib
 import secrets
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
 from prime_core import ids, version
+from prime_core.clock import Clock
 from prime_core.errors import (
     MalformedError,
     ProtocolError,
@@ -49,6 +49,7 @@ from prime_core.transport.addresses import (
 )
 from prime_core.transport.problems import from_problem
 from prime_core.transport.signatures import SessionKey, sign_headers
+from prime_core.version import SPOKEN
 
 # httpx imports its own command line (click, rich, pygments: 0.2 s of CPU) wherever it finds them.
 sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
@@ -78,13 +79,15 @@ class _Reply(NamedTuple):
 class OrchestratorClient:
     """Signed and unsigned requests to one orchestrator.
 
-    `signer` may be None for readers; `spoken` are the supported protocol versions. `named`: another
-    party named `base_url`, so that it must not lead to a private address either. `timeout`: seconds
-    for each step of an exchange; a whole answer takes at most that and what SLOWEST allows. Raises
-    UserError if `base_url` is not an http(s) URL. Every method raises UnavailableError if the
-    orchestrator does not answer, ProtocolError if there is no common version, and the error named
-    in the problem document if the request is refused.
+    `signer` may be None for readers. `timeout`: seconds for each step of an exchange; a whole
+    answer takes at most that and what SLOWEST allows. Raises UserError if `base_url` is not an
+    http(s) URL. Every method raises UnavailableError if the orchestrator does not answer,
+    ProtocolError if there is no common version, and the error named in the problem document if the
+    request is refused.
     """
+
+    named: ClassVar[bool] = False
+    """Whether another party named `base_url`, so that it must not lead to a private address."""
 
     def __init__(
         self,
@@ -94,24 +97,18 @@ class OrchestratorClient:
         *,
         timeout: float = 30.0,
         allow_private: bool = False,
-        named: bool = False,
-        now: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
-        spoken: range = version.SPOKEN,
+        clock: Clock = Clock(),
     ) -> None:
         self.base_url = _checked_url(base_url)
         self.signer = signer
         self.scope = scope
-        self._now = now
-        self._sleep = sleep
-        self.allows_private = allow_private or (not named and is_loopback(self.base_url))
-        self.named = named
-        self._trusted = "" if named else authority(self.base_url)
+        self._clock = clock
+        self.allows_private = allow_private or (not self.named and is_loopback(self.base_url))
+        self._trusted = "" if self.named else authority(self.base_url)
         self._http = paced_client(timeout, seconds=timeout, rate=SLOWEST)
         self._session: tuple[SessionKey, int] | None = None
         self._pool: PoolInfo | None = None
-        self._spoken = spoken
-        self._protocol = spoken[-1]
+        self._protocol = SPOKEN[-1]
 
     def __enter__(self) -> OrchestratorClient:
         return self
@@ -272,7 +269,7 @@ class OrchestratorClient:
         try:
             return self._once(method, path, body, fields, signed)
         except ProtocolError as error:
-            both = version.common(error.spoken, self._spoken)
+            both = version.common(error.spoken, SPOKEN)
             if both is None or both == self._protocol:
                 raise
             self._protocol = both
@@ -293,7 +290,7 @@ class OrchestratorClient:
         if signed:
             key = self._open_session()
             headers |= sign_headers(
-                key, method, url, body, now=self._now(), nonce=secrets.token_urlsafe(18)
+                key, method, url, body, now=self._clock.now(), nonce=secrets.token_urlsafe(18)
             )
         reply = self._send(method, url, body, headers)
         if reply.status_code >= 400:
@@ -306,11 +303,11 @@ class OrchestratorClient:
         return reply
 
     def _open_session(self) -> SessionKey:
-        if self._session is not None and self._session[1] > self._now() + 300:
+        if self._session is not None and self._session[1] > self._clock.now() + 300:
             return self._session[0]
         if self.signer is None:
             raise UntrustedError("this client has no key to sign with")
-        pool, key, now = self.pool(), SessionKey.generate(), int(self._now())
+        pool, key, now = self.pool(), SessionKey.generate(), int(self._clock.now())
         grant = SessionGrant(
             account=Address(self.signer.address),
             session_key=key.key_id,
@@ -339,7 +336,7 @@ class OrchestratorClient:
                     reply = _Reply(response.status_code, response.headers, self._content(response))
                 if reply.status_code != httpx.codes.TOO_MANY_REQUESTS:
                     break
-                self._sleep(_pause(response))
+                self._clock.sleep(_pause(response))
             return reply
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
@@ -374,7 +371,7 @@ class OrchestratorClient:
                         return
                     if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not tries_left:
                         raise from_problem(response.status_code, self._content(response))
-                self._sleep(_pause(response))
+                self._clock.sleep(_pause(response))
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
 
