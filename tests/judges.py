@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
+from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies
 from prime_core import encoding
@@ -290,7 +291,7 @@ def arm(
         Setup(
             engines,
             Runs(pool_of(backend), made.api, lambda: revisions_of(backend)),
-            Policies(policies, made.api, trust),
+            Policies(PolicyFolder(policies, trust), made.api),
             made.draws,
             "test",
             calibration,

@@ -66,22 +66,29 @@ PER_SOURCE = 2
 @dataclass(frozen=True)
 class Pace:
     """How hard a fetch tries: connections in all and per source, and the seconds without a verified
-    chunk after which it gives up."""
+    chunk after which it gives up. Sources with the role `last_resort` are used only when no other
+    source is left."""
 
     parallel: int = 4
     per_source: int = PER_SOURCE
     patience: float = PATIENCE
+    last_resort: str | None = "origin"
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a fetch calls. It ends when `stop()` returns true. `on_chunk(item, index)` is called
+    from worker threads for each chunk that is verified and on disk, including those already
+    present; `progress(done, total)`, in bytes, after each."""
+
+    stop: Callable[[], bool] = lambda: False
+    on_chunk: Callable[[Item, int], None] = lambda item, index: None
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 class ChunkFetcher:
     """Fetches every chunk of `items` from `urls` into the files `folder/<item name>`. When `run`
-    returns, each file matches its manifest entry.
-
-    `on_chunk(item, index)` is called from worker threads for each chunk that is verified and on
-    disk, including those already present; `progress(done, total)`, in bytes, after each. Sources
-    with the role `last_resort` are used only when no other source is left. The run ends when
-    `stop()` returns true.
-    """
+    returns, each file matches its manifest entry."""
 
     def __init__(
         self,
@@ -90,11 +97,7 @@ class ChunkFetcher:
         urls: Sequence[str],
         book: SourceBook,
         pace: Pace,
-        *,
-        last_resort: str | None = "origin",
-        stop: Callable[[], bool] = lambda: False,
-        on_chunk: Callable[[Item, int], None] = lambda item, index: None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        hooks: Hooks = Hooks(),
     ) -> None:
         self._items = items
         self._folder = folder
@@ -102,10 +105,7 @@ class ChunkFetcher:
         self._urls = book.urls(urls)
         self._workers = max(1, min(pace.parallel, len(self._urls) * pace.per_source))
         self._pace = pace
-        self._last_resort = last_resort
-        self._stop = stop
-        self._on_chunk = on_chunk
-        self._progress = progress
+        self._hooks = hooks
         self._change = threading.Condition()
         self._over = threading.Event()
         self._queue: deque[Task] = deque()
@@ -134,7 +134,7 @@ class ChunkFetcher:
         most = max(self._workers, min(MOST_WORKERS, len(self._urls) * self._pace.per_source))
         try:
             while not self._over.wait(0.1):  # only the last chunk wakes this thread
-                if self._stop():
+                if self._hooks.stop():
                     raise UnavailableError("the fetch was stopped; it can be resumed")
                 if self.idle_seconds > STALLED:
                     with self._change:
@@ -174,14 +174,14 @@ class ChunkFetcher:
                 if index in have:
                     self.stats.kept += 1
                     self._done += item.span(index)[1]
-                    self._on_chunk(item, index)
+                    self._hooks.on_chunk(item, index)
                 else:
                     left = 0 if fresh else beginning(path, *item.span(index))
                     task = Task(item, index, left)
                     self._missing[item.name, index] = task
                     self._queue.append(task)
                     self._open.add(task)
-        self._progress(self._done, self._total)
+        self._hooks.progress(self._done, self._total)
 
     # The workers
 
@@ -200,7 +200,7 @@ class ChunkFetcher:
             left = [url for url in self._urls if url not in tried]
             with self._change:
                 task = next(iter(self._open), None)
-            source = self._book.newcomer(left, self._last_resort) if task else None
+            source = self._book.newcomer(left, self._pace.last_resort) if task else None
             if task is None or source is None:
                 continue
             tried.add(source.url)
@@ -211,7 +211,7 @@ class ChunkFetcher:
             buffer, begun = memoryview(bytearray(length)), time.monotonic()
             try:
                 source.role = link.role()
-                if source.role == self._last_resort:
+                if source.role == self._pace.last_resort:
                     self._book.release(source)
                     continue
                 link.read_range(
@@ -303,7 +303,7 @@ class ChunkFetcher:
             asked=task.running,
             unproven=unproven,
             length=task.item.span(task.index)[1],
-            last_resort=self._last_resort,
+            last_resort=self._pace.last_resort,
             starving=self._starving(),
         )
 
@@ -347,7 +347,7 @@ class ChunkFetcher:
         try:
             if source.role == "unknown":
                 source.role = link.role()
-                if source.role == self._last_resort:
+                if source.role == self._pace.last_resort:
                     self._put_back(task, source)
                     self._book.release(source)
                     return
@@ -434,7 +434,7 @@ class ChunkFetcher:
                 self.stats.refetched += 1
                 return
         landing.finish()
-        self._on_chunk(task.item, task.index)
+        self._hooks.on_chunk(task.item, task.index)
         with self._change:
             now = time.monotonic()
             task.done = True
@@ -449,7 +449,7 @@ class ChunkFetcher:
                 self._over.set()
             self._change.notify_all()
             done = self._done
-        self._progress(done, self._total)
+        self._hooks.progress(done, self._total)
 
     def _note_failure(self, task: Task, source: Source, asked: Asked, error: TransferError) -> None:
         now = time.monotonic()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_broadcast import delta as deltas
-from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Pace
+from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Hooks, Pace
 from prime_broadcast.durable import appear
 from prime_broadcast.files import (
     DiskError,
@@ -233,7 +233,8 @@ class _Arriving:
 
     def _get(self, items: Sequence[Item], folder: Path, patience: float) -> None:
         pace = replace(self.pace, patience=patience)
-        fetcher = ChunkFetcher(items, folder, self.sources, self.book, pace, progress=self.progress)
+        hooks = Hooks(progress=self.progress)
+        fetcher = ChunkFetcher(items, folder, self.sources, self.book, pace, hooks)
         try:
             fetcher.run()
         finally:

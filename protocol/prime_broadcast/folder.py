@@ -49,7 +49,7 @@ class PolicyFolder:
     ) -> None:
         self.root = root
         self._most_bytes = most_bytes
-        self._trust = trust
+        self.trust = trust
         self._book = book or SourceBook()
         self._history = History()
         """What was verified here, pruned versions too."""
@@ -99,7 +99,7 @@ class PolicyFolder:
         `most_bytes`), UnavailableError (no source delivers, or the disk is full; what was verified
         is kept).
         """
-        policy = self._trust.check(manifest)
+        policy = self.trust.check(manifest)
         if policy.version != version:
             raise UntrustedError(f"the manifest is of policy {policy.version}, not {version}")
         size = sum(file.size for file in policy.files)
@@ -133,7 +133,7 @@ class PolicyFolder:
     def verify(self, version: int) -> None:
         """Reads every byte of a version again. Raises UntrustedError naming what differs; the
         folder should then be removed with `discard` and fetched again."""
-        verify_folder(self.path(version), self._trust.check(self.manifest(version)))
+        verify_folder(self.path(version), self.trust.check(self.manifest(version)))
 
     def discard(self, version: int) -> None:
         """Removes a version at once; files that are open stay readable."""
@@ -161,7 +161,7 @@ class PolicyFolder:
                 if self._history.knows(version):
                     continue
                 try:
-                    self._history.admit(self._trust.check(self.manifest(version)))
+                    self._history.admit(self.trust.check(self.manifest(version)))
                 except PrimeError:  # pruned, damaged or a stranger's: no evidence
                     continue
             self._history.judge(policy)
@@ -179,7 +179,7 @@ class PolicyFolder:
         chain: dict[int, Manifest] = {}
         for signed in others:
             try:
-                chain[signed.manifest.version] = self._trust.check(signed)
+                chain[signed.manifest.version] = self.trust.check(signed)
             except (UntrustedError, MalformedError):
                 continue
         return chain

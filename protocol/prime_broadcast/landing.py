@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 from blake3 import blake3
 
@@ -58,25 +58,24 @@ class Claim:
 
 
 class Landing:
-    """Receives one chunk of `length` bytes at `offset` of the file `path`: the bytes put into
+    """Receives the chunk at `span` (offset, length) of the file `path`: the bytes put into
     `room()` are hashed and written in pieces of the size of `buffer`, while they are in the
     processor's cache. The chunk's first `begun` bytes are in the file already and are hashed first.
 
     `early` False: another fetch is writing; the chunk is held in memory (in `buffer` if it fits),
-    and nothing of it written before it is verified. `clock` in seconds, monotonic."""
+    and nothing of it written before it is verified."""
 
     def __init__(
         self,
         path: Path,
-        offset: int,
-        length: int,
+        span: tuple[int, int],
         claim: Claim,
         begun: int,
         buffer: memoryview,
         *,
         early: bool,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        offset, length = span
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._offset = offset
         self._length = length
@@ -85,8 +84,7 @@ class Landing:
         if not early and len(buffer) < length:
             buffer = memoryview(bytearray(length))
         self._buffer = buffer if early else buffer[:length]
-        self._clock = clock
-        self._written_at = clock()
+        self._written_at = monotonic()
         self._hasher = blake3()
         self._landed = 0
         """Bytes of the chunk that are hashed and written (by this fetch or an earlier one)."""
@@ -116,7 +114,7 @@ class Landing:
         """`count` bytes were put into `room()`."""
         self._held += count
         if self._early and (
-            self._held == len(self._buffer) or self._clock() - self._written_at >= EARLY_SECONDS
+            self._held == len(self._buffer) or monotonic() - self._written_at >= EARLY_SECONDS
         ):
             self._put_down()
 
@@ -142,7 +140,7 @@ class Landing:
         self._claim.write(self._fd, piece, self._offset + self._landed)
         self._landed += self._held
         self._held = 0
-        self._written_at = self._clock()
+        self._written_at = monotonic()
 
 
 def verified_chunks(path: Path, item: Item) -> Iterator[int]:

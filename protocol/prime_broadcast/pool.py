@@ -10,11 +10,8 @@ from typing import Protocol
 
 from pydantic import TypeAdapter
 
-from prime_broadcast.access import Passes
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.layout import ANCHOR_EVERY
-from prime_broadcast.manifest import Trust
-from prime_broadcast.sources import SourceBook
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Digest
@@ -56,27 +53,20 @@ class PoolNames:
 
 
 class Policies:
-    """Policies under `root`/<version>/, from the pool's relays and `sources`. `keep`: how many of
-    the newest stay on disk; `passes` sign the requests to relays; `public_only` refuses private
-    addresses; `most_bytes`: largest policy that is taken, None without limit."""
+    """Policies in `folder`, from the pool's relays and `sources`. `keep`: how many of the newest
+    stay on disk."""
 
     def __init__(
         self,
-        root: Path,
+        folder: PolicyFolder,
         api: Names,
-        trust: Trust,
         *,
         sources: Sequence[str] = (),
         keep: int = 8,
         patience: float = 20.0,
-        passes: Passes | None = None,
-        public_only: bool = False,
-        most_bytes: int | None = None,
     ) -> None:
-        book = SourceBook(passes=passes, public_only=public_only)
-        self.folder = PolicyFolder(root, trust, book=book, most_bytes=most_bytes)
+        self.folder = folder
         self._api = api
-        self._trust = trust
         self._sources = tuple(sources)
         self._keep = keep
         self._patience = patience
@@ -96,7 +86,7 @@ class Policies:
         signed = self._manifest(version)
         if signed is None:
             raise UnavailableError(f"policy {version} is not published yet")
-        if self._trust.check(signed).digest() != policy_digest:
+        if self.folder.trust.check(signed).digest() != policy_digest:
             raise UntrustedError(f"policy {version} is published as another than the lease names")
         sources = list(dict.fromkeys([*self._sources, *self._api.relays()]))
         if not sources:

@@ -28,7 +28,7 @@ from prometheus_client.core import Metric
 
 from prime_broadcast import delta as deltas
 from prime_broadcast import files, layout
-from prime_broadcast.chunks import ChunkFetcher, Pace
+from prime_broadcast.chunks import ChunkFetcher, Hooks, Pace
 from prime_broadcast.content import LiveContent, LiveVersion, live_version
 from prime_broadcast.durable import appear, settle
 from prime_broadcast.files import (
@@ -527,13 +527,16 @@ class Relay:
             live.folder,
             urls,
             self._book,
-            Pace(patience=PATIENCE),
             # A relay feeds from the origin: other relays may be waiting for this one.
-            last_resort="relay" if len(groups) == 1 else None,
-            stop=lambda: (
-                self._stopping or self._better_elsewhere(fetcher, groups) or self._gives_way(live)
+            Pace(patience=PATIENCE, last_resort="relay" if len(groups) == 1 else None),
+            Hooks(
+                stop=lambda: (
+                    self._stopping
+                    or self._better_elsewhere(fetcher, groups)
+                    or self._gives_way(live)
+                ),
+                on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
             ),
-            on_chunk=lambda item, index: live.arrivals[item.name].mark(index),
         )
         begun = time.monotonic()
         try:

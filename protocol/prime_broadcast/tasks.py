@@ -94,9 +94,8 @@ class Task:
 
     def landing(self, folder: Path, buffer: memoryview, begun: int, *, early: bool) -> Landing:
         """Its way into its file under `folder`."""
-        offset, length = self.item.span(self.index)
-        path = folder / self.item.name
-        return Landing(path, offset, length, self.claim, begun, buffer, early=early)
+        path, span = folder / self.item.name, self.item.span(self.index)
+        return Landing(path, span, self.claim, begun, buffer, early=early)
 
 
 def missing_chunks_error(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_broadcast import chunks, landing
-from prime_broadcast.chunks import ChunkFetcher, Pace
+from prime_broadcast.chunks import ChunkFetcher, Hooks, Pace
 from prime_broadcast.client import fetch
 from prime_broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
 from prime_broadcast.layout import file_items
@@ -103,15 +103,18 @@ def test_a_beginning_is_asked_of_servers_without_ranges_too(
     assert same_files(tmp_path / "n" / "0", run, 0)
 
 
-def test_nothing_is_written_over_a_chunk_that_another_verified(tmp_path: Path) -> None:
+def test_nothing_is_written_over_a_chunk_that_another_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(CHUNK))
     claim = Claim()
     now = [0.0]
+    monkeypatch.setattr("prime_broadcast.landing.monotonic", lambda: now[0])
 
     def opened(*, early: bool) -> Landing:
         buffer = memoryview(bytearray(CHUNK))
-        return Landing(path, 0, CHUNK, claim, 0, buffer, early=early, clock=lambda: now[0])
+        return Landing(path, (0, CHUNK), claim, 0, buffer, early=early)
 
     def put(landing: Landing, letter: bytes, count: int) -> None:
         landing.room()[:count] = letter * count
@@ -173,7 +176,7 @@ def test_a_fetch_that_was_stopped_writes_nothing_over_what_the_next_one_verified
             ["http://127.0.0.1:1"],
             book,
             Pace(per_source=1),
-            stop=_SlowLink.asked.is_set,
+            Hooks(stop=_SlowLink.asked.is_set),
         )
         with pytest.raises(UnavailableError, match="stopped"):
             stopped.run()
@@ -225,7 +228,7 @@ def test_a_chunk_arrives_whole_in_any_pieces(
         path.write_bytes(b"...." + data[:begun] + bytes(size - begun) + b"....")
         claim = Claim()
         buffer = memoryview(bytearray(room))
-        with Landing(path, 4, size, claim, begun, buffer, early=early) as landing:
+        with Landing(path, (4, size), claim, begun, buffer, early=early) as landing:
             at, number = begun, 0
             while at < size:
                 place = landing.room()

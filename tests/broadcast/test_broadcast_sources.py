@@ -248,7 +248,7 @@ def test_a_small_fetch_waits_neither_for_tarpits_nor_for_a_source_that_turned(
                 [*urls, mirror],
                 book,
                 chunks.Pace(),
-                stop=lambda: book.clock() > until,
+                chunks.Hooks(stop=lambda: book.clock() > until),
             )
 
         for number in range(2):

@@ -14,8 +14,10 @@ from judges import judge_of
 from judging_kit import HONEST, LIAR, JudgedPool, StoreReader
 from money_kit import TRAINER, VALIDATOR, key
 
+from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies
+from prime_broadcast.sources import SourceBook
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
@@ -317,7 +319,9 @@ def test_a_full_disk_of_the_manager_only_delays_the_verdict(
 def test_a_policy_that_no_relay_serves_delays_the_file(panel: JudgedPool, tmp_path: Path) -> None:
     trust = Trust(TRAINER.address, panel.mgr.context.domain(PolicyStatement), 1)
     assert panel.validator.validator is not None
-    panel.validator.validator._policies = Policies(tmp_path / "empty", panel.validator.api, trust)
+    panel.validator.validator._policies = Policies(
+        PolicyFolder(tmp_path / "empty", trust), panel.validator.api
+    )
     row = panel.judged(panel.honest)
     assert status_of(panel, row) == ("open", "assigned")
 
@@ -332,9 +336,8 @@ def test_a_validator_connects_to_no_private_address_that_a_pool_names(
     with socket.create_server(("127.0.0.1", 0)) as relay:
         relay.settimeout(0.2)
         url = f"http://127.0.0.1:{relay.getsockname()[1]}"
-        policies = Policies(
-            tmp_path / "empty", api, trust, sources=[url], patience=0.2, public_only=True
-        )
+        folder = PolicyFolder(tmp_path / "empty", trust, book=SourceBook(public_only=True))
+        policies = Policies(folder, api, sources=[url], patience=0.2)
         with pytest.raises(UnavailableError):
             policies.ensure(version, signed.manifest.digest())
         with pytest.raises(TimeoutError):

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_broadcast.access import Passes, ephemeral_signer
+from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies, PoolNames
+from prime_broadcast.sources import SourceBook
 from prime_core.checkpoint import SignedManifest
 from prime_core.messages import Status
 from prime_core.transport.client import OrchestratorClient
@@ -70,10 +72,9 @@ def follow(
     facts = insist(lambda: pool_facts(client, None), stop, "the pool's facts", pause=options.poll)
     trust = Trust(facts.info.trainer, facts.domain("pools"), facts.info.pool)
     passes = Passes(ephemeral_signer(), facts.domain("registry"))
-    policies = Policies(
-        options.data / "policies", PoolNames(client), trust,
-        keep=KEPT, passes=passes, public_only=not client.allows_private,
-    )  # fmt: skip
+    book = SourceBook(passes=passes, public_only=not client.allows_private)
+    folder = PolicyFolder(options.data / "policies", trust, book=book)
+    policies = Policies(folder, PoolNames(client), keep=KEPT)
     record = options.data / "evaluations.jsonl"
     with writing("the evaluations", record):
         whole_lines(record)

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prime_broadcast.access import Passes
+from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies, PoolNames
+from prime_broadcast.sources import SourceBook
 from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import (
     Case,
@@ -375,15 +377,16 @@ class PoolReplays:
             raise UntrustedError("the opinions name another class than the run's calibration")
         check_replay(calibration or shipped(), settings.dtype, settings.device)
         mine = [one for one in clients if not one.named]
-        policies = Policies(
+        folder = PolicyFolder(
             settings.data / "court" / str(pool),
-            _Orchestrators(mine),
             Trust(facts.trainer, deployment.domain_of(PolicyStatement), pool),
-            sources=settings.source,
-            passes=Passes(self._signer, deployment.domain("registry")),
-            public_only=not (settings.allow_private or any(one.allows_private for one in mine)),
+            book=SourceBook(
+                passes=Passes(self._signer, deployment.domain("registry")),
+                public_only=not (settings.allow_private or any(one.allows_private for one in mine)),
+            ),
             most_bytes=MOST_POLICY_BYTES,
         )
+        policies = Policies(folder, _Orchestrators(mine), sources=settings.source)
         return Setting(
             deployment=deployment,
             pool=pool,

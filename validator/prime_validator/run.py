@@ -19,8 +19,10 @@ from functools import partial
 from typing import TypeVar
 
 from prime_broadcast.access import Passes
+from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.pool import Policies
+from prime_broadcast.sources import SourceBook
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
@@ -79,13 +81,14 @@ def run(settings: Settings) -> None:
             return
         check_replay(calibration or shipped(), settings.dtype, settings.device)
         trust = Trust(pool.trainer, pool.domain(PolicyStatement), pool.number)
-        policies = Policies(
-            settings.data / "policies",
-            session(),
-            trust,
-            sources=settings.source,
+        book = SourceBook(
             passes=Passes(signer, pool.deployment.domain("registry")),
             public_only=not (settings.allow_private or is_loopback(url)),
+        )
+        policies = Policies(
+            PolicyFolder(settings.data / "policies", trust, book=book),
+            session(),
+            sources=settings.source,
         )
         loader = partial(
             load_engine, dtype=settings.dtype, device=settings.device, threads=settings.threads
