@@ -40,8 +40,8 @@ from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
 from prime_node.config import Settings
 from prime_node.fingerprint import read_hardware
 from prime_node.heartbeat import HeartbeatLoop, Parts
-from prime_node.join import Accounts, Join, check_pool
-from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
+from prime_node.join import Accounts, Join, OwnersPart, check_pool
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
 from prime_node.link import Link, connect
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions, check_limits
@@ -140,16 +140,15 @@ class Agent:
         open_lease = OpenLease()
         keeper = self._policies(api, run, open_lease)
         broker = LeaseBroker(
-            self._connections(api, stack), revisions, keeper, spool, TaskUploads(data.task_inbox),
-            open_lease, now=self._now, unpaid=unpaid,
+            self._connections(api, stack), revisions, keeper,
+            Deliveries(TaskUploads(data.task_inbox), spool, unpaid), open_lease, now=self._now,
         )  # fmt: skip
         bridge_folder = self._bridge_folder(stack)
         bridge = Bridge(bridge_folder, broker, task_uid=runtime.task_uid)
         uploader = Uploader(spool, self._new_api, rng=self._rng, on_settled=open_lease.nudge)
         accounts = Accounts(self._signer, self._provider(), self._owner_signer)
-        join = Join(
-            settings, api, link, run, hardware, accounts, data, now=self._now, stop=self._stop
-        )
+        owners_part = OwnersPart(api, link, run, accounts, data, now=self._now)
+        join = Join(settings, api, run, hardware, owners_part, stop=self._stop)
 
         def options(of: RunDefinition) -> WorkerOptions:
             threads = settings.threads or max(1, of.task.cpus_milli // 1000)
@@ -182,8 +181,7 @@ class Agent:
         heartbeat_loop = HeartbeatLoop(
             api,
             Parts(broker, keeper, spool, join, task, revisions, options, threads),
-            data=data, runtime=settings.runtime, shadow=settings.shadow,
-            now=self._now, stop=self._stop,
+            data=data, runtime=settings.runtime, now=self._now, stop=self._stop,
         )  # fmt: skip
         return heartbeat_loop.run()
 

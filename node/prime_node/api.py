@@ -66,7 +66,7 @@ class NodeApi:
         allow_private: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._shadow = shadow
+        self.shadow = shadow
         self._now = now
         self.client = OrchestratorClient(
             base_url, signer, "node", timeout=timeout, allow_private=allow_private
@@ -150,7 +150,7 @@ class NodeApi:
             pool, lease = self.client.pool(), answer.lease.lease
             manager = lease.recover(self.client.domain("work"), answer.lease.signature)
             mine = self.client.signer.address if self.client.signer else None
-            number = shadow_pool(pool.pool) if self._shadow else pool.pool
+            number = shadow_pool(pool.pool) if self.shadow else pool.pool
             if manager != pool.manager or lease.node != mine or lease.pool != number:
                 raise UntrustedError("the lease is not the pool manager's for this node")
         return answer

@@ -72,7 +72,6 @@ class HeartbeatLoop:
         *,
         data: DataFolder,
         runtime: RuntimeName,
-        shadow: bool = False,
         now: Callable[[], float],
         stop: threading.Event,
     ) -> None:
@@ -80,7 +79,6 @@ class HeartbeatLoop:
         self._data = data
         self._instance = data.instance()
         self._runtime = runtime
-        self._shadow = shadow
         self._now = now
         self._stop = stop
         self._started_at = int(now())
@@ -210,12 +208,12 @@ class HeartbeatLoop:
     def _adapted(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
         """Adapts the answer to how this agent was started: a paid agent whose node is in shadow
         must join. Raises PolicyError if a shadow agent's node has a seat."""
-        if self._shadow and answer.status in ("active", "silent", "admitted"):
+        if self._api.shadow and answer.status in ("active", "silent", "admitted"):
             raise PolicyError(
                 "this node has a seat, and --shadow would put its stake at risk: leave the pool "
                 "first (prime-node leave), or use another --wallet"
             )
-        if not self._shadow and answer.status == "shadow":
+        if not self._api.shadow and answer.status == "shadow":
             return answer.model_copy(update={"directive": "join", "reason": "it worked in shadow"})
         return answer
 

@@ -57,97 +57,35 @@ class Accounts:
     owner: LocalSigner | None = None
 
 
-class Join:
-    """Joins one node to one pool; `step` may be called again whenever the orchestrator answers
-    "join"."""
+class OwnersPart:
+    """What a node's owner does on chain before it may join: provider, node and stake for a seat."""
 
     def __init__(
         self,
-        settings: Settings,
         api: NodeApi,
         link: Link | None,
         run: RunDefinition,
-        hardware: Hardware,
         accounts: Accounts,
         data: DataFolder,
         *,
         now: Callable[[], float],
-        stop: threading.Event,
     ) -> None:
-        self._settings = settings
         self._api = api
         self._link = link
         self._run = run
-        self._hardware = hardware
         self._signer = accounts.node
         self._owner_signer = accounts.owner
         self._provider = accounts.provider
         self._data = data
         self._now = now
-        self._stop = stop
-        self.device = challenge_device(hardware, run.task)
-        self._measuring: threading.Thread | None = None
 
-    def step(self) -> None:
-        """Completes the owner's part (or waits for it), then solves a challenge.
-
-        Returns early when stopped. Raises UserError (the owner must fix something), PolicyError
-        (the pool refuses this machine), UnavailableError (retry).
-        """
-        if self._settings.shadow or self._owner_ready():
-            self._solve()
-
-    def measure(self) -> None:
-        """Solves one more challenge in a separate thread, while heartbeats continue."""
-        if self._measuring is None or not self._measuring.is_alive():
-            self._measuring = threading.Thread(
-                target=self._measure, name="prime-measure", daemon=True
-            )
-            self._measuring.start()
-
-    def _measure(self) -> None:
-        try:
-            self._solve()
-        except PrimeError as error:
-            log.warning("this machine's speed was not measured: %s", error)
-
-    def _solve(self) -> None:
-        if self._run.cards is not None:
-            prove(
-                self._api,
-                self._run.cards,
-                self._hardware,
-                self._settings.runtime,
-                throttle=self._settings.throttle,
-                shadow=self._settings.shadow,
-                stop=self._stop,
-            )
-            return
-        admit(
-            self._api,
-            self._hardware,
-            self._settings.runtime,
-            device=self.device,
-            throttle=self._settings.throttle,
-            shadow=self._settings.shadow,
-            stop=self._stop,
-        )
-
-    @property
-    def _acts_itself(self) -> bool:
-        return (
-            self._owner_signer is not None
-            and self._link is not None
-            and self._link.client.network.testnet
-        )
-
-    def _owner_ready(self) -> bool:
+    def ready(self, stop: threading.Event) -> bool:
         """Returns True once provider, node and stake for a seat are on chain; False if stopped."""
         if self._link is None:
             log.warning("no RPC is named (--rpc): stake and registration are not checked here")
             return True
         printed = False
-        while not self._stop.is_set():
+        while not stop.is_set():
             calls = self._missing(self._link)
             if not calls:
                 return True
@@ -157,7 +95,7 @@ class Join:
             if not printed:
                 self._ask_owner(self._link)
                 printed = True
-            self._stop.wait(OWNER_POLL_SECONDS)
+            stop.wait(OWNER_POLL_SECONDS)
         return False
 
     def _needed(self) -> int:
@@ -206,11 +144,88 @@ class Join:
             f"  {file}",
             "with a copy of it, the owner types one command:",
             f"  prime-node node add consent.json --stake {stake} \\",
-            f"    --orchestrator {self._settings.need_orchestrator()} \\",
+            f"    --orchestrator {self._api.client.base_url} \\",
             "    --rpc URL --wallet OWNER_KEYSTORE",
             "a Safe instead adds --multisig --provider SAFE",
         ):
             log.warning("%s", line)  # the node waits until someone acts
+
+    @property
+    def _acts_itself(self) -> bool:
+        return (
+            self._owner_signer is not None
+            and self._link is not None
+            and self._link.client.network.testnet
+        )
+
+
+class Join:
+    """Joins one node to one pool; `step` may be called again whenever the orchestrator answers
+    "join"."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        api: NodeApi,
+        run: RunDefinition,
+        hardware: Hardware,
+        owners_part: OwnersPart,
+        *,
+        stop: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._api = api
+        self._run = run
+        self._hardware = hardware
+        self._owners_part = owners_part
+        self._stop = stop
+        self.device = challenge_device(hardware, run.task)
+        self._measuring: threading.Thread | None = None
+
+    def step(self) -> None:
+        """Completes the owner's part (or waits for it), then solves a challenge.
+
+        Returns early when stopped. Raises UserError (the owner must fix something), PolicyError
+        (the pool refuses this machine), UnavailableError (retry).
+        """
+        if self._settings.shadow or self._owners_part.ready(self._stop):
+            self._solve()
+
+    def measure(self) -> None:
+        """Solves one more challenge in a separate thread, while heartbeats continue."""
+        if self._measuring is None or not self._measuring.is_alive():
+            self._measuring = threading.Thread(
+                target=self._measure, name="prime-measure", daemon=True
+            )
+            self._measuring.start()
+
+    def _measure(self) -> None:
+        try:
+            self._solve()
+        except PrimeError as error:
+            log.warning("this machine's speed was not measured: %s", error)
+
+    def _solve(self) -> None:
+        if self._run.cards is not None:
+            prove(
+                self._api,
+                self._run.cards,
+                self._hardware,
+                self._settings.runtime,
+                throttle=self._settings.throttle,
+                shadow=self._settings.shadow,
+                stop=self._stop,
+            )
+            return
+        admit(
+            self._api,
+            self._hardware,
+            self._settings.runtime,
+            device=self.device,
+            throttle=self._settings.throttle,
+            shadow=self._settings.shadow,
+            stop=self._stop,
+        )
 
 
 def check_pool(link: Link, api: NodeApi) -> Pool:

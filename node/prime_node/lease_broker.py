@@ -108,6 +108,16 @@ class OpenLease:
         return frozenset() if signed is None else frozenset({signed.policy_version})
 
 
+@dataclass(frozen=True)
+class Deliveries:
+    """The way of the worker's files: they arrive in `uploads` and wait in `spool` until the pool
+    has them; `unpaid` limits the work that is not paid yet (None without a chain)."""
+
+    uploads: TaskUploads
+    spool: Spool
+    unpaid: UnpaidWork | None = None
+
+
 class LeaseBroker:
     """Thread-safe; requests to the orchestrator are made one at a time."""
 
@@ -116,12 +126,10 @@ class LeaseBroker:
         connections: Connections,
         revisions: Revisions,
         policies: Policies,
-        spool: Spool,
-        task_uploads: TaskUploads,
+        deliveries: Deliveries,
         open_lease: OpenLease,
         *,
         now: Callable[[], float],
-        unpaid: UnpaidWork | None = None,
     ) -> None:
         self._api = connections.api
         self._gateway_api = connections.gateway
@@ -134,11 +142,10 @@ class LeaseBroker:
         self.declined = ""
         """Why no more leases come: this node declines the run of the pool's leases."""
         self._policies = policies
-        self._spool = spool
-        self._task_uploads = task_uploads
+        self._spool = deliveries.spool
+        self._task_uploads = deliveries.uploads
         self._now = now
-        self.unpaid = unpaid
-        """The limit on unpaid work; None without a chain."""
+        self.unpaid = deliveries.unpaid
         self._left_open = True
         """Whether the orchestrator may hold an open lease of this node that is not open here: of an
         earlier agent, or given back."""

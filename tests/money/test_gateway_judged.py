@@ -35,7 +35,7 @@ from prime_envs.reverse import Reverse
 from prime_envs.tools import Observation
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
-from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
@@ -285,8 +285,7 @@ def a_worker(panel: JudgedPool, signed: SignedLease, folder: Path) -> Iterator[R
         Connections(api, gateway_api, HONEST, panel.mgr.context.deployment.domain("work")),
         Revisions(run, fetch=lambda _: run, check=lambda _: None, prepare=lambda _: None),
         policies,
-        Spool(folder / "spool", now=time.time),
-        TaskUploads(folder / "uploads"),
+        Deliveries(TaskUploads(folder / "uploads"), Spool(folder / "spool", now=time.time)),
         open_lease,
         now=time.time,
     )

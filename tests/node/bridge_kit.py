@@ -24,7 +24,7 @@ from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
 from prime_node.bridge_messages import HandIn, LeaseWish
 from prime_node.heartbeat import HeartbeatLoop, Parts
-from prime_node.lease_broker import Connections, LeaseBroker, OpenLease
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions
 from prime_node.runtime.base import WorkerOptions
@@ -112,7 +112,7 @@ def bridge_kit(
     open_lease = OpenLease()
     connections = Connections(api, gateway_api, NODE, api.client.domain("work"))
     broker = LeaseBroker(
-        connections, revisions, policies, spool, task_uploads, open_lease, now=time.time
+        connections, revisions, policies, Deliveries(task_uploads, spool), open_lease, now=time.time
     )
     broker.set_working(True)
     bridge = Bridge(folder / "b", broker, task_uid=task_uid)
