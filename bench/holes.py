@@ -11,11 +11,11 @@ from typing import Any
 from bench import seats
 from bench.form import Row
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
+from devnet.faulty import KINDS, Fault, FaultyRpc
 from prime_chain import client as chain_client
 from prime_chain import codec
 from prime_chain.client import Call, ChainClient
 from prime_chain.events import decode
-from prime_chain.faulty import KINDS, Fault, FaultyRpc
 from prime_chain.sender import Sender
 from prime_core import ids
 from prime_core.clock import Clock

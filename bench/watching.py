@@ -19,9 +19,9 @@ import sqlalchemy as sa
 from bench import seats
 from bench.form import Row
 from bench.servers import Database, connect, open_sessions, request_bytes, serving, signed_post
+from devnet.faulty import FaultyRpc
 from devnet.network import Network
 from devnet.plan import Plan
-from prime_chain.faulty import FaultyRpc
 from prime_chain.networks import BASE
 from prime_core.messages import Heartbeat
 from prime_envs.definition import DEATH_SECONDS

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devnet.chain import Anvil, free_port
+from devnet.faulty import KINDS, Fault, FaultyRpc
 from devnet.foreign import ForeignEvents
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
 from devnet.processes import Child, Supervisor
 from prime_broadcast.manifest import build_manifest
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
-from prime_chain.faulty import KINDS, Fault, FaultyRpc
 from prime_chain.keystore import create_keystore, keystore_address, load_keystore
 from prime_core.deployment import Deployment
 from prime_core.errors import PrimeError, UnavailableError, UserError

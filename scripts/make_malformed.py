@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from made_up import made_up_row
 
 from prime_core.ids import ZERO_DIGEST
 from prime_core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
 from prime_core.verdict import Reason
-from prime_verify.made_up import made_up_row
 from prime_verify.rollout_file import (
     FileMetadata,
     FileRow,

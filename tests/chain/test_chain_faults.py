@@ -14,11 +14,11 @@ from sender_kit import FakeTime, Make, target, transfer
 
 from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
+from devnet.faulty import KINDS, Fault, FaultyRpc, Kind
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.errors import RangeTooLargeError
 from prime_chain.events import Event, ProviderRegistered
-from prime_chain.faulty import KINDS, Fault, FaultyRpc, Kind
 from prime_chain.history import read_events
 from prime_chain.sender import Sender
 from prime_chain.watcher import BlockRef, Confirmed, Watcher

@@ -23,6 +23,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from made_up import made_up_row
 from pydantic import ValidationError
 from strategies import JSON, TRICKS, as_bytes, instances, outside
 
@@ -62,7 +63,6 @@ from prime_core.verdict import Evidence, Verdict
 from prime_envs import crowd
 from prime_envs.tasks import load_json, parse_task
 from prime_verify import audit, pages
-from prime_verify.made_up import made_up_row
 from prime_verify.proofs import activations, hardware, sketch, thresholds
 from prime_verify.rollout_file import FileError, FileMetadata, read_rollout_file, write_rollout_file
 from prime_verify.setups import synthetic_run

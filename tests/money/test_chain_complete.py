@@ -15,10 +15,10 @@ from money_kit import MANAGER, RUN, TRAINER, VALIDATOR, key
 from walk_kit import HONEST, LIAR, OTHER, OWNER, one
 
 from devnet.chain import CHAIN_ID, dev_signer
+from devnet.faulty import FaultyRpc
 from prime_chain import codec
 from prime_chain.client import ChainClient
 from prime_chain.events import RootPosted
-from prime_chain.faulty import FaultyRpc
 from prime_chain.watcher import Watcher
 from prime_core.checkpoint import PolicyStatement
 from prime_core.encoding import sha256

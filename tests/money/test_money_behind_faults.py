@@ -17,10 +17,10 @@ from money_kit import MANAGER, RUN, TOKEN
 from walk_kit import HONEST, LIAR, OTHER, OWNER, rebuild_root, settled
 
 from devnet.chain import CHAIN_ID
+from devnet.faulty import KINDS, Fault, FaultyRpc
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.events import RootPosted, SlashProposed
-from prime_chain.faulty import KINDS, Fault, FaultyRpc
 from prime_chain.history import read_events
 from prime_chain.watcher import Watcher
 from prime_core.errors import UnavailableError

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import made_up_row
 
 from prime_core import encoding
 from prime_core.errors import MalformedError
@@ -20,7 +21,6 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.rollout import COLUMNS, MAX_OUTPUT_TOKENS
 from prime_core.verdict import Outcome, Reason, VerdictRow, VerdictTable
 from prime_verify import pages, rollout_file
-from prime_verify.made_up import made_up_row
 from prime_verify.rollout_file import (
     FileError,
     FileMetadata,

@@ -1,6 +1,6 @@
 """A JSON-RPC proxy that injects faults: a test tool for everything that reads a chain.
 
-    python -m prime_chain.faulty --target http://127.0.0.1:8545 --port 9545 --fault stale:0.2
+    python -m devnet.faulty --target http://127.0.0.1:8545 --port 9545 --fault stale:0.2
 
 Faults (`Fault.kind`):
 
@@ -239,7 +239,7 @@ def main() -> None:
     for text in given.fault:
         kind, _, chance = text.partition(":")
         if kind not in KINDS:
-            parser.error(f"{kind!r} is no kind of fault")
+            parser.error(f"{kind!r} is not a kind of fault")
         faults.append(Fault(kind, float(chance or 1)))
     proxy = FaultyRpc(given.target, faults, seed=given.seed, port=given.port)
     print(proxy.url, flush=True)
