@@ -19,20 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from prime_chain import reward_events
 from prime_chain.amounts import prime
 from prime_chain.events import (
     Claimed,
     Event,
     FileRestored,
+    LeafPosted,
     LeafRejected,
     PoolCreated,
+    RewardRootDisabled,
     RewardRootPosted,
     RootPosted,
     RunRevised,
+    SlashCancelled,
+    SlashExecuted,
+    SlashProposed,
     ValidatorSet,
 )
-from prime_chain.reward_events import is_own
 from prime_core import encoding
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, NotFoundError, UntrustedError
@@ -50,6 +53,7 @@ from prime_core.settlement import (
     SettledFile,
     Settlement,
     SlashFact,
+    SlashState,
     answered_for,
     judged_fact,
     load_settlement,
@@ -189,7 +193,13 @@ class Rebuilder:
 
     def posted(self) -> list[RewardRootPosted]:
         """Reward roots that stand: the newest of each epoch, without disabled ones."""
-        return reward_events.standing(self._events)
+        live: dict[int, RewardRootPosted] = {}
+        for event in self._events:
+            if isinstance(event, RewardRootPosted):
+                live[event.epoch] = event
+            elif isinstance(event, RewardRootDisabled):
+                live = {n: e for n, e in live.items() if not event.epoch <= n <= event.last}
+        return [live[number] for number in sorted(live)]
 
     def rebuild(self, epoch: int) -> Rebuilt:
         """See `rebuild` above."""
@@ -213,8 +223,8 @@ class Rebuilder:
         known = {file.submission_digest for one in settlements for file in one.files}
         known |= {file.submission_digest for one in settlements for file in one.restored}
         return tuple(
-            PassedOver(root.root, reward_events.poster(self._events, root), root.seq, root.epoch)
-            for root in reward_events.roots_until(self._events, newest.as_of_block)
+            PassedOver(root.root, poster(self._events, root), root.seq, root.epoch)
+            for root in roots_until(self._events, newest.as_of_block)
             if is_own(root) and root.epoch <= newest.epoch and root.root not in known
         )
 
@@ -257,7 +267,7 @@ class Rebuilder:
         nodes |= {one.node for one in restored if one.is_due(found, epoch, as_of_block, previous)}
         nodes |= {Address(one.node) for one in previous.restored} if previous else set()
         slashes = []
-        for digest, (node, state) in reward_events.slashes_until(self._events, as_of_block).items():
+        for digest, (node, state) in slashes_until(self._events, as_of_block).items():
             if state != "cancelled" and node in nodes:
                 claim = _claim_of(submission(digest))
                 self._check_receipt(digest, claim.received_at, claim.receipt)
@@ -423,7 +433,7 @@ class Rebuilder:
         files that it misjudged, and pay nothing for them."""
         lists = (
             self._leaves_of(root, None)
-            for root in reward_events.roots_until(self._events, block)
+            for root in roots_until(self._events, block)
             if root.leaves_object != ZERO_DIGEST
         )
         return {*settled, *(leaf.digest for leaves in lists for leaf in leaves)}
@@ -445,7 +455,7 @@ class Rebuilder:
         names = {file.submission_digest for file in held}
         decided = {name for name, file in settled.items() if file.state != "held"}
         found: dict[Digest, tuple[RootPosted, _Leaf]] = {}
-        for root in reward_events.roots_until(self._events, block):
+        for root in roots_until(self._events, block):
             if root.epoch > epoch:
                 continue
             for leaf in self._leaves_of(root, claims, names):
@@ -503,7 +513,7 @@ class Rebuilder:
             left_out = claim is None and root.root not in held
             if claims is not None and (left_out or (claim and claim.root_seq != root.seq)):
                 return []
-            return [_Leaf(reward_events.poster(self._events, root), root.root, None)]
+            return [_Leaf(poster(self._events, root), root.root, None)]
         if root.root not in self._leaves:
             leaves = decode_leaves(self._get(root.leaves_object))
             digests = []
@@ -583,7 +593,7 @@ class Rebuilder:
         Those on chain must all be listed, in the state that the chain shows; one that is listed and
         not on chain can only hold money back, never take it.
         """
-        on_chain = reward_events.slashes_until(self._events, published.as_of_block)
+        on_chain = slashes_until(self._events, published.as_of_block)
         nodes = {file.node for file in published.files} | {one.node for one in published.restored}
         facts = []
         for slash in published.slashes:
@@ -665,3 +675,41 @@ def _parse(kind: type[M], data: bytes) -> M:
         return kind.model_validate_json(data)
     except ValueError as error:
         raise MalformedError(f"an object is no {kind.__name__}") from error
+
+
+def roots_until(events: Sequence[Event], block: int) -> list[RootPosted]:
+    """Work roots up to `block`; a root posted twice counts once."""
+    first: dict[Digest, RootPosted] = {}
+    for event in events:
+        if isinstance(event, RootPosted) and event.block <= block:
+            first.setdefault(event.root, event)
+    return list(first.values())
+
+
+def is_own(root: RootPosted) -> bool:
+    """Whether a node posted the root for its own file, which is the root (Work.postLeaf)."""
+    return root.leaves_object == ZERO_DIGEST and root.count == 1
+
+
+def poster(events: Sequence[Event], root: RootPosted) -> Address:
+    """The node that posted its own leaf as `root`; the contract has checked its signature. Raises
+    UntrustedError if none did."""
+    for event in events:
+        if isinstance(event, LeafPosted) and (event.seq, event.leaf) == (root.seq, root.root):
+            return event.node
+    raise UntrustedError(f"root {root.seq} has no list of leaves, and no node posted it")
+
+
+def slashes_until(events: Sequence[Event], block: int) -> dict[Digest, tuple[Address, SlashState]]:
+    """Leaf → its node and how its slash stands as of `block`."""
+    found: dict[Digest, tuple[Address, SlashState]] = {}
+    for event in events:
+        if event.block > block:
+            continue
+        if isinstance(event, SlashProposed):
+            found[event.leaf] = (event.node, "open")
+        elif isinstance(event, SlashExecuted) and event.leaf in found:
+            found[event.leaf] = (event.node, "executed")
+        elif isinstance(event, SlashCancelled) and event.leaf in found:
+            found[event.leaf] = (event.node, "cancelled")
+    return found

@@ -3,7 +3,7 @@
     environment.toml    name, version, description, author, license
     tasks.jsonl         tasks (tasks.py); `gold_standard_solution` and `wrong_answers` tell the
                         check which answers score 1 and 0
-    grader.py           the grader for the task type `custom` (graders/custom.py); else absent
+    grader.py           the grader for the task type `custom` (CustomGrader); else absent
 
 The packed file is JSON lines: a header with the grader's source, then the tasks. A run pins it as
 `crowd` with `sha256` and `url` or `path`. Its only code is grader.py, which runs only in the
@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import platform
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
 from prime_core import encoding
-from prime_core.errors import MalformedError, UserError
-from prime_core.run import LengthBudgets
+from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.run import MICRO, LengthBudgets
 from prime_core.signing import Strict
+from prime_envs.base import TaskScore
 from prime_envs.dataset import TaskDataset
 from prime_envs.graders.base import Grader
-from prime_envs.graders.custom import MAX_SOURCE, CustomGrader
 from prime_envs.rows import Bounds, read_lines
-from prime_envs.tasks import load_json
+from prime_envs.sandbox.client import Limits, Program, Sandbox
+from prime_envs.tasks import Task, load_json
 
 CUSTOM = "custom"
 BOUNDS = Bounds(
@@ -72,6 +76,67 @@ def grade(task, answer):
     right = int(number[1]) == task["verification_info"]["count"]
     return {"score": float(right), "reason": "counted" if right else "miscounted"}
 '''
+
+
+MAX_SOURCE = 1 << 18
+MAX_PARTS = 16
+LIMITS = Limits(cpu_seconds=4.0, memory_mb=256, output_bytes=1 << 16)
+
+
+class CustomGrader(Grader):
+    """`source`: the source of grader.py."""
+
+    version = 1
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._sandbox = Sandbox()
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def pins(self) -> dict[str, str]:
+        return {"python": ".".join(platform.python_version_tuple()[:2])}
+
+    def require(self, task: Task) -> None:
+        if not (task.gold_standard_solution or "").strip():
+            raise MalformedError(
+                f"{task.where}: gold_standard_solution is missing: the task has no answer"
+            )
+
+    def gold(self, task: Task) -> str | None:
+        return task.gold_standard_solution
+
+    def grade(self, task: Task, output_text: str) -> TaskScore:
+        program = Program(self._source, function="grade", arguments=(task.plain(), output_text))
+        try:
+            outcome = self._sandbox.run(program, LIMITS)
+        except UnavailableError as error:
+            return TaskScore(0, f"{task.where}: {error}", uncertain=True)
+        if outcome.status != "ok":
+            last = outcome.error.strip().splitlines()[-1:] or [outcome.status]
+            return TaskScore(0, f"{task.where}: the grader failed: {last[0][:200]}", uncertain=True)
+        try:
+            score = _score(load_json(outcome.result, "the grader's answer"))
+        except MalformedError as error:
+            return TaskScore(0, f"{task.where}: {error}", uncertain=True)
+        slow = outcome.uncertain(LIMITS)
+        return TaskScore(score.task_micro, score.reason, uncertain=slow, parts=score.parts)
+
+
+def _score(answer: Any) -> TaskScore:
+    if not isinstance(answer, dict) or not {"score", "reason"} <= set(answer) <= {
+        "score", "reason", "parts",
+    }:  # fmt: skip
+        raise MalformedError("the grader's answer is not {score, reason, parts}")
+    score, reason, parts = answer["score"], answer["reason"], answer.get("parts", {})
+    if not isinstance(score, int | float) or not math.isfinite(score) or not 0 <= score <= 1:
+        raise MalformedError(f"the grader's score is {score!r}, not a number from 0 to 1")
+    if not isinstance(reason, str) or not isinstance(parts, dict) or len(parts) > MAX_PARTS:
+        raise MalformedError("the grader's reason or parts are of the wrong kind")
+    if any(type(value) is not int or abs(value) > 1 << 53 for value in parts.values()):
+        raise MalformedError("the grader's parts are not whole numbers")
+    return TaskScore(round(score * MICRO), reason[:500], parts=parts)
 
 
 class Header(Strict):

@@ -11,12 +11,12 @@ from prime_broadcast import layout
 from prime_broadcast.client import fetch
 from prime_broadcast.manifest import verify_folder
 from prime_broadcast.plans import Base, Speed, plan_from_anchor, plan_route
-from prime_broadcast.restore import write_files
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook
 from prime_core.checkpoint import DeltaEntry, FileEntry, Manifest, SignedManifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import digest
+from prime_trainer.finished import write_files
 
 GB = 10**9
 

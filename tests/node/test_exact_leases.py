@@ -33,7 +33,7 @@ from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilde
 from prime_orchestrator.api import classes
 from prime_orchestrator.api.validators import LIVE_SECONDS
 from prime_orchestrator.store import leases, schema, submissions
-from prime_validator.classes import Announcer
+from prime_validator.run import Announcer
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.rollout_file import read_rollout_file
 

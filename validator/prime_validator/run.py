@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -27,21 +28,21 @@ from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import PolicyError, UnavailableError
+from prime_core.errors import PolicyError, PrimeError, UnavailableError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
 from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
+from prime_core.validator_messages import ClassList, ExactClass
 from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
-from prime_validator.classes import Announcer
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
 from prime_validator.judging import Setup, Validator
 from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
 from prime_validator.settings import Settings
-from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.engines import EngineProvider, FolderEngines, load_engine
 from prime_verify.proofs.thresholds import shipped
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ T = TypeVar("T")
 
 DRAW_SECONDS = 1.0
 LONGEST_PAUSE = 30.0
+LOOK_SECONDS, AGAIN_SECONDS = 2.0, 60.0
+"""For `Announcer`: seconds before the pool is asked for a new policy, and before a failed
+announcement is tried again, so that a policy which cannot be fetched does not hold up judging."""
 
 
 def run(settings: Settings) -> None:
@@ -179,6 +183,59 @@ def _answered(ask: Callable[[], T], stop: threading.Event, give_up: float | None
         log.warning("%s; trying again in %.0f s", error, wait)
 
     return until_answered(ask, stop, tell, give_up=give_up)
+
+
+class Announcer:
+    """Announces once for each policy; not thread-safe, like the engines. `dtype` is that of the
+    files whose proof passes this machine repeats; `now` returns seconds."""
+
+    def __init__(
+        self,
+        api: ValidatorApi,
+        policies: Policies,
+        engines: EngineProvider,
+        dtype: str,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._policies = policies
+        self._engines = engines
+        self._dtype = dtype
+        self._now = now
+        self._said: int | None = None
+        self._next = -math.inf
+
+    def tick(self) -> None:
+        """Fetches and loads the newest policy if it is new, measures the class, and announces it.
+        What fails is logged and tried again later."""
+        if self._now() < self._next:
+            return
+        try:
+            self._announce()
+            self._next = self._now() + LOOK_SECONDS
+        except PrimeError as error:
+            log.warning("no exact class is announced now: %s", error)
+            self._next = self._now() + AGAIN_SECONDS
+
+    def _announce(self) -> None:
+        version = self._api.pool().latest_version
+        if version is None or version == self._said:
+            return
+        digest = self._api.policy(version).manifest.digest()
+        self._policies.ensure(version, digest)  # which checks that it is the trainer's
+        engine = self._engines.engine(version, digest)
+        classes: tuple[ExactClass, ...] = ()
+        try:
+            measured = engine.in_dtype(self._dtype).numeric_class()
+        except UnavailableError as error:  # it does not repeat its own bits, for example
+            log.error("policy %d: this machine has no exact class: %s", version, error)
+        else:
+            log.info("policy %d: exact class %s (%s)", version, measured.digest(), measured.words)
+            classes = (ExactClass(facts=dict(measured.facts), fingerprint=measured.fingerprint),)
+        listed = ClassList(policy_version=version, policy_digest=digest, classes=classes)
+        self._api.announce(listed)  # an empty list withdraws an earlier announcement
+        self._said = version
 
 
 class Background:

@@ -14,12 +14,14 @@ import logging
 from functools import lru_cache
 
 from prime_chain.contracts import Contracts
+from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Digest
-from prime_core.revisions import RunHistory
+from prime_core.messages import RevisionRequest, RunList, RunRevision
+from prime_core.revisions import RunHistory, check_revision
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.depth import Buried, Depths
-from prime_orchestrator.store import Connection, Store, batches, chain, intents, runs
+from prime_orchestrator.store import Connection, Store, batches, chain, intents, leases, lock, runs
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,72 @@ def waits_for(connection: Connection, step: int) -> str:
                 "here: the operator gives it by orchestrator run revise"
             )
     return ""
+
+
+def announce(
+    store: Store, context: PoolContext, request: RevisionRequest, now: float
+) -> RunRevision:
+    """Stores a revision from the manager and queues its digest for the chain. Repeating it is
+    harmless.
+
+    Raises MalformedError if it is not a run definition, PolicyError if it changes what cannot be
+    revised, ConflictError if its first step is already leased or not after the last revision's.
+    """
+    raw = request.run.encode()
+    run = RunDefinition.parse(raw, exact=True)
+    digest = run.digest()
+    with store.begin() as connection:
+        lock(connection, "leases")  # no lease of the step is issued meanwhile
+        rows = runs.every(connection)
+        known = next((row for row in rows if row.from_step == request.from_step), None)
+        if known is not None and known.digest == digest:
+            return revision_of(known)
+        check_revision(context.run, run)
+        last = rows[-1].from_step if rows else 0
+        if request.from_step <= last:
+            raise ConflictError(f"a revision starts after step {last}, not at {request.from_step}")
+        leased = leases.highest_step(connection)
+        on_chain = any(
+            (int(args["from_step"]), args["run_digest"]) == (request.from_step, digest)
+            for args in (event.arguments() for event in chain.events(connection, "RunRevised"))
+        )
+        if leased is not None and request.from_step <= leased and not on_chain:
+            raise ConflictError(
+                f"step {request.from_step} is leased already: revise from step {leased + 1} on"
+            )
+        row = runs.RunRow(request.from_step, digest, raw, final=False, announced_at=now)
+        runs.add(connection, row)
+        if not on_chain:
+            intents.queue_intent(
+                connection,
+                kind="revise",
+                key=row.key,
+                payload={"run_digest": digest, "from_step": request.from_step},
+                now=now,
+            )
+    log.info("run revision %s from step %d is announced", digest, request.from_step)
+    return revision_of(row)
+
+
+def revision_of(row: runs.RunRow) -> RunRevision:
+    """Returns the revision of a stored row as the API lists it."""
+    return RunRevision(run_digest=row.digest, from_step=row.from_step, final=row.final)
+
+
+def listing(connection: Connection, context: PoolContext) -> RunList:
+    """Returns the pool's first definition and its revisions, ordered by step."""
+    rows = runs.every(connection)
+    return RunList(first=context.run.digest(), revisions=tuple(revision_of(row) for row in rows))
+
+
+def raw_of(connection: Connection, context: PoolContext, digest: Digest) -> bytes:
+    """Returns the bytes of one definition. Raises NotFoundError if it is not one of the pool's."""
+    if digest == context.run.digest():
+        return context.run.raw()
+    for row in runs.every(connection):
+        if row.digest == digest:
+            return row.body
+    raise NotFoundError(f"no revision of the pool's run has digest {digest}")
 
 
 def settle_revisions(store: Store, contracts: Contracts) -> None:

@@ -29,7 +29,7 @@ from prime_core.messages import (
 )
 from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
-from prime_orchestrator.api import publishing, revisions, status
+from prime_orchestrator.api import publishing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.kept import Kept
 from prime_orchestrator.api.liveness import RELAY_SECONDS
@@ -42,6 +42,7 @@ from prime_orchestrator.api.routes.http import (
     signed_by,
     takes,
 )
+from prime_orchestrator.manager import revisions
 from prime_orchestrator.store import Connection, batches, draws, policies
 from prime_orchestrator.store.batches import BatchRow
 
@@ -68,12 +69,15 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/runs", responses={200: {"model": RunList}})
     def run_list() -> Response:
         """The pool's first definition and its revisions."""
-        return answer(revisions.listing(backend))
+        with backend.store.read() as connection:
+            return answer(revisions.listing(connection, backend.context))
 
     @routes.get("/v1/runs/{digest}")
     def one_run(digest: str) -> Response:
         """One definition's exact bytes."""
-        raw = revisions.raw_of(backend, ids.digest(digest))
+        wanted = ids.digest(digest)
+        with backend.store.read() as connection:
+            raw = revisions.raw_of(connection, backend.context, wanted)
         return Response(raw, media_type="application/json")
 
     @routes.post(
@@ -83,7 +87,8 @@ def router(backend: Backend) -> APIRouter:
     )
     def revise(request: Signed = signed_by(backend, "manager", 2 * MAX_RUN_BYTES)) -> Response:
         """Revise the run from a step that is not leased yet."""
-        return answer(revisions.announce(backend, parse(RevisionRequest, request.body)))
+        asked = parse(RevisionRequest, request.body)
+        return answer(revisions.announce(backend.store, backend.context, asked, backend.now()))
 
     @routes.get(
         "/v1/policies",
