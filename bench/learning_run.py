@@ -32,7 +32,7 @@ from prime_engine.base import Engine, Generation
 from prime_engine.variants import quantizer
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for, environment_ref, load_environment
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.evaluate import answers_of, summary
 from prime_trainer.learner import Learner, make_learner, train_step
 from prime_trainer.metrics import Stopwatch
@@ -226,7 +226,7 @@ class Learning:
         settings = bench_settings(
             MODEL, root, learning_rate=self.mode.learning_rate, warmup_steps=10, weight_decay=0.0,
             beta1=0.9, beta2=0.95, gradient_clip=self.mode.gradient_clip,
-            objective=Objective(name=self.mode.objective),
+            objective=ObjectiveSettings(name=self.mode.objective),
         )  # fmt: skip
         self.learner: Learner = make_learner(self.run, settings, world)
 

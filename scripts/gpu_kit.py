@@ -548,7 +548,7 @@ def _train(kit: Kit, shape: dict[str, int], values: dict[str, Any]) -> None:
         segments=tuple((0, s * each, (s + 1) * each) for s in range(samples)),
     )
     count = len(spots)
-    settings: Any = SimpleNamespace(  # prime_trainer.config.Objective, which needs pydantic
+    settings: Any = SimpleNamespace(  # prime_trainer.config.ObjectiveSettings, which needs pydantic
         name="grpo", clip=0.2, upper_clip=0.2, delta=4.0, kl=0.0, entropy=0.0, ratio="behaviour",
         importance_cap=2.0,
     )  # fmt: skip

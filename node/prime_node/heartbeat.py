@@ -191,7 +191,7 @@ class HeartbeatLoop:
             runtime=self._runtime,
             version=version("prime-open"),
             heard_at=self._heard_at,
-            lied=self._keeper.liars(),
+            lied=self._keeper.bad_sources(),
             instance=self._instance,
         )
 

@@ -68,7 +68,7 @@ def fetch_sentence(fetch: dict[str, Any]) -> str:
         f"chunks fetched again: {fetch.get('refetched', 0)}",
     ]
     faults = Counter((fault["url"], fault["kind"]) for fault in fetch.get("faults", ()))
-    names = {"lie": "lied", "failed": "failed", "delta": "could not be applied"}
+    names = {"bad_data": "sent wrong data", "failed": "failed", "delta": "could not be applied"}
     parts += [f"{url} {names.get(kind, kind)} ({count}×)" for (url, kind), count in faults.items()]
     return "; ".join(parts)
 

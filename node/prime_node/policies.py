@@ -52,7 +52,7 @@ class PolicyKeeper:
         self._wanted: set[int] = set()
         self._relays: tuple[str, ...] = ()
         self._digests: dict[int, Digest] = {}
-        self._liars: set[str] = set()
+        self._bad_sources: set[str] = set()
         self._stopping = False
         self._failed: int | None = None
         self.thread = WatchedThread("policies", self._run)
@@ -95,20 +95,20 @@ class PolicyKeeper:
         if latest is not None:
             self.want(latest)
 
-    def liars(self) -> tuple[str, ...]:
+    def bad_sources(self) -> tuple[str, ...]:
         """Returns sources of wrong chunks not reported to the orchestrator yet, at most 16."""
         with self._changed:
-            return tuple(sorted(self._liars)[:MOST_REPORTED])
+            return tuple(sorted(self._bad_sources)[:MOST_REPORTED])
 
-    def mark_reported(self, liars: Collection[str]) -> None:
+    def mark_reported(self, bad_sources: Collection[str]) -> None:
         """Marks sources as reported to the orchestrator."""
         with self._changed:
-            self._liars -= set(liars)
+            self._bad_sources -= set(bad_sources)
 
-    def _lied(self, fault: Fault) -> None:
+    def _note_fault(self, fault: Fault) -> None:
         with self._changed:
             if len(fault.url) <= LONGEST_URL:
-                self._liars.add(fault.url)
+                self._bad_sources.add(fault.url)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -161,7 +161,11 @@ class PolicyKeeper:
         log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
             arrived = self._folder.ensure(
-                version, known[version], relays, others=_others(known, version), on_fault=self._lied
+                version,
+                known[version],
+                relays,
+                others=_others(known, version),
+                on_fault=self._note_fault,
             )
             self._record(arrived, time.monotonic() - started)
         except OSError as error:

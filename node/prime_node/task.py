@@ -58,13 +58,13 @@ class TaskKeeper:
             status = self._handle.wait(0.0)
             if status is None:
                 return
-            self._bury(status)
+            self._handle_exit(status)
         if self._now() >= self._not_before:
             self._handle = self._runtime.start(self._task, self._mounts, self._options)
             self._started_at = self._now()
             log.info("the task runs in %s", self._handle.name)
 
-    def _bury(self, status: int) -> None:
+    def _handle_exit(self, status: int) -> None:
         assert self._handle is not None
         words = "\n".join(self._handle.logs().splitlines()[-_SHOWN_LINES:])
         name = self._handle.name

@@ -234,9 +234,9 @@ class ChunkFetcher:
                     self._book.good(source, length, time.monotonic() - begun)
                 else:
                     reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
-                    self._book.lied(source, reason)
+                    self._book.sent_bad_data(source, reason)
                     with self._change:
-                        self.stats.faults.append(Fault(source.url, "lie", reason))
+                        self.stats.faults.append(Fault(source.url, "bad_data", reason))
             finally:
                 link.close()
 
@@ -365,7 +365,7 @@ class ChunkFetcher:
                     self._book.good(source, length - have, time.monotonic() - begun)
                     self._store(task, source, landing, length - have, time.monotonic() - begun)
                 else:
-                    self._note_lie(task, source, have)
+                    self._note_bad_data(task, source, have)
         except WholeOnlyError:
             source.whole_only = True
             if source.in_use == 1:
@@ -390,7 +390,7 @@ class ChunkFetcher:
                     fill(view, lambda: self._error is not None)
                     asked.received += length
                     if blake3(view).digest() != to_bytes(digest):
-                        self._note_lie(self._missing.get((item.name, index), task), source)
+                        self._note_bad_data(self._missing.get((item.name, index), task), source)
                         self._put_back(task, source)
                         return
                     found = self._missing.get((item.name, index))
@@ -484,18 +484,18 @@ class ChunkFetcher:
                     task.excluded.add(source.url)
                     task.gone = True
 
-    def _note_lie(self, task: Task, source: Source, had: int = 0) -> None:
+    def _note_bad_data(self, task: Task, source: Source, had: int = 0) -> None:
         reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
         with self._change:
             self.stats.refetched += 1
             task.beginning = 0
             if not had:
-                self.stats.faults.append(Fault(source.url, "lie", reason))
+                self.stats.faults.append(Fault(source.url, "bad_data", reason))
                 task.excluded.add(source.url)
         if had:  # the beginning left by an earlier fetch was wrong: no source is at fault
             self._book.release(source)
         else:
-            self._book.lied(source, reason)
+            self._book.sent_bad_data(source, reason)
         self._put_back(task, source)
 
     def _put_back(self, task: Task, source: Source) -> None:

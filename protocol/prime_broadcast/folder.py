@@ -37,7 +37,7 @@ class Arrived:
 class PolicyFolder:
     """Policies under `root`, taken only if `trust`'s trainer signed them and their files have at
     most `most_bytes` together. The source book lives as long as the folder's object, so sources
-    that lied or crawled are remembered. Lies are logged."""
+    that sent wrong data or were slow are remembered. Wrong data is logged."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class PolicyFolder:
         self._judge(policy)
 
         def note(fault: Fault) -> None:
-            if fault.lie:
-                _log_lie(fault)
+            if fault.bad_data:
+                _log_bad_data(fault)
                 on_fault(fault)
 
         stats = fetch(
@@ -185,7 +185,7 @@ class PolicyFolder:
         return chain
 
 
-def _log_lie(fault: Fault) -> None:
+def _log_bad_data(fault: Fault) -> None:
     log.warning(
         "%s sent false data: %s; another source is used, this one not for %.0f s",
         fault.url,

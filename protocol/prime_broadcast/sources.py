@@ -67,16 +67,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Fault:
-    """A source that did wrong, for reports and logs. `kind` "lie" means bytes that do not hash."""
+    """A source's fault, for reports and logs. `kind` "bad_data": its bytes had a wrong hash."""
 
     url: str
     kind: str
     reason: str
 
     @property
-    def lie(self) -> bool:
-        """Whether the source sent bytes that do not hash."""
-        return self.kind == "lie"
+    def bad_data(self) -> bool:
+        """Whether the source sent bytes with a wrong hash."""
+        return self.kind == "bad_data"
 
 
 @dataclass
@@ -130,7 +130,7 @@ class SourceBook:
         starving: bool = False,
     ) -> Source | None:
         """Takes the best free source for `length` bytes, or None. Give it back with `good`, `bad`,
-        `lied` or `release`.
+        `sent_bad_data` or `release`.
 
         Sources in `excluded` or `asked`, and those that rest or are banned, are not taken. Proven
         sources come before all others, and the role `last_resort` comes last, except while the
@@ -257,8 +257,8 @@ class SourceBook:
             source.last_error = "it is still waiting for the chunk itself"
             source.resting_until = self.clock() + min(LONGEST_PAUSE, pause)
 
-    def lied(self, source: Source, reason: str) -> None:
-        """It sent bytes that do not hash to what was asked for."""
+    def sent_bad_data(self, source: Source, reason: str) -> None:
+        """Notes that the source sent bytes with a wrong hash; it is not used for BAN seconds."""
         with self._lock:
             source.in_use -= 1
             source.banned = True

@@ -249,8 +249,8 @@ class Sink(Protocol):
     def arrived(self, count: int) -> None: ...
 
 
-class Into:
-    """A buffer as a sink."""
+class BufferSink:
+    """Writes received bytes into `buffer`."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._left = buffer
@@ -310,7 +310,7 @@ class Link:
     ) -> None:
         """Fills `buffer` with the bytes of `path` (whose full size is `size`) from `offset`. Raises
         as `read_span` does."""
-        self.read_span(path, (offset, offset + len(buffer)), size, Into(buffer), cancelled)
+        self.read_span(path, (offset, offset + len(buffer)), size, BufferSink(buffer), cancelled)
 
     def read_span(
         self,
@@ -358,7 +358,7 @@ class Link:
         def fill(buffer: memoryview, cancelled: Callable[[], bool]) -> None:
             nonlocal read, early
             with _as_transfer_error():
-                self._fill(early, len(buffer), Into(buffer), cancelled)
+                self._fill(early, len(buffer), BufferSink(buffer), cancelled)
             early = early[len(buffer) :]
             read += len(buffer)
 

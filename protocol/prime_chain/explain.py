@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prime_chain.amounts import prime
-from prime_chain.rewards import PassedOver, Rebuilder
+from prime_chain.rewards import OmittedFile, Rebuilder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.settlement import SettledFile, withheld_by
 from prime_core.verdict import Outcome
@@ -50,7 +50,7 @@ class Explanation:
     problems: tuple[str, ...]
     withheld: int = 0
     """Of a validator's fees, for planted files that it judged wrongly."""
-    passed_over: tuple[PassedOver, ...] = ()
+    omitted_files: tuple[OmittedFile, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         texts = {name: str(getattr(self, name)) for name in ("cumulative", "claimed", "withheld")}
@@ -60,7 +60,7 @@ class Explanation:
         ]
         lists = {
             "problems": list(self.problems),
-            "passed_over": list(map(asdict, self.passed_over)),
+            "omitted_files": list(map(asdict, self.omitted_files)),
         }
         return asdict(self) | texts | lists | {"files": files}
 
@@ -84,7 +84,7 @@ class Explanation:
             said.append(f"  {file.submission_digest}  {file.state}{amount}: {file.why}")
         if self.withheld:
             said.append(f"{prime(self.withheld)} withheld for planted files judged wrongly")
-        said += [f"  {one.line()}" for one in self.passed_over]
+        said += [f"  {one.line()}" for one in self.omitted_files]
         if not self.problems:
             said.append(f"adds up to root {self.root} of epoch {self.epoch}: match")
         return [*said, *(f"  ✗ {problem}" for problem in self.problems)]
@@ -178,9 +178,9 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
         files=found,
         problems=tuple(problems),
         withheld=withheld,
-        passed_over=tuple(
+        omitted_files=tuple(
             one
-            for one in rebuilder.passed_over([settlement for _, settlement in history])
+            for one in rebuilder.omitted_files([settlement for _, settlement in history])
             if one.node == node
         ),
     )

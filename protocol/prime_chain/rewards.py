@@ -99,7 +99,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class OmittedFile:
     """A file that its node posted as a root of its own (number `root_seq`, in `epoch`) and that no
     settlement takes up: it is not paid."""
 
@@ -118,14 +118,14 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What the rebuild gives for an epoch, and whether the chain holds the same. `passed_over` is
+    """What the rebuild gives for an epoch, and whether the chain holds the same. `omitted_files` is
     no mismatch: the file may be planted, or of a node without a seat."""
 
     epoch: int
     settlement: Settlement
     posted: RewardRootPosted
     problems: tuple[str, ...]
-    passed_over: tuple[PassedOver, ...] = ()
+    omitted_files: tuple[OmittedFile, ...] = ()
 
     @property
     def match(self) -> bool:
@@ -141,7 +141,7 @@ class Rebuilt:
             "cumulative_total": self.settlement.cumulative_total,
             "entries": [entry.model_dump(mode="json") for entry in entries],
             "problems": list(self.problems),
-            "passed_over": [asdict(one) for one in self.passed_over],
+            "omitted_files": [asdict(one) for one in self.omitted_files],
         }
 
 
@@ -213,17 +213,17 @@ class Rebuilder:
             self._settled_files |= _files_of(rebuilt)
             problems += _differences(event, published, rebuilt)
         assert rebuilt is not None
-        passed_over = self.passed_over([published for _, published in history])
-        return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems), passed_over)
+        omitted_files = self.omitted_files([published for _, published in history])
+        return Rebuilt(epoch, rebuilt, history[-1][0], tuple(problems), omitted_files)
 
-    def passed_over(self, settlements: Sequence[Settlement]) -> tuple[PassedOver, ...]:
+    def omitted_files(self, settlements: Sequence[Settlement]) -> tuple[OmittedFile, ...]:
         """The files in roots of their nodes that `settlements`, the last and all before it, neither
         settle nor restore."""
         newest = settlements[-1]
         known = {file.submission_digest for one in settlements for file in one.files}
         known |= {file.submission_digest for one in settlements for file in one.restored}
         return tuple(
-            PassedOver(root.root, poster(self._events, root), root.seq, root.epoch)
+            OmittedFile(root.root, poster(self._events, root), root.seq, root.epoch)
             for root in roots_until(self._events, newest.as_of_block)
             if is_own(root) and root.epoch <= newest.epoch and root.root not in known
         )

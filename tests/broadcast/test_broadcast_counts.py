@@ -42,7 +42,7 @@ def test_a_relays_counts_are_those_of_what_it_fetched_and_sent(run: Run, tmp_pat
         reported = counts(relay.url)
         assert reported[f'prime_broadcast_received_bytes_total{{source="{origin.url}"}}'] == size
         assert reported['prime_broadcast_chunks_total{result="verified"}'] == chunks == stats.chunks
-        lies = reported[f'prime_broadcast_faults_total{{kind="lie",source="{liar}"}}']
+        lies = reported[f'prime_broadcast_faults_total{{kind="bad_data",source="{liar}"}}']
         assert lies == reported['prime_broadcast_chunks_total{result="refetched"}'] >= 1
         assert reported["prime_broadcast_fetch_seconds_total"] > 0
         assert reported["prime_broadcast_sent_bytes_total"] >= stats.bytes_received

@@ -48,7 +48,7 @@ def test_a_byte_that_flips_at_a_relay_blames_only_that_relay(
         # The origin stands in for what no relay delivers, so the wrong chunk is asked of the relay.
         stats = fetch(signed, [relay.url, origin.url], tmp_path / "n" / "0", patience=10.0)
     assert same_files(tmp_path / "n" / "0", run, 0)
-    assert [(fault.url, fault.kind) for fault in stats.faults] == [(relay.url, "lie")]
+    assert [(fault.url, fault.kind) for fault in stats.faults] == [(relay.url, "bad_data")]
     assert f"wrong chunk 5 of /policies/0/{WEIGHTS}" in stats.faults[0].reason
     assert stats.refetched == 1
     assert stats.by_source[relay.url] > 0

@@ -40,7 +40,7 @@ def test_a_wrong_chunk_is_said_in_one_sentence_that_names_its_sender(
     ):
         stats = folder.ensure(0, signed, [liar, origin.url], on_fault=reported.append).stats
     assert same_files(folder.path(0), run, 0)
-    lies = [fault for fault in stats.faults if fault.lie]
+    lies = [fault for fault in stats.faults if fault.bad_data]
     assert {fault.url for fault in lies} == {liar}
     assert reported == lies
     said = [r.getMessage() for r in caplog.records if " sent false data: " in r.getMessage()]

@@ -55,7 +55,7 @@ def test_a_flipped_byte_costs_one_chunk_and_names_its_sender(run: Run, tmp_path:
         stats = get(signed, [liar, origin.url], tmp_path / "0", book=book)
         assert same_files(tmp_path / "0", run, 0)
         assert stats.refetched == 1
-        assert [(f.url, f.kind) for f in stats.faults] == [(liar, "lie")]
+        assert [(f.url, f.kind) for f in stats.faults] == [(liar, "bad_data")]
         assert "wrong chunk 5 of /policies/0/model.safetensors" in stats.faults[0].reason
         assert stats.bytes_received <= size + 1000  # the wrong chunk itself is not counted
         again = get(signed, [liar, origin.url], tmp_path / "again" / "0", book=book)
@@ -290,7 +290,7 @@ def test_a_newcomer_proves_itself_apart_and_a_liar_among_them_is_named(
         threading.Thread(target=open_gate, daemon=True).start()
         stats = get(run.publish(), [known, honest, liar], tmp_path / "0", book=book, parallel=1)
     assert same_files(tmp_path / "0", run, 0)
-    assert [(fault.url, fault.kind) for fault in stats.faults] == [(liar, "lie")]
+    assert [(fault.url, fault.kind) for fault in stats.faults] == [(liar, "bad_data")]
 
 
 def test_a_crawling_only_source_ends_in_an_error(
@@ -434,7 +434,7 @@ def test_the_fastest_source_is_asked_first_and_failures_rest_longer_each_time() 
     now[0] += 2
     assert pick() == "http://b"
     assert pick() == "http://a"
-    book.lied(book.get("http://a"), "wrong chunk")
+    book.sent_bad_data(book.get("http://a"), "wrong chunk")
     assert book.next_chance(["http://a"], ()) is None
     assert pick() is None
     now[0] += 601

@@ -63,17 +63,17 @@ def _a_file_that_its_node_posted_and_no_settlement_has(
     )
     rebuilt = known.rebuild(before.epoch)
     assert rebuilt.match
-    (passed,) = rebuilt.passed_over
+    (passed,) = rebuilt.omitted_files
     assert (passed.submission_digest, passed.node, passed.root_seq) == (name, HONEST.address, 99)
-    (listed_as,) = rebuilt.as_json()["passed_over"]
+    (listed_as,) = rebuilt.as_json()["omitted_files"]
     assert listed_as == {
         "submission_digest": name, "node": HONEST.address, "root_seq": 99, "epoch": root.epoch,
     }  # fmt: skip
     said = explain(known, HONEST.address)
-    assert said.passed_over == (passed,)
+    assert said.omitted_files == (passed,)
     assert any(name in line and "root 99" in line for line in said.lines())
-    assert said.as_json()["passed_over"] == [listed_as]
-    assert explain(known, LIAR.address).passed_over == ()
+    assert said.as_json()["omitted_files"] == [listed_as]
+    assert explain(known, LIAR.address).omitted_files == ()
 
     paid = replace(
         granted, leaf=name, amount=11, block=before.as_of_block + 1, log_index=998
@@ -91,7 +91,7 @@ def _a_file_that_its_node_posted_and_no_settlement_has(
     assert last.amounts()[HONEST.address] == before.amounts()[HONEST.address] + 11
     known = _rebuilder(world, granted, root, own, paid)
     rebuilt = known.rebuild(last.epoch)
-    assert (rebuilt.problems, rebuilt.passed_over) == ((), ())
+    assert (rebuilt.problems, rebuilt.omitted_files) == ((), ())
     (problem, *_) = _rebuilder(world, granted, root, own).rebuild(last.epoch).problems
     assert name in problem
 

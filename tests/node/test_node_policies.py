@@ -85,10 +85,10 @@ def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
             until(lambda: keeper.newest() == 0, "the policy arrives from the origin")
         assert "policy 0 is fetched from 2 relay(s)" in caplog.text
         assert f"{liar} sent false data: it sent a wrong chunk" in caplog.text
-        assert keeper.liars() == (liar,)
+        assert keeper.bad_sources() == (liar,)
         line = policy_log.last(kit.folder.parent)
         assert line is not None
-        lies = [fault for fault in line["faults"] if fault["kind"] == "lie"]
+        lies = [fault for fault in line["faults"] if fault["kind"] == "bad_data"]
         assert {fault["url"] for fault in lies} == {liar}
         assert line["refetched"] == len(lies)
         assert line["sources"].keys() == {origin}
@@ -96,7 +96,7 @@ def test_a_liar_is_logged_written_down_and_reported_to_the_orchestrator(
         assert line["verified"] > 0
 
         assert loop.run() == 0
-        assert keeper.liars() == (), "the heartbeat that got through reported it"
+        assert keeper.bad_sources() == (), "the heartbeat that got through reported it"
         reported = requests.get(f"{kit.world.url}/metrics", timeout=20).text
         assert f'prime_relay_lies_reported{{relay="{liar}"}} 1.0\n' in reported
         assert origin not in reported
@@ -140,7 +140,7 @@ def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
         "version": 7, "digest": "0x1", "result_digest": "0x2", "route": "delta", "bytes": 3_000_000,
         "policy_bytes": 9_000_000, "seconds": 1.5, "sources": {"http://a": 3_000_000},
         "verified": 3, "kept": 1, "refetched": 1, "at": 5.0,
-        "faults": [{"url": "http://b", "kind": "lie", "reason": "it sent a wrong chunk"}],
+        "faults": [{"url": "http://b", "kind": "bad_data", "reason": "it sent a wrong chunk"}],
     }  # fmt: skip
     (tmp_path / policy_log.NAME).write_text(json.dumps(line) + "\n")
     shown = json.loads(prime_node("status", *settings, "--json").stdout)["last_fetch"]
@@ -150,7 +150,7 @@ def test_status_shows_how_the_newest_policy_came(tmp_path: Path) -> None:
     said = " ".join(prime_node("status", *settings).stdout.split())
     for part in (
         "policy 7 by deltas", "3,000,000 bytes in 1.5 s (2 MB/s)", "from http://a (3,000,000)",
-        "chunks fetched again: 1", "http://b lied (1×)",
+        "chunks fetched again: 1", "http://b sent wrong data (1×)",
     ):  # fmt: skip
         assert part in said
 

@@ -33,7 +33,7 @@ from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import checkpoint
 from prime_trainer.advantages import judge
 from prime_trainer.checkpoint import TrainerState
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.data import TrainingBatch, assemble
 from prime_trainer.feed import Prefetcher
 from prime_trainer.learner import backward, train_step
@@ -68,7 +68,7 @@ def test_1_the_kl_term_pulls_the_policy_towards_its_reference() -> None:
     assert pull(detached=False)[0] > 0 > pull(detached=False)[1]
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(logprobs.detach(), torch.zeros(2), torch.ones(2), reference)
-    policy_loss(logprobs, torch.zeros(2), tokens, Objective(kl=0.1)).loss.backward()
+    policy_loss(logprobs, torch.zeros(2), tokens, ObjectiveSettings(kl=0.1)).loss.backward()
     assert logprobs.grad is not None
     assert (logprobs.grad != 0).all()
 
@@ -111,7 +111,7 @@ def test_3_the_ratio_is_against_the_policy_that_generated(
     current = kit.learner(model, tmp_path, world)
     found = backward(current, rows)
     assert abs(found["ratio"] - 1.0) > 0.05
-    wanted = Objective(ratio="proximal", importance_cap=1000.0)
+    wanted = ObjectiveSettings(ratio="proximal", importance_cap=1000.0)
     decoupled = kit.learner(model, tmp_path, world, objective=wanted)
     other = backward(decoupled, rows)
     assert other["ratio"] == pytest.approx(1.0, abs=1e-6)  # what the ancestor saw …
@@ -123,7 +123,7 @@ def test_3_the_ratio_is_against_the_policy_that_generated(
 def test_4_no_row_is_dropped_from_one_list_only() -> None:
     # Defect: over-long prompts left one list, and every later reward sat on the wrong sample.
     rows = kit.rows(3, 4, seed=2, longest=30)
-    judged = judge([rows[i : i + 4] for i in range(0, 12, 4)], Objective(overlong="mask"))
+    judged = judge([rows[i : i + 4] for i in range(0, 12, 4)], ObjectiveSettings(overlong="mask"))
     assert len(judged.advantages) == len(judged.counted) == len(rows)
     micro = [[11, 0], [5]]
     values = [float(i) for i in range(len(rows))]

@@ -10,7 +10,7 @@ import pytest
 from prime_orchestrator.cli.run import define
 from prime_trainer.config import load
 from prime_trainer.local import POOL_ONLY
-from prime_trainer.objectives import REGISTRY, form_of
+from prime_trainer.objectives import REGISTRY, objective_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -37,7 +37,7 @@ def test_the_trainers_settings_in_the_same_folder_are_read(path: Path) -> None:
     settings = load({}, path)
     assert settings.learning_rate > 0
     assert settings.objective.delta > 1 + settings.objective.clip
-    assert form_of(settings.objective.name) is not REGISTRY["one_sided"]
+    assert objective_of(settings.objective.name) is not REGISTRY["one_sided"]
     assert (EXAMPLES / path.name.replace(".trainer", "")).is_file()
 
 

@@ -11,18 +11,18 @@ import trainer_kit as kit
 
 from prime_core.rollout import Rollout
 from prime_trainer.advantages import group_advantages
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.learner import Learner, backward
 from prime_trainer.loss import policy_loss, token_weights
 from prime_trainer.packing import collate
 from prime_trainer.parallel import World
 
 OBJECTIVES = (
-    Objective(name="grpo"),
-    Objective(name="grpo_token_mean", advantage="mean", entropy=0.001),
-    Objective(name="dr_grpo", advantage="leave_one_out", kl=0.001),
-    Objective(name="gspo", clip=0.5, clip_high=0.6),
-    Objective(name="cispo", clip_high=0.5),
+    ObjectiveSettings(name="grpo"),
+    ObjectiveSettings(name="grpo_token_mean", advantage="mean", entropy=0.001),
+    ObjectiveSettings(name="dr_grpo", advantage="leave_one_out", kl=0.001),
+    ObjectiveSettings(name="gspo", clip=0.5, clip_high=0.6),
+    ObjectiveSettings(name="cispo", clip_high=0.5),
 )
 
 
@@ -57,7 +57,7 @@ def test_packing_and_accumulation_leave_the_gradient_alone_in_float64(
     model: Path,
     tmp_path: Path,
     world: World,
-    objective: Objective,
+    objective: ObjectiveSettings,
     row_tokens: int,
     micro_tokens: int,
 ) -> None:
@@ -96,7 +96,7 @@ def turns_of(rollout: Rollout) -> list[Rollout]:
     "objective", [one for one in OBJECTIVES if one.name != "gspo"], ids=lambda one: one.name
 )
 def test_a_conversation_is_trained_as_its_turns_are(
-    model: Path, tmp_path: Path, world: World, objective: Objective
+    model: Path, tmp_path: Path, world: World, objective: ObjectiveSettings
 ) -> None:
     """The environment's words are read, and neither learned nor weighed. (GSPO's ratio is that of
     all turns together.)"""
@@ -167,7 +167,7 @@ def test_a_sample_longer_than_a_row_keeps_its_own_reward(
 def test_each_sample_counts_once(model: Path, tmp_path: Path, world: World) -> None:
     # An ancestor's rebalancing duplicated a micro-batch: swapping order must change nothing, and
     # the gradient of a batch is the sum of its groups' (dr_grpo's weights do not depend on rows).
-    wanted = Objective(name="dr_grpo")
+    wanted = ObjectiveSettings(name="dr_grpo")
     rollouts = kit.rows(4)
     whole = kit.double_learner(
         kit.learner(model, tmp_path, world, objective=wanted, micro_tokens=80), world

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.loss import (
     KlForm,
     Tokens,
@@ -33,7 +33,7 @@ def slow_gradient(
     old: list[float],
     reference: list[float],
     advantages: list[float],
-    settings: Objective,
+    settings: ObjectiveSettings,
 ) -> np.ndarray:
     """∂(−J)/∂logits, token by token, from the formulas of the paper; no autograd."""
     gradient = np.zeros_like(logits)
@@ -81,7 +81,7 @@ def test_every_objectives_gradient_is_the_slow_one(
     old = (-rng.uniform(0.05, 5, total)).tolist()  # ratios on both sides of every bound
     reference = (-rng.uniform(0.05, 3, total)).tolist()
     advantages = rng.normal(size=len(LENGTHS)).tolist()
-    settings = Objective(
+    settings = ObjectiveSettings(
         name=normalisation, clip=0.2, delta=4.0, kl=0.3, kl_form=kl_form, entropy=0.2
     )
     weights = token_weights(LENGTHS, normalisation, MAX_OUTPUT)
@@ -119,7 +119,7 @@ def test_the_kl_term_has_a_gradient(form: KlForm) -> None:
 def test_an_objective_with_kl_refuses_to_go_without_a_reference() -> None:
     tokens = Tokens(torch.zeros(1), torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match="reference"):
-        policy_loss(torch.zeros(1), torch.zeros(1), tokens, Objective(kl=0.1))
+        policy_loss(torch.zeros(1), torch.zeros(1), tokens, ObjectiveSettings(kl=0.1))
 
 
 @given(st.floats(-30, 60), st.floats(-5, 5))

@@ -15,7 +15,7 @@ from trainer_kit import block_causal_mask
 from prime_core.errors import UserError
 from prime_engine.tiny import character_tokenizer
 from prime_trainer.attention import packed_attention, wants_whole_heads
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.learner import backward
 from prime_trainer.loading import empty_policy, fill_weights, load_policy
 from prime_trainer.lora import add_adapters
@@ -179,7 +179,7 @@ def test_a_wide_head_is_trained_in_chunks_as_whole_and_in_wide_numbers_changes_n
     model: Path, tmp_path: Path, world: World, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = kit.rows()
-    wanted = {"objective": Objective(kl=0.001), "lora_rank": rank}
+    wanted = {"objective": ObjectiveSettings(kl=0.001), "lora_rank": rank}
     whole = kit.learner(model, tmp_path, world, bf16=True, head_fp32=True, **wanted)
     assert whole.reference is not None
     assert whole.reference.head_fp32

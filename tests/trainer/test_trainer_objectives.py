@@ -19,7 +19,7 @@ from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import objectives
 from prime_trainer.advantages import judge
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import (
     backward,
@@ -30,8 +30,8 @@ from prime_trainer.learner import (
 )
 from prime_trainer.loss import Tokens, policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, alarms_of
-from prime_trainer.objectives import REGISTRY, form_of
-from prime_trainer.objectives.base import Form
+from prime_trainer.objectives import REGISTRY, objective_of
+from prime_trainer.objectives.base import Objective
 from prime_trainer.parallel import World
 
 
@@ -42,7 +42,7 @@ def test_decoupled_ppo_is_its_formula_in_float64(seed: int) -> None:
     n = 40
     new, prox, old = (-rng.uniform(0.05, 3, n) for _ in range(3))
     advantages, weights = rng.normal(size=n), rng.uniform(0.1, 1, n)
-    settings = Objective(ratio="proximal", clip=0.2, delta=4.0, importance_cap=2.0)
+    settings = ObjectiveSettings(ratio="proximal", clip=0.2, delta=4.0, importance_cap=2.0)
     logprobs = torch.tensor(new, requires_grad=True)
     tokens = Tokens(
         torch.tensor(old), torch.tensor(advantages), torch.tensor(weights),
@@ -76,7 +76,7 @@ def a_batch(seed: int, n: int = 40) -> tuple[torch.Tensor, Tokens, torch.Tensor]
     return logprobs, tokens, (logprobs - tokens.old_logprobs).detach()
 
 
-def gradient_of(logprobs: torch.Tensor, tokens: Tokens, settings: Objective) -> np.ndarray:
+def gradient_of(logprobs: torch.Tensor, tokens: Tokens, settings: ObjectiveSettings) -> np.ndarray:
     zeros = torch.zeros_like(logprobs)
     policy_loss(logprobs, zeros, tokens, settings).loss.backward()
     assert logprobs.grad is not None
@@ -87,7 +87,7 @@ def gradient_of(logprobs: torch.Tensor, tokens: Tokens, settings: Objective) -> 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_higher_upper_bound_lets_good_tokens_grow_further(seed: int) -> None:
     logprobs, tokens, log_ratio = a_batch(seed)
-    found = gradient_of(logprobs, tokens, Objective(clip=0.2, clip_high=0.5, delta=4.0))
+    found = gradient_of(logprobs, tokens, ObjectiveSettings(clip=0.2, clip_high=0.5, delta=4.0))
     expected = np.zeros(len(found))
     for t, (log_r, a, w) in enumerate(
         zip(log_ratio.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True)
@@ -102,7 +102,7 @@ def test_a_higher_upper_bound_lets_good_tokens_grow_further(seed: int) -> None:
 def test_gspo_is_its_formula_in_float64(seed: int) -> None:
     # J = Σ_i |o_i|·w_i · min(s A, clip(s) A), s = exp(mean of log r); ds/dlog π_t = s / |o_i|.
     logprobs, tokens, log_ratio = a_batch(seed)
-    found = gradient_of(logprobs, tokens, Objective(name="gspo", clip=0.3, clip_high=0.4))
+    found = gradient_of(logprobs, tokens, ObjectiveSettings(name="gspo", clip=0.3, clip_high=0.4))
     assert tokens.samples is not None
     samples = tokens.samples.numpy()
     expected = np.zeros(len(found))
@@ -118,12 +118,12 @@ def test_gspo_is_its_formula_in_float64(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_cispo_is_its_formula_in_float64(seed: int) -> None:
     logprobs, tokens, log_ratio = a_batch(seed)
-    found = gradient_of(logprobs, tokens, Objective(name="cispo", clip_high=0.5))
+    found = gradient_of(logprobs, tokens, ObjectiveSettings(name="cispo", clip_high=0.5))
     weight = np.minimum(np.exp(log_ratio.numpy()), 1.5)
     expected = -tokens.weights.numpy() * weight * tokens.advantages.numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
     zeros = torch.zeros_like(logprobs)
-    terms = policy_loss(logprobs, zeros, tokens, Objective(name="cispo", clip_high=0.5))
+    terms = policy_loss(logprobs, zeros, tokens, ObjectiveSettings(name="cispo", clip_high=0.5))
     assert float(terms.sums["clipped"]) == (log_ratio.exp() > 1.5).sum()
 
 
@@ -132,7 +132,7 @@ def test_masked_importance_leaves_out_tokens_on_which_engine_and_trainer_differ(
     logprobs = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0 - math.log(w) for w in apart], dtype=torch.float64)
     tokens = Tokens(old, torch.ones(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
-    settings = Objective(
+    settings = ObjectiveSettings(
         ratio="proximal", importance="mask", importance_floor=0.5, importance_cap=5.0
     )
     found = gradient_of(logprobs, tokens, settings)
@@ -143,25 +143,25 @@ def test_masked_importance_leaves_out_tokens_on_which_engine_and_trainer_differ(
 
 def test_a_plugin_is_an_objective_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def surrogate(
-        log_ratio: torch.Tensor, tokens: Tokens, settings: Objective
+        log_ratio: torch.Tensor, tokens: Tokens, settings: ObjectiveSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value = settings.parameters["slope"] * log_ratio
         return value, torch.zeros_like(log_ratio, dtype=torch.bool)
 
-    mine = Form(REGISTRY["grpo"].weights, surrogate)
+    mine = Objective(REGISTRY["grpo"].weights, surrogate)
     entry = EntryPoint("mine", f"{__name__}:PLUGIN", objectives.ENTRY_POINT_GROUP)
     monkeypatch.setattr(objectives, "entry_points", lambda group: EntryPoints([entry]))
     monkeypatch.setitem(globals(), "PLUGIN", mine)
-    assert form_of("mine") is mine
+    assert objective_of("mine") is mine
     logprobs, tokens, _ = a_batch(0)
-    found = gradient_of(logprobs, tokens, Objective(name="mine", parameters={"slope": 3.0}))
+    found = gradient_of(logprobs, tokens, ObjectiveSettings(name="mine", parameters={"slope": 3.0}))
     np.testing.assert_allclose(found, -3.0 * tokens.weights.numpy())
     with pytest.raises(UserError, match="does not know") as caught:
-        form_of("other")
+        objective_of("other")
     assert "mine" in caught.value.hint
-    monkeypatch.setitem(globals(), "PLUGIN", "no form")
-    with pytest.raises(UserError, match="is not a Form"):
-        form_of("mine")
+    monkeypatch.setitem(globals(), "PLUGIN", "not an objective")
+    with pytest.raises(UserError, match="is not an Objective"):
+        objective_of("mine")
 
 
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"cispo"}))
@@ -173,7 +173,7 @@ def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> No
     tokens = Tokens(
         torch.zeros(count), torch.tensor(advantages), torch.ones(count), samples=torch.arange(count)
     )
-    terms = policy_loss(logprobs, torch.zeros(count), tokens, Objective(name=name))
+    terms = policy_loss(logprobs, torch.zeros(count), tokens, ObjectiveSettings(name=name))
     terms.loss.backward()
     assert logprobs.grad is not None
     assert float(terms.sums["clipped"]) == int((logprobs.grad == 0).sum())
@@ -182,7 +182,7 @@ def test_the_share_called_clipped_is_the_share_without_gradient(name: str) -> No
 def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(torch.tensor([-1.5, -1.0]), torch.ones(2), torch.ones(2))
-    found = policy_loss(logprobs, torch.zeros(2), tokens, Objective(ratio="proximal"))
+    found = policy_loss(logprobs, torch.zeros(2), tokens, ObjectiveSettings(ratio="proximal"))
     found.loss.backward()
     assert logprobs.grad is not None
     weights = [min(math.e**0.5, 2.0), math.e**-1.0]
@@ -193,7 +193,7 @@ def test_without_a_recomputed_policy_the_present_one_is_proximal() -> None:
 def test_the_recomputed_policy_is_the_one_at_the_batchs_start(
     model: Path, tmp_path: Path, world: World
 ) -> None:
-    wanted = Objective(ratio="proximal")
+    wanted = ObjectiveSettings(ratio="proximal")
     learner = kit.learner(
         model, tmp_path, world, objective=wanted, row_tokens=40, optimizer_steps=3
     )
@@ -226,10 +226,10 @@ def test_optimizer_steps_share_the_groups_each_once(groups: int, steps: int) -> 
 def test_an_unknown_objective_is_one_sentence_with_the_known_ones(
     model: Path, tmp_path: Path, world: World
 ) -> None:
-    with pytest.raises(UserError, match="no_such_form"):
-        form_of("no_such_form")
+    with pytest.raises(UserError, match="no_such_objective"):
+        objective_of("no_such_objective")
     with pytest.raises(UserError, match="does not know") as caught:
-        kit.learner(model, tmp_path, world, objective=Objective(name="no_such_form"))
+        kit.learner(model, tmp_path, world, objective=ObjectiveSettings(name="no_such_objective"))
     assert all(name in caught.value.hint for name in REGISTRY)
 
 
@@ -237,8 +237,8 @@ def test_another_objective_is_one_line_of_registry(
     model: Path, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTRY, "mine", REGISTRY["dr_grpo"])
-    mine = kit.learner(model, tmp_path, world, objective=Objective(name="mine"))
-    known = kit.learner(model, tmp_path, world, objective=Objective(name="dr_grpo"))
+    mine = kit.learner(model, tmp_path, world, objective=ObjectiveSettings(name="mine"))
+    known = kit.learner(model, tmp_path, world, objective=ObjectiveSettings(name="dr_grpo"))
     backward(mine, kit.rows())
     backward(known, kit.rows())
     assert kit.relative_difference(kit.gradients(mine.policy), kit.gradients(known.policy)) == 0.0
@@ -253,9 +253,9 @@ def cut_rows(share: int) -> list[kit.Rollout]:
 def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> None:
     rows = cut_rows(1)
     groups = groups_of(rows, 4)
-    kept = judge(groups, Objective(overlong="keep"))
-    masked = judge(groups, Objective(overlong="mask"))
-    penalised = judge(groups, Objective(overlong="penalise", overlong_penalty=0.5))
+    kept = judge(groups, ObjectiveSettings(overlong="keep"))
+    masked = judge(groups, ObjectiveSettings(overlong="mask"))
+    penalised = judge(groups, ObjectiveSettings(overlong="penalise", overlong_penalty=0.5))
     assert kept.overlong == masked.overlong == penalised.overlong == 3
     assert all(kept.counted)
     assert masked.counted == [row.sample != 0 for row in rows]
@@ -269,7 +269,7 @@ def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> N
 def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalisation(
     model: Path, tmp_path: Path, world: World, name: str
 ) -> None:
-    wanted = Objective(name=name, overlong="mask", advantage="mean")
+    wanted = ObjectiveSettings(name=name, overlong="mask", advantage="mean")
     rows = cut_rows(1)
     masked = kit.learner(model, tmp_path, world, objective=wanted)
     found = backward(masked, rows)
@@ -299,7 +299,7 @@ def test_a_batch_of_masked_samples_alone_changes_nothing(
     model: Path, tmp_path: Path, world: World
 ) -> None:
     learner = kit.learner(
-        model, tmp_path, world, objective=Objective(overlong="mask"), weight_decay=0.0
+        model, tmp_path, world, objective=ObjectiveSettings(overlong="mask"), weight_decay=0.0
     )
     before = full_state(learner.policy)
     line = train_step(learner, batch(cut_rows(4)), Stopwatch())

@@ -18,7 +18,7 @@ from trainer_kit import full_state
 from trainer_pool import finished, pool_server, started, wait_until
 
 from prime_trainer import checkpoint
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.parallel import World
 
 HERE = Path(__file__).parent
@@ -84,7 +84,7 @@ def test_checkpoints_are_named_by_global_rank_and_load_into_another_number_of_ra
     # An ancestor named them by local rank: two machines overwrote each other's.
     root, _, two = both
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(two["files"])
-    run, wanted = kit.run_definition(), Objective(kl=0.001, entropy=1e-4)
+    run, wanted = kit.run_definition(), ObjectiveSettings(kl=0.001, entropy=1e-4)
     alone = kit.learner(model, root / "two", world, run, objective=wanted)
     state = checkpoint.load(root / "two", run.digest(), alone.policy, alone.optimizer, world)
     assert state is not None

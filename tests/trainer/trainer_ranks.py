@@ -12,7 +12,7 @@ from trainer_kit import full_state
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import backward, train_step
 from prime_trainer.metrics import Stopwatch
@@ -22,7 +22,7 @@ from prime_trainer.parallel import joined_world
 def main() -> None:
     model, data = Path(sys.argv[1]), Path(sys.argv[2])
     run = kit.run_definition()
-    wanted = Objective(kl=0.001, entropy=1e-4)
+    wanted = ObjectiveSettings(kl=0.001, entropy=1e-4)
     offload = "offload" in sys.argv[3:]
     with joined_world() as world:
         if "resume" in sys.argv[3:]:

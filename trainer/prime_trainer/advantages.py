@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prime_core.rollout import Rollout
-from prime_trainer.config import Objective
+from prime_trainer.config import ObjectiveSettings
 
 AdvantageForm = Literal["mean_std", "mean", "leave_one_out"]
 STD_FLOOR = 1e-6
@@ -47,7 +47,7 @@ def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[fl
     return [value / (std + STD_FLOOR) for value in centred]
 
 
-def judge(groups: Sequence[Sequence[Rollout]], objective: Objective) -> Judged:
+def judge(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> Judged:
     """Every sample's advantage in its group, and the treatment of samples cut at the limit:
 
     - keep: like any other

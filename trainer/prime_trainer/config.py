@@ -32,7 +32,7 @@ TRAINING = (
 """The settings that determine how a batch changes the weights."""
 
 
-class Objective(BaseModel):
+class ObjectiveSettings(BaseModel):
     """The loss: clip bounds (`clip` is ε, `delta` the two-sided bound δ), and weights of the KL and
     entropy terms (`kl` is β, `entropy` η)."""
 
@@ -112,7 +112,7 @@ class Settings(ChainSettings):
     linger: bool = False
     """After the last step, keep serving policies, which validators and auditors still need."""
 
-    objective: Objective = Objective()
+    objective: ObjectiveSettings = ObjectiveSettings()
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps AdamW's two moments in 8 bits, in blocks of 256 with a scale each (Dettmers
     et al., arXiv 2110.02861; torchao): a quarter of their memory."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
-from prime_trainer.config import ENV_PREFIX, Objective, Settings
+from prime_trainer.config import ENV_PREFIX, ObjectiveSettings, Settings
 from prime_trainer.loading import require_model_folder
 from prime_trainer.model import shape_of
 from prime_trainer.planning import StepPlan, plan_step, samples_of_micro_batch
@@ -240,7 +240,7 @@ def sources(
 
 def report(
     run: RunDefinition,
-    objective: Objective,
+    objective: ObjectiveSettings,
     found: Estimate,
     resolved: Mapping[str, tuple[str, str]],
 ) -> str:

@@ -21,14 +21,14 @@ from prime_core.errors import FatalError, UserError
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
 from prime_trainer.advantages import Judged, judge
-from prime_trainer.config import Objective, Settings
+from prime_trainer.config import ObjectiveSettings, Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.loading import empty_policy, fill_weights
 from prime_trainer.lora import add_adapters
 from prime_trainer.loss import policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
-from prime_trainer.objectives import form_of
+from prime_trainer.objectives import objective_of
 from prime_trainer.packing import Extra, Plan, collate, plan, quality
 from prime_trainer.parallel import World, all_finite, clip_gradients, shard
 
@@ -48,7 +48,7 @@ class Learner:
     world: World
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> ObjectiveSettings:
         """The objective's settings."""
         return self.settings.objective
 
@@ -85,7 +85,7 @@ def empty_policies(
     device. Raises UserError like `make_learner`."""
     base = settings.need("model")
     wanted = settings.objective
-    form_of(wanted.name)
+    objective_of(wanted.name)
     policy = empty_policy(base, run.temperature)
     policy.entropy_gradient = bool(wanted.entropy)
     policy.head_fp32 = settings.head_fp32

@@ -257,8 +257,8 @@ def behind(proxies: Proxies, waiting: int = PatientHttp.MOST_WAITING) -> type[Pa
     """Returns PatientHttp for a server behind `proxies`, whose connections are not counted by
     address. `waiting`: most connections without a request in progress."""
 
-    class Behind(PatientHttp):
+    class ProxiedHttp(PatientHttp):
         MOST_WAITING = waiting
         is_bounded = staticmethod(lambda host: is_bounded(host) and host not in proxies)
 
-    return Behind
+    return ProxiedHttp

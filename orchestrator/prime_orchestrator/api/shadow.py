@@ -138,15 +138,15 @@ def forget(store: Store, objects: ObjectStore, now: float) -> None:
             shadows.forget(connection, found)
 
 
-def _delete_objects(objects: ObjectStore, remains: shadows.Remains) -> None:
+def _delete_objects(objects: ObjectStore, gone: shadows.DeletableLease) -> None:
     """Deletes the objects about a file. The file itself lies among the uploads and goes after its
     rows (manager.uploads).
 
     A verdict and its tables contain the submission's digest, and evidence the lease's. An object
     with neither stays: a validator may have named an object of ours instead.
     """
-    marks = [name.encode() for name in (remains.lease, remains.submission) if name]
-    for name in remains.objects:
+    marks = [name.encode() for name in (gone.lease, gone.submission) if name]
+    for name in gone.objects:
         try:
             data = objects.get(digest_key(name), MAX_OBJECT_BYTES)
         except (NotFoundError, MalformedError):  # deleted before, or too large to be one of these

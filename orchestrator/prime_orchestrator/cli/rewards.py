@@ -99,7 +99,7 @@ def rebuild(
             typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}")
         for problem in rebuilt.problems:
             typer.echo(f"  {problem}")
-        for one in rebuilt.passed_over:
+        for one in rebuilt.omitted_files:
             typer.echo(f"  {one.line()}")
     if not rebuilt.match:
         raise typer.Exit(1)

@@ -62,8 +62,8 @@ def has_state(client: ChainClient, block: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Buried:
-    """Requires block `number` to be as deep as facts for `purpose` must be."""
+class Confirmed:
+    """Requires block `number` to have the confirmations that facts for `purpose` need."""
 
     purpose: Purpose
     number: int
@@ -77,7 +77,7 @@ class Staked:
     amount: int
 
 
-Need = Buried | Staked
+Need = Confirmed | Staked
 
 
 def need_of(
@@ -89,9 +89,9 @@ def need_of(
             return Staked(ids.address(payload["invite"]["node"]), context.run.stake_per_seat)
         case "propose":
             root = roots.of(connection, ids.digest(payload["submission_digest"]))
-            return None if root is None or root.block is None else Buried("stake", root.block)
+            return None if root is None or root.block is None else Confirmed("stake", root.block)
         case "reward_root":
-            return Buried("payout", int(payload["as_of_block"]))
+            return Confirmed("payout", int(payload["as_of_block"]))
     return None
 
 
@@ -111,7 +111,7 @@ class Depths:
                 provider = self._contracts.registry.provider_of(node)
                 # Without a provider, send it: the contract's error says what is missing.
                 return provider is None or counted_stake(self._contracts, provider) >= amount
-            case Buried(purpose, number):
+            case Confirmed(purpose, number):
                 if purpose not in self._blocks:
                     self._blocks[purpose] = block_for(self._contracts.client, purpose).number
                 return number <= self._blocks[purpose]

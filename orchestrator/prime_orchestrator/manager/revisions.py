@@ -20,7 +20,7 @@ from prime_core.messages import RevisionRequest, RunList, RunRevision
 from prime_core.revisions import RunHistory, check_revision
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.depth import Buried, Depths
+from prime_orchestrator.manager.depth import Confirmed, Depths
 from prime_orchestrator.store import Connection, Store, batches, chain, intents, leases, lock, runs
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def settle_revisions(store: Store, contracts: Contracts) -> None:
     depths = Depths(contracts)
     for row in waiting:
         block = blocks.get((row.from_step, row.digest))
-        if block is not None and depths.meets(Buried("payout", block)):
+        if block is not None and depths.meets(Confirmed("payout", block)):
             with store.begin() as connection:
                 runs.set_final(connection, row.from_step)
             log.info("run revision %s holds from step %d", row.digest, row.from_step)

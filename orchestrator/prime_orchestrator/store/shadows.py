@@ -22,7 +22,7 @@ _nodes, _leases, _submissions = schema.nodes.c, schema.leases.c, schema.submissi
 
 
 @dataclass(frozen=True)
-class Remains:
+class DeletableLease:
     """A shadow lease that may be deleted. `submission` is that of its file, if it has one;
     `objects` are what validators and the manager stored about that file."""
 
@@ -91,7 +91,7 @@ def forget_node(connection: Connection, node: Address) -> None:
     _delete(connection, _nodes.address == node)
 
 
-def find(connection: Connection, *, given_before: float) -> list[Remains]:
+def find(connection: Connection, *, given_before: float) -> list[DeletableLease]:
     """Returns at most MOST shadow leases given before `given_before` (Unix seconds) whose nodes are
     gone.
 
@@ -142,12 +142,14 @@ def find(connection: Connection, *, given_before: float) -> list[Remains]:
         opinion = SignedOpinion.model_validate_json(body).opinion
         stored[submission] |= {opinion.table, opinion.evidence}
     return [
-        Remains(lease, submission, frozenset(map(Digest, stored[submission] - {ZERO_DIGEST})))
+        DeletableLease(
+            lease, submission, frozenset(map(Digest, stored[submission] - {ZERO_DIGEST}))
+        )
         for lease, submission, *_ in found
     ]
 
 
-def forget(connection: Connection, gone: Sequence[Remains]) -> None:
+def forget(connection: Connection, gone: Sequence[DeletableLease]) -> None:
     """Deletes these leases with their submissions, jobs, assignments and opinions. Marks of rows
     expire on their own."""
     files = [one.submission for one in gone if one.submission is not None]

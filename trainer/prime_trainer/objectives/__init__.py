@@ -6,29 +6,29 @@ from importlib.metadata import entry_points
 
 from prime_core.errors import UserError
 from prime_trainer.objectives import cispo, dr_grpo, grpo, grpo_token_mean, gspo, one_sided
-from prime_trainer.objectives.base import Form
+from prime_trainer.objectives.base import Objective
 
-REGISTRY: dict[str, Form] = {
-    "grpo": grpo.FORM,
-    "grpo_token_mean": grpo_token_mean.FORM,
-    "dr_grpo": dr_grpo.FORM,
-    "gspo": gspo.FORM,
-    "cispo": cispo.FORM,
-    "one_sided": one_sided.FORM,
+REGISTRY: dict[str, Objective] = {
+    "grpo": grpo.OBJECTIVE,
+    "grpo_token_mean": grpo_token_mean.OBJECTIVE,
+    "dr_grpo": dr_grpo.OBJECTIVE,
+    "gspo": gspo.OBJECTIVE,
+    "cispo": cispo.OBJECTIVE,
+    "one_sided": one_sided.OBJECTIVE,
 }
 ENTRY_POINT_GROUP = "prime_open.objectives"
-"""A plugin names its Form here, e.g. `mine = "my_package:FORM"`."""
+"""A plugin names its Objective here, e.g. `mine = "my_package:OBJECTIVE"`."""
 
 
-def form_of(name: str) -> Form:
+def objective_of(name: str) -> Objective:
     """The objective called `name`. Raises UserError if it is not registered."""
     if name in REGISTRY:
         return REGISTRY[name]
     plugins = entry_points(group=ENTRY_POINT_GROUP)
     if name in plugins.names:
         loaded = plugins[name].load()
-        if not isinstance(loaded, Form):
-            raise UserError(f"the plugin registered as the objective {name!r} is not a Form")
+        if not isinstance(loaded, Objective):
+            raise UserError(f"the plugin registered as the objective {name!r} is not an Objective")
         return loaded
     known = sorted({*REGISTRY, *plugins.names})
     raise UserError(

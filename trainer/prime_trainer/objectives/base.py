@@ -1,8 +1,8 @@
 """Common parts of all objectives: typed inputs, one signature, shared functions.
 
-An objective is a `Form`: `weights` gives the weight of each sample's tokens in the whole batch,
-`surrogate` a token's objective. All tensors are flat over the N generated tokens of a micro-batch;
-everything that depends on the whole batch is in the weights.
+An `Objective` has two functions: `weights` gives the weight of each sample's tokens in the whole
+batch, `surrogate` a token's objective. All tensors are flat over the N generated tokens of a
+micro-batch; everything that depends on the whole batch is in the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
-    from prime_trainer.config import Objective
+    from prime_trainer.config import ObjectiveSettings
 
 KlForm = Literal["k1", "k2", "k3"]
 
@@ -43,13 +43,13 @@ class Tokens:
 Weights = Callable[[Sequence[int], int], list[float]]
 """(output lengths of the counted samples, the run's max_output_tokens) → weight of each token of
 each sample."""
-Surrogate = Callable[[Tensor, Tokens, "Objective"], tuple[Tensor, Tensor]]
+Surrogate = Callable[[Tensor, Tokens, "ObjectiveSettings"], tuple[Tensor, Tensor]]
 """(log r, tokens, settings) → (N,) objective with gradient through log r, and (N,) bool: which
 tokens it clips, as the objective defines it."""
 
 
 @dataclass(frozen=True)
-class Form:
+class Objective:
     """A registered objective."""
 
     weights: Weights
@@ -69,7 +69,9 @@ def two_sided_clip(
     return torch.minimum(bounded, clipped), flat
 
 
-def two_sided(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
+def two_sided(
+    log_ratio: Tensor, tokens: Tokens, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor]:
     """`two_sided_clip` with the settings' bounds."""
     return two_sided_clip(
         log_ratio, tokens.advantages, settings.clip, settings.delta, settings.upper_clip

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from prime_trainer.objectives import grpo_token_mean
-from prime_trainer.objectives.base import MAX_LOG_RATIO, Form, Tokens
+from prime_trainer.objectives.base import MAX_LOG_RATIO, Objective, Tokens
 
 if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
-    from prime_trainer.config import Objective
+    from prime_trainer.config import ObjectiveSettings
 
 
-def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
+def surrogate(
+    log_ratio: Tensor, tokens: Tokens, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor]:
     """(N,) min(r, 1 + ε_high)·A·log π without gradient through the weight, and which weights are
     clipped. log r has the gradient of log π."""
     ratio = log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
@@ -22,4 +24,4 @@ def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[T
     return ratio.clamp(max=most) * tokens.advantages * log_ratio, ratio > most
 
 
-FORM = Form(grpo_token_mean.weights, surrogate)
+OBJECTIVE = Objective(grpo_token_mean.weights, surrogate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prime_trainer.objectives.base import Form, two_sided
+from prime_trainer.objectives.base import Objective, two_sided
 
 
 def weights(output_lengths: Sequence[int], max_output_tokens: int) -> list[float]:
@@ -12,4 +12,4 @@ def weights(output_lengths: Sequence[int], max_output_tokens: int) -> list[float
     return [1.0 / sum(output_lengths)] * len(output_lengths)
 
 
-FORM = Form(weights, two_sided)
+OBJECTIVE = Objective(weights, two_sided)

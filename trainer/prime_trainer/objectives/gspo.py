@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from prime_trainer.objectives import grpo
-from prime_trainer.objectives.base import Form, Tokens, two_sided
+from prime_trainer.objectives.base import Objective, Tokens, two_sided
 
 if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
-    from prime_trainer.config import Objective
+    from prime_trainer.config import ObjectiveSettings
 
 
-def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
+def surrogate(
+    log_ratio: Tensor, tokens: Tokens, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor]:
     """`two_sided` of each sample's ratio, at each of its tokens. Needs `tokens.samples`."""
     if tokens.samples is None:
         raise ValueError("GSPO needs to know which sample each token is of")
@@ -25,4 +27,4 @@ def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[T
     return two_sided((sums / sizes.clamp(min=1))[tokens.samples], tokens, settings)
 
 
-FORM = Form(grpo.weights, surrogate)
+OBJECTIVE = Objective(grpo.weights, surrogate)

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from prime_trainer.objectives import grpo
-from prime_trainer.objectives.base import Form, Tokens, two_sided_clip
+from prime_trainer.objectives.base import Objective, Tokens, two_sided_clip
 
 if TYPE_CHECKING:  # its settings need pydantic, which may not be installed
-    from prime_trainer.config import Objective
+    from prime_trainer.config import ObjectiveSettings
 
 
-def surrogate(log_ratio: Tensor, tokens: Tokens, settings: Objective) -> tuple[Tensor, Tensor]:
+def surrogate(
+    log_ratio: Tensor, tokens: Tokens, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor]:
     """(N,) min( r·A, clip(r, 1−ε, 1+ε_high)·A ), and which tokens have no gradient."""
     return two_sided_clip(
         log_ratio, tokens.advantages, settings.clip, math.inf, settings.upper_clip
     )
 
 
-FORM = Form(grpo.weights, surrogate)
+OBJECTIVE = Objective(grpo.weights, surrogate)
