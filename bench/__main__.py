@@ -47,7 +47,7 @@ MODULES = {"attacks": "holes"}  # bench/attacks.py holds the lies of `detection`
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Words without the options of two benches, and these. An option without its value, or
-    with one that is no number, stays where it is and is refused as an unknown flag."""
+    with one that is not a number, stays where it is and is refused as an unknown flag."""
     kinds: dict[str, Callable[[str], Any]] = {}
     if {"detection", "proofs"} & {*words}:
         kinds |= {"--minutes": float, "--device": str}

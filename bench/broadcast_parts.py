@@ -206,7 +206,7 @@ def _has_peer(python: Path) -> bool:
 
 def remove(folder: Path) -> None:
     """Removes a folder in which a process may still be tidying up (the fsync behind a rename takes
-    its note away when it is done): what is gone already is no error."""
+    its note away when it is done): what is gone already is not an error."""
     while True:
         try:
             shutil.rmtree(folder)

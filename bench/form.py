@@ -42,7 +42,7 @@ def device_of(word: str) -> str:
     such name, UnavailableError if there is no such device here."""
     kind, _, number = word.partition(":")
     if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
-        raise UserError(f"{word!r} is no device; known are cpu and cuda:N")
+        raise UserError(f"{word!r} is not a device; known are cpu and cuda:N")
     if kind == "cuda":
         import torch
 

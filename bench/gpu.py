@@ -3,7 +3,7 @@ packed into rows of 4k and of 16k tokens, in bf16 with activation checkpointing.
 
 A step is the whole `train_step`: plan, collate, forward, backward, clip, AdamW. MFU counts the
 model's own operations (6 a parameter and token, and attention), not those computed twice. The peer
-is prime-rl's published figure for 0.6 B at 16k on one H100; another device's is no comparison.
+is prime-rl's published figure for 0.6 B at 16k on one H100; another device's is not comparable.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
             if "bench" in found and "rows" in found:
                 sections.append(section(found))
         except (ValueError, KeyError, TypeError) as error:
-            raise MalformedError(f"{path} is no result of a bench: {error}") from error
+            raise MalformedError(f"{path} is not a result of a bench: {error}") from error
     page.write_text("\n".join([HEAD, *sections]))
     return len(sections)
 

@@ -9,7 +9,7 @@ set -euo pipefail
 for value in "$@"; do
   [[ $value =~ ^[][A-Za-z0-9:/.,@=_~+?\&%-]+$ ]] || { echo "$0: $value has a character that does not belong there" >&2; exit 64; }
 done
-[[ $3 =~ ^0x[0-9a-fA-F]{40}$ ]] || { echo "$0: $3 is no address" >&2; exit 64; }
+[[ $3 =~ ^0x[0-9a-fA-F]{40}$ ]] || { echo "$0: $3 is not an address" >&2; exit 64; }
 unit=$(dirname "$0")/../systemd/prime-node.service
 
 cat <<END

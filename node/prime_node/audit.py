@@ -330,7 +330,7 @@ def submission_of(subject: Digest, slash: Slash | None, library: Library) -> Dig
         library.submission(subject)
     except NotFoundError as error:
         raise UserError(
-            f"{subject} is no submission and no slash of this pool",
+            f"{subject} is neither a submission nor a slash of this pool",
             hint="prime-node audit list names every slash",
         ) from error
     return subject

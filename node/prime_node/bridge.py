@@ -212,7 +212,9 @@ def _parse(model: type[Body], raw: bytes) -> Body:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise MalformedError(f"the body is no {model.__name__}: {where} {first['msg']}") from error
+        raise MalformedError(
+            f"the body is not a valid {model.__name__}: {where} {first['msg']}"
+        ) from error
 
 
 def _json(model: Strict) -> bytes:

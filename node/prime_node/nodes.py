@@ -50,7 +50,7 @@ def read_consent(path: Path) -> SignedConsent:
     try:
         return SignedConsent.model_validate(json.loads(raw))
     except (ValidationError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no signed consent", hint=hint) from error
+        raise UserError(f"{path} is not a signed consent", hint=hint) from error
 
 
 def check_owner(signed: SignedConsent, account: Address) -> None:

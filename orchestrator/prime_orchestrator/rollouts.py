@@ -213,7 +213,7 @@ def find(connection: Connection, name: str) -> SubmissionRow:
     digits = name.lower().removeprefix("0x")
     if not 4 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
         raise UserError(
-            f"{name!r} is no id of a rollout file",
+            f"{name!r} is not an id of a rollout file",
             hint="give 4 or more of the digits that orchestrator rollouts list shows",
         )
     found = files.beginning(connection, f"0x{digits}", 2)

@@ -136,7 +136,7 @@ class Gate:
             raise UntrustedError("the pass is from the future: check the machine's clock")
         members = self._rules.members
         if members is not None and grant.account not in members():
-            raise UntrustedError(f"{grant.account} is no member here")
+            raise UntrustedError(f"{grant.account} is not a member here")
         return grant.account
 
     def _verified(self, token: str) -> SessionGrant:

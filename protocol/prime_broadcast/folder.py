@@ -171,7 +171,7 @@ class PolicyFolder:
         for version in self.versions():
             try:
                 found.append(Base(self.path(version), self.manifest(version).manifest))
-            except PrimeError:  # pruned meanwhile, or damaged: then it is no base
+            except PrimeError:  # pruned meanwhile, or damaged: then it is not a base
                 continue
         return found
 

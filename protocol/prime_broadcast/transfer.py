@@ -203,8 +203,8 @@ MAX_HEALTH = 1 << 20
 
 class TransferError(UnavailableError):
     """The source did not deliver. `pause`: seconds before it is asked again; `waiting`: it asked
-    for patience itself (503 or 429 with Retry-After), which is no fault; `gone`: it will never have
-    the object again (410); `missing`: it does not have it now (404; 403 from a bucket)."""
+    for patience itself (503 or 429 with Retry-After), which is not a fault; `gone`: it will never
+    have the object again (410); `missing`: it does not have it now (404; 403 from a bucket)."""
 
     def __init__(
         self,

@@ -25,10 +25,10 @@ def parse_amount(text: str) -> int:
     whole, _, part = without_unit(text).partition(".")
     digits = whole + part
     if not digits.isascii() or not digits.isdigit() or len(part) > 18 or len(whole) > 30:
-        raise UserError(f"{text!r} is no amount of PRIME", hint="write it like 100 or 12.5")
+        raise UserError(f"{text!r} is not an amount of PRIME", hint="write it like 100 or 12.5")
     amount = int(whole or "0") * ETHER + int((part or "0").ljust(18, "0"))
     if amount == 0:
-        raise UserError(f"{text!r} is no amount of PRIME", hint="it must be more than 0")
+        raise UserError(f"{text!r} is not an amount of PRIME", hint="it must be more than 0")
     return amount
 
 
@@ -41,7 +41,7 @@ def parse_price(text: str) -> int:
     number = number.removesuffix("wei").rstrip()
     if not number.isascii() or not number.isdigit() or len(number) > 48:
         raise UserError(
-            f"{text!r} is no price",
+            f"{text!r} is not a price",
             hint='write it with its unit, like "0.0000004 PRIME"; a number alone is whole wei',
         )
     return int(number)

@@ -159,14 +159,14 @@ def _word(kind: str, word: bytes) -> Any:
     """
     if kind == "address":
         if any(word[:12]):
-            raise MalformedError("a word that is no address")
+            raise MalformedError("a word that is not an address")
         return known_address(word[12:])
     if kind == "bytes32":
         return ids.digest(word)
     if kind.startswith("uint"):
         value = int.from_bytes(word, "big")
         if value >> int(kind[4:]):
-            raise MalformedError(f"a word that is no {kind}")
+            raise MalformedError(f"a word that is not a valid {kind}")
         return value
     return None
 

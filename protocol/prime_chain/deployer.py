@@ -176,7 +176,7 @@ def check_options(options: Options, client: ChainClient) -> None:
         _check_roles(options, client)
     if options.uptime_feed != ZERO_ADDRESS and not client.code(options.uptime_feed):
         raise UserError(
-            f"the sequencer uptime feed {options.uptime_feed} is no contract here",
+            f"the sequencer uptime feed {options.uptime_feed} is not a contract here",
             hint="--uptime-feed names it; the zero address means that there is none",
         )
 
@@ -189,7 +189,8 @@ def _check_roles(options: Options, client: ChainClient) -> None:
     for role, account in held.items():
         if not client.code(account):
             raise UserError(
-                f"the {role} {account} is no contract: on {client.network.name} a multisig has it",
+                f"the {role} {account} is not a contract: on {client.network.name} it must be "
+                "a multisig",
                 hint=f"deploy a multisig first and name it by --multisig (or --{role})",
             )
     if options.validator_bond == 0 or options.dispute_deposit == 0:

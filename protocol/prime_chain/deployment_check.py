@@ -201,10 +201,10 @@ def _roles(contracts: Contracts) -> Iterator[Check]:
     if (said := deployment.roles) is not None:
         (treasury,) = contracts.vault.read("treasury")
         yield Check("treasury as the file says", treasury == said.treasury, treasury)
-        # the role is handed on behind a delay: that is no fault of the deployment
+        # the role is handed on behind a delay: that is not a fault of the deployment
         yield Check("arbiter as at deployment", arbiter == said.arbiter, arbiter, fault=False)
         governor = contracts.slasher.governor() or ZERO_ADDRESS
-        # the role may be handed on, by its holder alone: that is no fault of the deployment
+        # the role may be handed on, by its holder alone: that is not a fault of the deployment
         yield Check("governor as at deployment", governor == said.governor, governor, fault=False)
     held = {
         "arbiter": arbiter,

@@ -1,7 +1,7 @@
 """The chain's own branches of the error tree.
 
 UnavailableError
-├── RpcError               an endpoint answered with an error that is no revert
+├── RpcError               an endpoint answered with an error that is not a revert
 │   └── RangeTooLargeError … because the range of blocks holds too much: ask for a smaller one
 ├── BadAnswerError         an endpoint's answer has the wrong form or type
 ├── NotThereError          no endpoint has the block or transaction (yet)
@@ -23,7 +23,7 @@ _WANTS_ANOTHER_COMMAND = frozenset({"UnknownPool", "NotMember", "StakeNotFree"})
 
 
 class RpcError(UnavailableError):
-    """A JSON-RPC error that is no revert. `code` and `message` as the endpoint gave them."""
+    """A JSON-RPC error that is not a revert. `code` and `message` as the endpoint gave them."""
 
     def __init__(self, method: str, code: int, message: str) -> None:
         super().__init__(f"the RPC refused {method}: {message} (code {code})")

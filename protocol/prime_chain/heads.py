@@ -42,7 +42,7 @@ class NewHeads:
         for url in urls:
             if urlsplit(url).scheme not in ("ws", "wss") or not urlsplit(url).hostname:
                 raise UserError(
-                    f"{url[:200]!r} is no WebSocket URL", hint="write it like wss://HOST/PATH"
+                    f"{url[:200]!r} is not a WebSocket URL", hint="write it like wss://HOST/PATH"
                 )
         self.woken = threading.Event()
         self._stop = threading.Event()

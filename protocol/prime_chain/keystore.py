@@ -223,7 +223,7 @@ def _exists(path: Path) -> UserError:
 
 
 def _broken(path: Path, why: str) -> UserError:
-    return UserError(f"{path} is no usable keystore: {why}", hint=_OTHER_FILE)
+    return UserError(f"{path} is not a usable keystore: {why}", hint=_OTHER_FILE)
 
 
 def read_password(

@@ -392,7 +392,7 @@ class Mirror:
         return self._draws(evidence.lease) and record and file is not None
 
     def _draws(self, lease: SignedLease) -> bool:
-        """The secrets are published a lease time after the draw, so their absence is no error."""
+        """The secrets are published a lease time after the draw: their absence is not an error."""
         if lease.opening is None:
             return True
         listed = self._parsed(DrawList, lease.opening.draws)
@@ -489,7 +489,7 @@ class Mirror:
         try:
             return parse(data)
         except ValueError:
-            self._pass.missing[str(digest)] = f"it is no {kind}"
+            self._pass.missing[str(digest)] = f"it is not a valid {kind}"
             return None
 
     def _object(

@@ -25,7 +25,7 @@ SENTENCES: dict[str, str] = {
     "StillJuror": "the juror has not left the register, or has {cases} cases that are not settled",
     "SeedNotKnown": "block {atBlock}, whose hash chooses the jurors, is not past yet",
     "OtherOpinions": "the proposal rests on other opinions, or on another law",
-    "NotJuror": "{account} is no juror of this class or case",
+    "NotJuror": "{account} is not a juror of this class or case",
     "NotInCourt": "the case has not come to this, or is past it",
     "BadBallot": "the juror has voted before, or this is not what it committed to",
     "AlreadyJuror": "the account is a juror of this class, or has not withdrawn its bond",

@@ -424,7 +424,7 @@ class Rebuilder:
             self._charged.add((said.submission, signed.validator))
         charged = {submission for submission, _ in self._charged}
         if charged and (rooted := charged & self._rooted(published.as_of_block, settled)):
-            raise UntrustedError(f"{min(rooted)} is rooted: it is no planted file's fault")
+            raise UntrustedError(f"{min(rooted)} is rooted: it is not a planted file's fault")
         return published.faults
 
     def _rooted(self, block: int, settled: Set[Digest]) -> set[Digest]:
@@ -674,7 +674,7 @@ def _parse(kind: type[M], data: bytes) -> M:
     try:
         return kind.model_validate_json(data)
     except ValueError as error:
-        raise MalformedError(f"an object is no {kind.__name__}") from error
+        raise MalformedError(f"an object is not a valid {kind.__name__}") from error
 
 
 def roots_until(events: Sequence[Event], block: int) -> list[RootPosted]:

@@ -45,7 +45,7 @@ MAX_LAG_SECONDS = 30.0
 
 _BUSY_CODES = frozenset({-32005, -32016, -32097, -32007, 429})
 _NOT_SUPPORTED = frozenset({-32601, -32602})
-"""Method or parameters that this endpoint does not know: another may, and this is no fault."""
+"""Method or parameters that this endpoint does not know: another may, and this is not a fault."""
 _EVM_WORDS = (
     "revert", "evm error", "vm execution error", "out of gas", "gas required exceeds",
     "invalid opcode", "invalid jump", "stack underflow", "stack limit",
@@ -77,7 +77,7 @@ class Endpoint:
     ) -> None:
         if not _is_address(url):
             raise UserError(
-                f"{shown_url(url)!r} is no HTTP address of an RPC endpoint",
+                f"{shown_url(url)!r} is not an HTTP address of an RPC endpoint",
                 hint="give --rpc http://HOST:PORT (a port is at most 65535) or https://…",
             )
         self.name = shown_url(url)
@@ -104,8 +104,8 @@ class Endpoint:
                 chain = int(found, 16)
             except (TypeError, ValueError) as error:
                 raise BadAnswerError(
-                    f"it answers {str(found)[:40]!r} when asked for its chain: it is no Ethereum "
-                    "RPC, check --rpc"
+                    f"it answers {str(found)[:40]!r} when asked for its chain: it is not an "
+                    "Ethereum RPC, check --rpc"
                 ) from error
             if chain != self._chain_id:
                 raise WrongChainError(
@@ -381,6 +381,6 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # a port that is no number up to 65535, or brackets without an address
+    except ValueError:  # a port that is not a number up to 65535, or brackets without an address
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0

@@ -173,7 +173,7 @@ class Deployment(Strict):
             why = f"{where}: {first['msg']}" if where else "it is not JSON"
             if first["type"] != "json_invalid" and not where:
                 why = first["msg"]
-            raise UserError(f"{path} is no deployment file: {why}", hint=hint) from error
+            raise UserError(f"{path} is not a deployment file: {why}", hint=hint) from error
 
     def save(self, path: Path) -> None:
         """Writes the file atomically, replacing an older one."""

@@ -187,7 +187,7 @@ class Cassette:
                     yield Recording.model_validate_json(line)
                 except ValidationError as error:
                     raise UserError(
-                        f"line {number} of {path} is no recorded answer: "
+                        f"line {number} of {path} is not a recorded answer: "
                         f"{error.errors()[0]['msg']}",
                         hint=hint,
                     ) from error
@@ -210,7 +210,7 @@ def request_digest(tool: str, arguments: Mapping[str, str]) -> Digest:
     try:
         raw = encoding.canonical_json({"tool": tool, "arguments": dict(arguments)})
     except UnicodeEncodeError as error:
-        raise MalformedError("a call's arguments are no Unicode text") from error
+        raise MalformedError("a call's arguments are not Unicode text") from error
     return encoding.sha256(raw)
 
 

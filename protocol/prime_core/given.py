@@ -38,5 +38,5 @@ def read_given(
     if not raw and not empty:
         raise UserError(f"the {what} {path} is empty", hint=hint)
     if len(raw) > limit:
-        raise UserError(f"{path} is no {what}: it exceeds {limit} bytes", hint=hint)
+        raise UserError(f"{path} is not a valid {what}: it exceeds {limit} bytes", hint=hint)
     return bytes(raw)

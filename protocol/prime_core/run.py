@@ -332,7 +332,7 @@ class RunDefinition(Strict):
         does. Raises MalformedError if the bytes are not a run definition of a known schema.
         """
         if len(raw) > MAX_RUN_BYTES:
-            raise MalformedError(f"more than {MAX_RUN_BYTES} bytes are no run definition")
+            raise MalformedError(f"a run definition has at most {MAX_RUN_BYTES} bytes")
         extra: Literal["forbid", "ignore"] = "forbid" if exact else "ignore"
         try:
             return cls.model_validate_json(raw, extra=extra, context={"raw": raw})
@@ -345,7 +345,7 @@ class RunDefinition(Strict):
                 ) from error
             where = ".".join(str(part) for part in first["loc"])
             said = f"{where}: {first['msg']}" if where else first["msg"]
-            raise MalformedError(f"it is no run definition: {said}") from error
+            raise MalformedError(f"it is not a run definition: {said}") from error
 
     @model_validator(mode="after")
     def _rows_fit(self) -> RunDefinition:

@@ -18,4 +18,4 @@ def read_run(path: Path, *, exact: bool = False) -> RunDefinition:
     try:
         return RunDefinition.parse(raw, exact=exact)
     except MalformedError as error:
-        raise UserError(f"{path} is no run definition: {error}", hint=_HINT) from error
+        raise UserError(f"{path} is not a run definition: {error}", hint=_HINT) from error

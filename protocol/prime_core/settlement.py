@@ -305,7 +305,7 @@ def load_settlement(
                 raise MalformedError(f"page {page} of settlement {name} is not full")
             files += part.files
     except ValueError as error:
-        raise MalformedError(f"object {name} is no settlement, or a page of it is none") from error
+        raise MalformedError(f"object {name} or a page of it is not a settlement") from error
     if not head.pages:
         return head
     return head.model_copy(update={"schema_version": 1, "files": tuple(files), "pages": ()})

@@ -20,5 +20,5 @@ def parse_utc(text: str) -> float:
         found = datetime.fromisoformat(text)
     except ValueError as error:
         hint = "like 2026-11-20 or 2026-11-20T19:05:00Z"
-        raise UserError(f"{text!r} is no time", hint=hint) from error
+        raise UserError(f"{text!r} is not a time", hint=hint) from error
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()

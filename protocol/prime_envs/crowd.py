@@ -72,7 +72,7 @@ def grade(task, answer):
         return {"score": 0.0, "reason": "it does not end with its one line `Answer:`"}
     number = re.fullmatch(r"Answer: ([0-9]{1,3})", lines[0].strip())
     if number is None:
-        return {"score": 0.0, "reason": "the answer is no number"}
+        return {"score": 0.0, "reason": "the answer is not a number"}
     right = int(number[1]) == task["verification_info"]["count"]
     return {"score": float(right), "reason": "counted" if right else "miscounted"}
 '''
@@ -193,7 +193,7 @@ def read_header(line: bytes, where: str) -> Header:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "it"
         raise MalformedError(
-            f"{where} is no header of a packed environment: {field}: {first['msg']}"
+            f"{where} is not a header of a packed environment: {field}: {first['msg']}"
         ) from error
 
 

@@ -46,7 +46,7 @@ def require_config(model: Path) -> None:
     """Raises UserError unless the folder holds a model's configuration."""
     if not (model / "config.json").is_file():
         raise UserError(
-            f"{model} is no model folder: it has no config.json",
+            f"{model} is not a model folder: it has no config.json",
             hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
         )
 
@@ -97,7 +97,7 @@ def run_from(
             f"{source} does not say {error}", hint="see docs/examples/run.toml"
         ) from error
     except (ValidationError, TypeError) as error:
-        raise UserError(f"{source} is no run: {_first(error)}") from error
+        raise UserError(f"{source} is not a run: {_first(error)}") from error
 
 
 def _check_cards(run: RunDefinition, source: Path) -> None:
@@ -112,7 +112,7 @@ def _check_cards(run: RunDefinition, source: Path) -> None:
 
 def unsaid(values: Mapping[str, Any]) -> dict[str, int]:
     """Returns what a TOML leaves out: the time until a silent node is dead and, if it pays for
-    work, the price of prompts and the factor of work at risk. They are no defaults of the schema,
+    work, the price of prompts and the factor of work at risk. They are not defaults of the schema,
     so the digests of runs do not change."""
     price, stake = (values.get(name) for name in ("price_per_unit", "stake_per_seat"))
     chosen = {}

@@ -103,7 +103,7 @@ class Package:
         if set(info) != {*texts, "files"} or not isinstance(files, dict):
             raise MalformedError(f"{where}: verification_info is not that of a Harbor package")
         if not all(isinstance(one, str) for one in (*texts.values(), *files.values())):
-            raise MalformedError(f"{where}: a file of the Harbor package is no text")
+            raise MalformedError(f"{where}: a file of the Harbor package is not text")
         package = Package(files=files, **texts)  # type: ignore[arg-type]
         problem = in_bounds(package.bytes()) or in_bounds({package.path: package.verifier})
         if problem or not _absolute(package.workdir) or package.runner not in ("pytest", "python"):
@@ -202,7 +202,7 @@ def _archived(source: Path) -> Iterator[tuple[str, bytes]]:
         with gzip.open(source) as stream:
             data = stream.read(MAX_ARCHIVE + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise MalformedError(f"{source.name} is no .tar.gz archive: {error}") from error
+        raise MalformedError(f"{source.name} is not a .tar.gz archive: {error}") from error
     if len(data) > MAX_ARCHIVE:
         raise MalformedError(f"{source.name} unpacks into more than {MAX_ARCHIVE} bytes")
     try:
@@ -218,7 +218,7 @@ def _archived(source: Path) -> Iterator[tuple[str, bytes]]:
                     raise MalformedError(f"{source.name}: {name} is a link or no plain file")
                 yield name, opened.read()
     except (tarfile.TarError, OSError, ValueError, OverflowError, LookupError) as error:
-        raise MalformedError(f"{source.name} is no valid archive: {error}") from error
+        raise MalformedError(f"{source.name} is not a valid archive: {error}") from error
 
 
 def row(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _text(files: Mapping[str, bytes], path: str, most: int = MAX_BYTES) -> str:
     try:
         text = files[path].decode()
     except UnicodeDecodeError as error:
-        raise MalformedError(f"its {path} is no text in UTF-8") from error
+        raise MalformedError(f"its {path} is not text in UTF-8") from error
     if len(text) > most:
         raise MalformedError(f"its {path} has more than {most} characters")
     return text
@@ -293,7 +293,7 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     try:
         settings = tomllib.loads(_text(files, "task.toml", MAX_SETTINGS))
     except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
-        raise MalformedError(f"its task.toml is no TOML: {error}") from error
+        raise MalformedError(f"its task.toml is not TOML: {error}") from error
     tables = {name: settings.get(name, {}) for name in ("task", "environment", "verifier", "agent")}
     if not all(isinstance(table, dict) for table in tables.values()):
         raise MalformedError("its task.toml has a value where a table belongs")
@@ -426,7 +426,7 @@ def _require_pure(source: str, runner: str, what: str) -> None:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise MalformedError(f"{what} is no Python: {error}") from error
+        raise MalformedError(f"{what} is not Python: {error}") from error
     for name in sorted(os_names(tree) - OS - {"os", "os.path"}):
         raise MalformedError(f"{what} uses {name[:80]}, which files in memory do not have")
     for node in ast.walk(tree):

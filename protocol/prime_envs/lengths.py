@@ -58,7 +58,7 @@ def balanced_targets(
     if any(speed <= 0 for speed in speeds.values()):
         raise UserError("a speed is more than 0 tokens a second")
     if choices[0] + answer_tokens == 0:
-        raise UserError("a target of 0 tokens and an answer of none is no work at all")
+        raise UserError("a target of 0 tokens and an answer of none is not work at all")
     count = len(choices)
     windows = [tuple(choices[a:b]) for a in range(count) for b in range(a + 1, count + 1)]
     times = {known: _whole_times(windows, speed, speeds, answer_tokens)
@@ -132,7 +132,9 @@ def budgets_from(values: Mapping[str, Any]) -> dict[str, Any]:
         menu = [int(target) for target in values["menu"]]
         answer = int(values.get("answer_tokens", 0))
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"budgets: menu, speeds or answer_tokens is no number: {error}") from error
+        raise UserError(
+            f"budgets: menu, speeds or answer_tokens is not a number: {error}"
+        ) from error
     chosen = balanced_targets(menu, speeds, answer_tokens=answer)
     targets = tuple(sorted({target for some in chosen.values() for target in some}))
     return {**kept, "targets": targets, "by_class": chosen}

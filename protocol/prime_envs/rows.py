@@ -93,7 +93,7 @@ def _unpack(source: Path, target: Path, bounds: Bounds) -> None:
         raise MalformedError(f"{source.name} {said[0]}")
     raise MalformedError(
         f"{source.name} row {reached + 1} or after: unpacking it took more than "
-        f"{bounds.memory_mb} MiB of memory, or it is no sound Parquet file"
+        f"{bounds.memory_mb} MiB of memory, or it is not a sound Parquet file"
     )
 
 

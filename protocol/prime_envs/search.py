@@ -93,7 +93,7 @@ def _require_bm25s() -> None:
 def _document(row: Any, where: str) -> tuple[str, str]:
     title, text = (row.get("title") or "", row.get("text")) if isinstance(row, dict) else ("", None)
     if not isinstance(title, str) or not isinstance(text, str) or not _words(text):
-        raise MalformedError(f"{where} is no document: it needs a `text` with words in it")
+        raise MalformedError(f"{where} is not a document: it needs a `text` with words in it")
     require_text([title, text], where)
     return " ".join(title.split()), text.strip()
 

@@ -68,7 +68,7 @@ def locate(
     """
     if not (len(sha256) == 66 and sha256.startswith("0x") and _is_hex(sha256[2:])):
         raise UserError(
-            f"{sha256!r} is no SHA-256 digest; expected 0x and 64 hexadecimal digits",
+            f"{sha256!r} is not a SHA-256 digest; expected 0x and 64 hexadecimal digits",
             hint="sha256sum FILE",
         )
     if path and (there := Path(path).expanduser()).exists():
@@ -154,7 +154,7 @@ def fetch(
     parts = urlsplit(url)
     suffix = Path(parts.path).suffix
     if parts.scheme not in ("http", "https") or suffix not in SUFFIXES:
-        raise UserError(f"{url} is no http(s) address of a .jsonl or .parquet file")
+        raise UserError(f"{url} is not an http(s) address of a .jsonl or .parquet file")
     folder.mkdir(parents=True, exist_ok=True)
     hasher = hashlib.sha256()
     size = 0
@@ -196,7 +196,7 @@ def _opened(client: httpx.Client, url: str, public_only: bool) -> Iterator[httpx
     for _ in range(MAX_REDIRECTS + 1):
         target = httpx.URL(url)
         if target.scheme not in ("http", "https"):
-            raise UserError(f"{url} is no http(s) address")
+            raise UserError(f"{url} is not an http(s) address")
         headers = {"Accept-Encoding": "identity", "Host": authority(url)}
         name = {"sni_hostname": target.host}
         if public_only:

@@ -60,7 +60,7 @@ def parse_task(row: Any, where: str) -> Task:
     text = {name: _text(row, name, limit, where) for name, limit in _TEXT_LIMITS.items()}
     solution = row.get("gold_standard_solution")
     if solution is not None and (not isinstance(solution, str) or len(solution) > MAX_SOLUTION):
-        raise MalformedError(f"{where}: gold_standard_solution is no text, or too long")
+        raise MalformedError(f"{where}: gold_standard_solution is not text, or too long")
     info = _object(row, "verification_info", where)
     if not info:
         raise MalformedError(f"{where}: verification_info is missing: the task has no answer")
@@ -91,7 +91,7 @@ def _text(row: dict[str, Any], name: str, limit: int, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise MalformedError(f"{where}: {name} is no valid text ({error.reason})") from error
+        raise MalformedError(f"{where}: {name} is not valid text ({error.reason})") from error
     return value
 
 
@@ -112,7 +112,7 @@ def load_json(text: str | bytes, what: str) -> Any:
     cannot overflow the stack. Raises MalformedError whose message begins with `what`."""
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no JSON number")
+        raise ValueError(f"{constant} is not a JSON number")
 
     def finite(text: str) -> float:
         number = float(text)

@@ -338,7 +338,7 @@ def check_draw(
         try:
             reveal = DrawReveal.model_validate_json(raw)
         except ValueError as error:
-            raise UntrustedError("what the draw's commitment names is no secret") from error
+            raise UntrustedError("what the draw's commitment names is not a secret") from error
         shown = (reveal.pool, reveal.validator, reveal.epoch)
         if shown != (evidence.lease.lease.pool, author, epoch):
             raise UntrustedError("the revealed secret is of another pool, validator or epoch")

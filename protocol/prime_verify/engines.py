@@ -73,7 +73,7 @@ def load_engine(
             "pip install 'prime-open[torch]'"
         ) from error
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnavailableError(f"{device!r} is no device here; known are cpu and cuda")
+        raise UnavailableError(f"{device!r} is not a device here; known are cpu and cuda")
     if device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError(f"there is no {device} here: choose --device cpu")
     if threads is not None:
@@ -155,7 +155,7 @@ class FolderEngines:
         except OSError as error:
             raise UnavailableError(f"policy {version} is not at {path.parent}") from error
         except ValueError as error:
-            raise UnavailableError(f"{path} is no manifest: {error}") from error
+            raise UnavailableError(f"{path} is not a manifest: {error}") from error
 
     def _room_for(self, size: int) -> bool:
         used = sum(self._bytes.values())

@@ -114,7 +114,7 @@ def integer(struct: Struct, field: int) -> int:
     """Field as an integer. Raises MalformedError if it is absent or of another type."""
     value = struct.get(field)
     if not isinstance(value, int):
-        raise MalformedError(f"Thrift field {field} is no integer")
+        raise MalformedError(f"Thrift field {field} is not an integer")
     return value
 
 
@@ -122,7 +122,7 @@ def structure(struct: Struct, field: int) -> Struct:
     """Field as a struct. Raises MalformedError if it is absent or of another type."""
     value = struct.get(field)
     if not isinstance(value, dict):
-        raise MalformedError(f"Thrift field {field} is no struct")
+        raise MalformedError(f"Thrift field {field} is not a struct")
     return value
 
 
@@ -130,10 +130,10 @@ def structures(struct: Struct, field: int) -> list[Struct]:
     """Field as a list of structs. Raises MalformedError if it is anything else."""
     value = struct.get(field, [])
     if not isinstance(value, list):
-        raise MalformedError(f"Thrift field {field} is no list")
+        raise MalformedError(f"Thrift field {field} is not a list")
     items = [item for item in value if isinstance(item, dict)]
     if len(items) != len(value):
-        raise MalformedError(f"Thrift field {field} is no list of structs")
+        raise MalformedError(f"Thrift field {field} is not a list of structs")
     return items
 
 
@@ -141,7 +141,7 @@ def binary(struct: Struct, field: int) -> bytes:
     """Field as bytes. Raises MalformedError if it is absent or of another type."""
     value = struct.get(field)
     if not isinstance(value, bytes):
-        raise MalformedError(f"Thrift field {field} is no binary")
+        raise MalformedError(f"Thrift field {field} is not a binary")
     return value
 
 
@@ -221,7 +221,7 @@ def require_plain_pages(data: bytes, *, start: int, length: int, values: int, bu
         header = reader.struct()
         page = structure(header, 5)  # data_page_header
         if integer(header, 1) != _DATA_PAGE:
-            raise MalformedError("a page is no data page of version 1")
+            raise MalformedError("a page is not a data page of version 1")
         if [integer(page, i) for i in (2, 3, 4)] != [_PLAIN, _RLE, _RLE]:
             raise MalformedError("a page is not plainly encoded")
         size, count = integer(header, 2), integer(page, 1)

@@ -33,7 +33,7 @@ def test_a_figure_states_the_load_and_that_its_bar_is_missed() -> None:
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "proofs.json").write_text(json.dumps({**FOUND, "machine": None}))
-    with pytest.raises(MalformedError, match=r"proofs\.json is no result of a bench"):
+    with pytest.raises(MalformedError, match=r"proofs\.json is not a result of a bench"):
         write(tmp_path, tmp_path / "page.md")
 
 

@@ -105,10 +105,10 @@ def test_members_may_change_at_any_time() -> None:
     members = {TRAINER.address}
     one = gate(members=lambda: members)
     assert one.admit(token()) == TRAINER.address
-    with pytest.raises(UntrustedError, match="is no member"):
+    with pytest.raises(UntrustedError, match="is not a member"):
         one.admit(token(signer=STRANGER))
     members.clear()
-    with pytest.raises(UntrustedError, match="is no member"):
+    with pytest.raises(UntrustedError, match="is not a member"):
         one.admit(token())
 
 

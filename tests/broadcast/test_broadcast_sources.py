@@ -430,7 +430,7 @@ def test_the_fastest_source_is_asked_first_and_failures_rest_longer_each_time() 
     assert pick() == "http://a"
     book.wait(book.get("http://a"), 2.0)
     assert book.next_chance(["http://a"], ()) == pytest.approx(2.0)
-    assert book.get("http://a").failures == 0, "to ask for patience is no fault"
+    assert book.get("http://a").failures == 0, "to ask for patience is not a fault"
     now[0] += 2
     assert pick() == "http://b"
     assert pick() == "http://a"

@@ -53,8 +53,8 @@ def test_amounts_are_read_and_written_exactly() -> None:
     assert ether(21 * 10**14) == "0.0021 ETH"
     for text in ("", "x", "0", "-1", "1e3", "1,5", ".", "nan", "inf", "0.0000000000000000001", "٣",
                  "9" * 40, "7 wei", "1 ETH"):  # fmt: skip
-        with pytest.raises(UserError, match="is no amount"):
+        with pytest.raises(UserError, match="is not an amount"):
             parse_amount(text)
     for text in ("", "0.5", "-1", "1e3", "٣", "9" * 49, "1 ETH", "wei"):
-        with pytest.raises(UserError, match="is no price"):
+        with pytest.raises(UserError, match="is not a price"):
             parse_price(text)

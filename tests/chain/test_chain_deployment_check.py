@@ -221,9 +221,9 @@ def test_where_value_is_real_no_single_key_gets_a_role(deployed: Deployed, tmp_p
         "validator_bond": ETHER,
     }  # fmt: skip
     for change, complaint in (
-        ({"arbiter": dev_signer(3).address}, "arbiter 0x.* is no contract"),
-        ({"governor": dev_signer(3).address}, "governor 0x.* is no contract"),
-        ({"holder": dev_signer(3).address}, "holder 0x.* is no contract"),
+        ({"arbiter": dev_signer(3).address}, "arbiter 0x.* is not a contract"),
+        ({"governor": dev_signer(3).address}, "governor 0x.* is not a contract"),
+        ({"holder": dev_signer(3).address}, "holder 0x.* is not a contract"),
         ({"validator_bond": 0}, "without a price"),
         ({"testnet": True}, "faucet"),
     ):

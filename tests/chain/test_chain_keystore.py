@@ -70,7 +70,7 @@ def test_a_keystore_in_another_form_is_one_sentence(path: Path, where: str, valu
     body = json.loads(path.read_text())
     body["crypto"][where] = value
     path.write_text(json.dumps(body))
-    with pytest.raises(UserError, match="no usable keystore"):
+    with pytest.raises(UserError, match="is not a usable keystore"):
         load_keystore(path, "right")
 
 
@@ -152,7 +152,9 @@ def test_a_keystore_is_opened_from_a_pipe(path: Path, tmp_path: Path) -> None:
 def test_what_is_no_keystore_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "key"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"no usable keystore|is no keystore|is empty"):
+    with pytest.raises(
+        UserError, match=r"is not a usable keystore|is not a valid keystore|is empty"
+    ):
         load_keystore(path, "pw")
 
 

@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_packed_says_which_file(
 def test_a_packed_file_without_header_or_with_a_bad_task_is_malformed(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(rows({}))
-    with pytest.raises(MalformedError, match=r"p\.jsonl row 1 is no header"):
+    with pytest.raises(MalformedError, match=r"p\.jsonl row 1 is not a header"):
         open_packed(path)
     path.write_text("")
     with pytest.raises(MalformedError, match="row 1"):

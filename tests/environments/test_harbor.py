@@ -206,7 +206,7 @@ Path('found').write_text(json.dumps(found))
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test.sh": None}, "it has no tests/test.sh"),
     ({"instruction.md": " "}, "instruction.md is empty"),
-    ({"task.toml": "a = "}, "its task.toml is no TOML"),
+    ({"task.toml": "a = "}, "its task.toml is not TOML"),
     ({"task.toml": "environment = 3"}, "a value where a table belongs"),
     ({"task.toml": "[environment]\ngpus = 1"}, "it needs a GPU"),
     ({"task.toml": "[environment]\nallow_internet = true"}, "it asks for a network"),
@@ -240,11 +240,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test_outputs.py": "import os\nos.path.getmtime('/')"}, "uses os.path.getmtime, which"),
     ({"tests/test_outputs.py": "from random import Random\nRandom()"}, "clock or chance (Random)"),
     ({"tests/test_outputs.py": "import random\nrandom.seed()"}, "clock or chance (seed)"),
-    ({"task.toml": f"a = {'9' * 5000}"}, "its task.toml is no TOML"),
+    ({"task.toml": f"a = {'9' * 5000}"}, "its task.toml is not TOML"),
     ({"task.toml": f"{'a.' * 200_000}a = 1"}, "its task.toml has more than 16384 characters"),
     ({"environment/Dockerfile": "COPY . .\n" * 9999}, "Dockerfile has more than 16384 characters"),
     ({"task.toml": '[task]\nname = "\\u001b[2J"'}, r"its name is '\x1b[2J'"),
-    ({"tests/test_outputs.py": "def"}, "is no Python"),
+    ({"tests/test_outputs.py": "def"}, "is not Python"),
     ({"tests/test_outputs.py": "#" * (harbor.MAX_VERIFIER + 1)}, "has 262145 characters, at most"),
     ({"environment/a": "x" * (harbor.MAX_BYTES + 1)}, "has more than"),
     ({f"environment/{n}": "" for n in range(harbor.MAX_FILES + 1)}, "has 257 files, at most 256"),
@@ -264,7 +264,7 @@ def test_what_is_not_supported_is_refused_in_one_sentence(more: dict[str, Any], 
 
 
 def test_a_file_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UserError, match="environment/a is no text"):
+    with pytest.raises(UserError, match="environment/a is not text"):
         row(package() | {"environment/a": b"\xff\xfe"}, "b")
 
 
@@ -275,9 +275,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 
 
 HOSTILE: list[tuple[bytes, str]] = [
-    (b"PK\x03\x04", "is no .tar.gz archive"),
-    (gzip.compress(b"x" * 2000), "is no valid archive"),
-    (archived((member("a/task.toml"), b""))[:-30], "is no .tar.gz archive"),
+    (b"PK\x03\x04", "is not a .tar.gz archive"),
+    (gzip.compress(b"x" * 2000), "is not a valid archive"),
+    (archived((member("a/task.toml"), b""))[:-30], "is not a .tar.gz archive"),
     (archived((member("../task.toml"), b"")), "has the path '../task.toml'"),
     (archived((member("a/../../task.toml"), b"")), "has the path 'a/../../task.toml'"),
     (archived((member("/etc/task.toml"), b"")), "has the path '/etc/task.toml'"),
@@ -390,11 +390,11 @@ def reward(text: str, name: str = "reward.txt") -> str:
     [
         ("pass", "wrote no reward"),
         ("raise ValueError", "wrote no reward"),
-        (reward("nan"), "wrote 'nan', which is no number, as reward"),
-        (reward("inf"), "wrote 'inf', which is no number"),
-        (reward("1_0"), "is no number"),
-        (reward("١"), "is no number"),
-        (reward("1" * 5000), "is no number"),
+        (reward("nan"), "wrote 'nan', which is not a number, as reward"),
+        (reward("inf"), "wrote 'inf', which is not a number"),
+        (reward("1_0"), "is not a number"),
+        (reward("١"), "is not a number"),
+        (reward("1" * 5000), "is not a number"),
         (reward("2"), "gave 2.0, not a number from 0 to 1"),
         (reward("-0.5"), "gave -0.5, not a number"),
         (reward("1") + ";" + reward("nan", "reward.json"), "wrote no valid reward"),

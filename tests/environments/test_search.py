@@ -102,11 +102,11 @@ def test_a_corpus_of_another_digest_is_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"title": "a"}, "row 2 is no document"),
-        ({"text": "…!?".replace("…", "")}, "row 2 is no document"),
-        ({"text": 7}, "row 2 is no document"),
-        (["a"], "row 2 is no document"),
-        ({"text": "a", "title": 7}, "row 2 is no document"),
+        ({"title": "a"}, "row 2 is not a document"),
+        ({"text": "…!?".replace("…", "")}, "row 2 is not a document"),
+        ({"text": 7}, "row 2 is not a document"),
+        (["a"], "row 2 is not a document"),
+        ({"text": "a", "title": 7}, "row 2 is not a document"),
         ({"text": "half \ud800"}, "row 2"),
     ],
 )

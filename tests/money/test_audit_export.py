@@ -73,5 +73,5 @@ def test_an_accepted_file_s_folder_holds_its_table(panel: JudgedPool) -> None:
 
 
 def test_a_subject_of_nothing_is_a_user_s_mistake(panel: JudgedPool) -> None:
-    with pytest.raises(UserError, match="no submission and no slash"):
+    with pytest.raises(UserError, match="neither a submission nor a slash"):
         submission_of(ZERO_DIGEST, None, Published(panel.mgr))

@@ -122,12 +122,12 @@ def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_not
     become(deployer.anvil, 8453)
     status, _, said = deployer.deploy("base", "--dry-run")
     assert status == 64
-    assert f"arbiter {DEPLOYER.address} is no contract" in said
+    assert f"arbiter {DEPLOYER.address} is not a contract" in said
     assert "--multisig" in said
     deployer.anvil.rpc("anvil_setCode", MULTISIG, "0x00")
     deployer.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
     status, _, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run")
-    assert (status, f"uptime feed {FEED} is no contract" in said) == (64, True)
+    assert (status, f"uptime feed {FEED} is not a contract" in said) == (64, True)
     deployer.anvil.rpc("anvil_setCode", FEED, feed(0, 0))
     status, out, said = deployer.deploy("base", "--multisig", MULTISIG, "--dry-run", "--json")
     assert status == 0, said

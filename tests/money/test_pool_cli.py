@@ -138,7 +138,7 @@ def test_mistakes_are_one_sentence(session: ChainSession) -> None:
     with pytest.raises(UserError, match="epoch_seconds is 60"):
         session.create()
     session.run_file.write_text("{}")
-    with pytest.raises(UserError, match="it is no run definition"):
+    with pytest.raises(UserError, match="it is not a run definition"):
         session.create()
 
 

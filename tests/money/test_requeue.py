@@ -208,9 +208,9 @@ def test_a_reward_root_below_a_table_that_others_posted_is_settled_again(mgr: Ma
             connection.execute(sa.delete(schema.intents))
             rewards.put_root(connection, replace(row, epoch=4, object=Digest("o4"), claimable_at=1))
 
-    # Its object may be missing, or be none: that is no defect of the process.
+    # Its object may be missing, or be none: that is not a defect of the process.
     junk = put_object(mgr.objects, b"junk")
-    for name, why in ((sha256(b"unpublished"), "no object"), (junk, "is no settlement")):
+    for name, why in ((sha256(b"unpublished"), "no object"), (junk, "is not a settlement")):
         with mgr.store.begin() as connection:
             connection.execute(sa.update(table).values(object=name))
             for place, value in ((CHAIN_BLOCK, 9), (CHAIN_TIME, int(mgr.now()))):

@@ -209,7 +209,9 @@ def test_an_invite_is_a_file_that_anyone_carries(office: Office) -> None:
     said = office.refused("pool", "invite", NODE.address, *office.number, who=STRANGER)
     assert f"is managed by {MANAGER.address}" in said
     (office.folder / "bad.json").write_text("[]")
-    assert "is no signed invite" in office.refused("pool", "join", str(office.folder / "bad.json"))
+    assert "is not a signed invite" in office.refused(
+        "pool", "join", str(office.folder / "bad.json")
+    )
 
 
 def test_a_node_is_ejected_banned_and_let_back(office: Office) -> None:
@@ -452,7 +454,7 @@ def test_the_arbiter_disables_a_reward_root_in_time(office: Office) -> None:
         office.pool, epoch, merkle_root(leaves), ETHER, sha256(b"object")
     )
     deployed.send(MANAGER, post)
-    # a root of another pool is no root of this one
+    # a root of another pool is not a root of this one
     claim = c.rewards.claim(
         Claim(office.pool + 1, epoch, NODE.address, ETHER, tuple(merkle_proof(leaves, 0)))
     )
@@ -510,7 +512,9 @@ def test_every_command_prints_calldata_without_a_key_and_rehearses_without_sendi
         assert set(call) == {"to", "value", "data", "description"}
     status, out, _ = office.run(*base, "--dry-run", "--json", who=None)
     dry = json.loads(out)
-    assert (status != 0) == any(call["error"] for call in dry["calls"]), "a refusal is no success"
+    assert (status != 0) == any(call["error"] for call in dry["calls"]), (
+        "a refusal is not a success"
+    )
     for call in dry["calls"]:
         assert (call["gas"] is None) or call["gas"] > 20_000
         assert call["l1_fee_wei"] is None

@@ -52,7 +52,7 @@ def test_a_slash_takes_two_validators_and_the_second_sees_nothing_of_the_first(
     second = panel.another(SECOND)
     row = panel.mgr.submit(LIAR, make=panel.forged)
     assert panel.validator.judge_next() == row.digest
-    assert panel.mgr.row(row.digest).status == "submitted", "one opinion is no verdict"
+    assert panel.mgr.row(row.digest).status == "submitted", "one opinion is not a verdict"
     assert count(panel, schema.slashes) == 0
     assert panel.mgr.node_status(LIAR.address) == "active"
     assert panel.validator.judge_next() is None, "the same key is not asked twice"

@@ -315,7 +315,7 @@ def test_a_mirror_holds_one_page_at_a_time_and_refuses_one_that_is_not_full(
 
     assert copied(slice(0, 2), slice(2, 4), slice(4, 5)) == {}
     assert list(copied(slice(0, 1), slice(1, 3)).values()) == ["it is not a full page"]
-    assert list(copied(slice(0, 2), slice(0, 2)).values()) == ["it is no Settlement"]
+    assert list(copied(slice(0, 2), slice(0, 2)).values()) == ["it is not a valid Settlement"]
     assert most == 1
 
 

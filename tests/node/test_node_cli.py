@@ -233,7 +233,7 @@ def test_deployment_file_that_is_none(wallet: tuple[str, ...], tmp_path: Path) -
     (tmp_path / "d.json").write_text("[]")
     flags = ("--rpc", "http://127.0.0.1:9", "--pool", "1")
     given = ("--deployment", str(tmp_path / "d.json"))
-    fails(64, "is no deployment file", "stake", "show", *wallet, *flags, *given)
+    fails(64, "is not a deployment file", "stake", "show", *wallet, *flags, *given)
 
 
 def test_a_machine_without_docker_learns_how_to_get_it(world: NodeWorld) -> None:

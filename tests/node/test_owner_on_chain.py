@@ -163,7 +163,7 @@ def test_a_missing_consent_or_another_owners_is_one_sentence(owner: Owner, tmp_p
     consent = owner.consent(NODE, OTHER.address)
     assert f"is for {OTHER.address}" in owner.refused("node", "add", str(consent))
     (tmp_path / "none.json").write_text("{}")
-    assert "is no signed consent" in owner.refused("node", "add", str(tmp_path / "none.json"))
+    assert "is not a signed consent" in owner.refused("node", "add", str(tmp_path / "none.json"))
     assert "no signed consent" in owner.refused("node", "add", str(tmp_path / "missing.json"))
     assert "no owner is named" in owner.refused("node", "consent", wallet=NODE)
 
@@ -235,7 +235,7 @@ def test_a_dry_run_tells_the_cost_of_each_step_or_why_it_would_be_refused(owner:
     (row,) = json.loads(out)
     assert "StakeNotFree" in row["cost"]
     assert "seats need or slashes hold the rest" in row["cost"]
-    assert status == 64, "what would be refused is no success"
+    assert status == 64, "what would be refused is not a success"
     assert owner.deployed.client.nonce(OWNER.address) == nonce
 
 
@@ -401,7 +401,7 @@ def test_receipts_are_listed_by_number_and_time(owner: Owner) -> None:
     assert listed("--since", since) == leaves[1:]
     assert listed("--since", since, "--last", "1") == leaves[2:]
     assert listed("--since", "2999-01-01") == []
-    assert "is no time" in owner.refused("work", "list", "--since", "yesterday")
+    assert "is not a time" in owner.refused("work", "list", "--since", "yesterday")
 
 
 def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again(

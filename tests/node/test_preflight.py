@@ -94,7 +94,7 @@ def test_the_replaying_set_up_is_a_flag(bench: Bench) -> None:
     assert "plain/1, bfloat16 on cpu" in found["detail"]
     _, found = bench.verify(bench.honest, "--device", "gpu")
     assert found["outcome"] == "abstained"
-    assert "'gpu' is no device here" in found["detail"]
+    assert "'gpu' is not a device here" in found["detail"]
 
 
 def test_a_lie_is_named_with_its_statistics(bench: Bench) -> None:

@@ -427,7 +427,7 @@ def fetch(site: str, url: str, seconds: float = 5.0, loopback: bool = True) -> s
     ("path", "said"),
     [
         ("/nothing", "error: the site answered 404"),
-        ("/picture", "error: the page is no text but 'image/png'"),
+        ("/picture", "error: the page is not text but 'image/png'"),
         ("/away", "error: the host 'elsewhere.example' is not allowed"),
         ("/around", "error: the page redirects too often"),
         ("/inject", INJECTED),
@@ -435,7 +435,7 @@ def fetch(site: str, url: str, seconds: float = 5.0, loopback: bool = True) -> s
         *((f"/charset?{name}", "\ufffd 1" * 3) for name in ("punycode", "idna", "undefined", "x")),
         ("/continued", "a"),
         ("/number", "error: the page cannot be read"),
-        ("/bracket", "error: the page redirects to what is no URL"),
+        ("/bracket", "error: the page redirects to what is not a URL"),
     ],
 )
 def test_what_a_site_says_is_an_answer(site: str, path: str, said: str) -> None:
@@ -625,7 +625,7 @@ def test_records_are_exported_as_a_cassette_and_pruned_by_age(world: World, tmp_
     found = [tape.answer(world.call(path, turn=1)) for path in ("/page", "/inject", "/other")]
     assert [one and one.text for one in found] == ["seen 1", INJECTED, None]
     (tmp_path / "tape.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"line 1 of .* is no recorded answer"):
+    with pytest.raises(UserError, match=r"line 1 of .* is not a recorded answer"):
         Cassette.read(tmp_path / "tape.jsonl")
     assert world.records.prune(NOW - 1) == 0
     assert world.records.prune(NOW + 1) == 4

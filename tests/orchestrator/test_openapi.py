@@ -218,7 +218,7 @@ def test_every_operation_answers_as_its_document_says(
 
 
 def test_what_no_database_holds_is_the_senders_mistake(world: World) -> None:
-    """U+0000 is valid in JSON and in a URL and is no text of PostgreSQL; integers have 31 or 63
+    """U+0000 is valid in JSON and in a URL and is not text of PostgreSQL; integers have 31 or 63
     bits. Heartbeats are stored together: one that cannot be stored would cost all others."""
     node = world.member(1)
     assert world.post("/v1/admission/solution/a%00", b"x", node).status_code == 404

@@ -78,7 +78,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, named: str) 
 
 def test_the_name_of_a_model_on_a_hub_is_no_folder(tmp_path: Path) -> None:
     words = ["new", str(EXAMPLE), "--model", "Qwen/Qwen3-0.6B", "--out", str(tmp_path / "run.json")]
-    with pytest.raises(UserError, match=r"is no model folder: it has no config\.json"):
+    with pytest.raises(UserError, match=r"is not a model folder: it has no config\.json"):
         CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False)
 
 

@@ -164,5 +164,5 @@ def test_the_page_of_figures_holds_every_row_and_names_what_is_missed(tmp_path: 
     assert "| `fast` | 1,234 1/s **not met** | ≥ 2,000 | 600 (a peer) |" in page.read_text()
     assert "| `plain` | 0.5 s |  |  |" in page.read_text()
     (tmp_path / "some.json").write_text('{"bench": 1, "rows": 2}')
-    with pytest.raises(MalformedError, match=r"some\.json is no result"):
+    with pytest.raises(MalformedError, match=r"some\.json is not a result"):
         report.write(tmp_path, page)

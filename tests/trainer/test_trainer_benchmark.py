@@ -178,8 +178,8 @@ class Attack:
     ("name", "text", "said"),
     [
         ("aime24", changed("aime24", Problem="gone"), "'problem' is missing"),
-        ("aime24", changed("aime24", Answer=1000), "'answer' is no integer"),
-        ("aime24", changed("aime24", Answer=True), "'answer' is no integer"),
+        ("aime24", changed("aime24", Answer=1000), "'answer' is not an integer"),
+        ("aime24", changed("aime24", Answer=True), "'answer' is not an integer"),
         ("aime24", changed("aime24", answer=32), "two columns have the same name"),
         ("aime24", changed("aime24").rstrip("}\n"), "is not JSON"),
         ("aime24", changed("aime24").partition("\n")[0] + "\n[1]\n", "not an object"),
@@ -225,7 +225,7 @@ def test_only_the_pinned_file_is_used(tmp_path: Path) -> None:
     pinned = file_digest(file)
     assert module.require_pinned(file, pinned) == pinned
     other = pinned[:-1] + ("0" if pinned[-1] != "0" else "1")
-    for digest, said in ((other, "but --digest pins"), ("0x12", "is no SHA-256 digest")):
+    for digest, said in ((other, "but --digest pins"), ("0x12", "is not a SHA-256 digest")):
         done = CliRunner().invoke(
             app,
             ["benchmark", "devnet/model", "--task", "livecodebench-v5", "--data", str(file),

@@ -1,4 +1,4 @@
-"""Resume is exact to the bit, and a half-written checkpoint is no checkpoint."""
+"""Resume is exact to the bit, and a half-written checkpoint is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -206,6 +206,6 @@ def test_a_damaged_line_of_metrics_is_named_and_nothing_is_thrown_away(tmp_path:
     path = tmp_path / "metrics.jsonl"
     text = '{"version": 1}\n\x00\x00\n{"version": 3}\n'
     path.write_text(text)
-    with pytest.raises(UserError, match=r"line 2 of .* is no step's line"):
+    with pytest.raises(UserError, match=r"line 2 of .* is not a step's line"):
         MetricsFile(path).repair({"version": 3}, 3)
     assert path.read_text() == text

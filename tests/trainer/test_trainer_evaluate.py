@@ -304,7 +304,7 @@ def test_answers_to_another_question_are_not_used(model: Path, tmp_path: Path) -
         evaluate(model, RUN, problems=2, seed=2, sampling=kept)
     file = tmp_path / "model.jsonl"
     file.write_text(file.read_text().replace('"grades"', '"marks"'))
-    with pytest.raises(UserError, match=r"line 2 of .* is no graded answer"):
+    with pytest.raises(UserError, match=r"line 2 of .* is not a graded answer"):
         evaluate(model, RUN, problems=2, seed=1, sampling=kept)
 
 

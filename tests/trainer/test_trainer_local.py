@@ -249,7 +249,7 @@ def test_groups_left_over_are_trained_while_they_are_fresh(tmp_path: Path, world
         ({"steps": None}, "the number of steps is not given"),
         ({"problems": 33}, "33 held-out problems were asked for; the run holds out 32"),
         ({"full": True}, "is not empty"),
-        ({"toml": "style = 3"}, "is no run: style"),
+        ({"toml": "style = 3"}, "is not a run: style"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_written(

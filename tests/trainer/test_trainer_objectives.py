@@ -324,7 +324,7 @@ def test_mismatch_is_measured_on_rows_of_the_very_policy_that_is_trained(
     expected = math.exp(0.5) - 1.0 - 0.5
     assert backward(learner, off, step=3)["kl_mismatch"] == pytest.approx(expected, rel=1e-3)
     learner.policy.zero_grad()
-    assert "kl_mismatch" not in backward(learner, off, step=4)  # staleness is no mismatch
+    assert "kl_mismatch" not in backward(learner, off, step=4)  # staleness is not a mismatch
 
 
 def test_alarms_name_the_number_and_its_bound(model: Path, tmp_path: Path) -> None:

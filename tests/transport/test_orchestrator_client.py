@@ -84,7 +84,7 @@ def test_an_object_that_is_not_the_named_one_is_refused() -> None:
     ["http://[bad", "http://", "https:///x", "pool:8000", "ftp://pool", "", "http://pool:port"],
 )
 def test_an_address_that_is_no_url_is_refused_at_once(url: str) -> None:
-    with pytest.raises(UserError, match="is no URL"):
+    with pytest.raises(UserError, match="is not a URL"):
         OrchestratorClient(url)
 
 

@@ -241,7 +241,7 @@ def test_a_nan_exceeds_every_limit() -> None:
 
 def test_a_broken_calibration_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{}")
-    with pytest.raises(UserError, match="is no calibration"):
+    with pytest.raises(UserError, match="is not a calibration"):
         thresholds.load(tmp_path / "c.json")
     with pytest.raises(UserError, match="there is no calibration"):
         thresholds.load(tmp_path / "none.json")

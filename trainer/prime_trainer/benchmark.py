@@ -133,11 +133,11 @@ class _Prompts:
 
 
 def require_pinned(data: Path, pinned: str | None) -> Digest:
-    """The file's SHA-256. Raises UserError if the file cannot be read or `pinned` is no digest,
+    """The file's SHA-256. Raises UserError if the file cannot be read or `pinned` is not a digest,
     UntrustedError if the file has another digest."""
     if pinned is not None and not re.fullmatch("0x[0-9a-fA-F]{64}", pinned):
         raise UserError(
-            f"{pinned[:80]!r} is no SHA-256 digest; expected 0x and 64 hexadecimal digits",
+            f"{pinned[:80]!r} is not a SHA-256 digest; expected 0x and 64 hexadecimal digits",
             hint="sha256sum FILE",
         )
     found = file_digest(data)

@@ -202,7 +202,7 @@ class Aime(_ByLibrary):
             answer = str(answer)
         read = _DEGREES.fullmatch(answer.strip()) if isinstance(answer, str) else None
         if read is None:
-            raise MalformedError(f"{row.where}: 'answer' is no integer from 0 to 999")
+            raise MalformedError(f"{row.where}: 'answer' is not an integer from 0 to 999")
         prompt = (
             f"{asked}\n\nReason step by step, and put your final answer within \\boxed{{}}. "
             "It is an integer from 0 to 999."
@@ -312,7 +312,7 @@ class LiveCodeBench(Benchmark):
     def problem(self, row: Row, number: int) -> Problem:
         asked, starter = row.text("question_content", "question"), row.get("starter_code") or ""
         if not isinstance(starter, str) or len(starter) > MAX_TEXT:
-            raise MalformedError(f"{row.where}: 'starter_code' is no text, or too long")
+            raise MalformedError(f"{row.where}: 'starter_code' is not text, or too long")
         how = (
             "Complete this starter code, and give the whole program in one fenced block at the "
             f"end:\n\n```python\n{starter}\n```"
@@ -375,7 +375,7 @@ def _tests(value: Any, where: str) -> list[Any]:
     if value in (None, ""):
         return []
     if not isinstance(value, list):
-        raise MalformedError(f"{where} is no list of tests")
+        raise MalformedError(f"{where} is not a list of tests")
     return value
 
 

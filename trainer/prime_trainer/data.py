@@ -290,7 +290,7 @@ def decode_message(data: bytes) -> Message:
         if kind == "bad":
             return BadBatch(Step(int(header["step"])), str(header["why"]))
         if kind != "batch":
-            raise ValueError(f"{kind!r} is no kind of message")
+            raise ValueError(f"{kind!r} is not a kind of message")
         return _batch(header, data[8 + size :])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FatalError(f"rank 0 sent a batch that cannot be read: {error}") from error

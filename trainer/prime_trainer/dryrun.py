@@ -69,7 +69,7 @@ def parameters_of(folder: Path) -> int:
                         count *= int(side)
                     total += count
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise UserError(f"{path} is no safetensors file: {error}") from error
+            raise UserError(f"{path} is not a safetensors file: {error}") from error
     return int(total)
 
 

@@ -37,7 +37,7 @@ def require_model_folder(folder: Path, *, weights: bool = True) -> None:
     for what, paths in needs.items():
         if (weights or what == "config.json") and not any(path.is_file() for path in paths):
             raise UserError(
-                f"{folder} is no model folder: it has no {what}",
+                f"{folder} is not a model folder: it has no {what}",
                 hint="name a Hugging Face folder with config.json, tokenizer and safetensors",
             )
 

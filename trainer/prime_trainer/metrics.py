@@ -83,7 +83,7 @@ class MetricsFile:
             return int(json.loads(line)["version"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"line {number} of {self.path} is no step's line: {error}",
+                f"line {number} of {self.path} is not a step's line: {error}",
                 hint="correct or move the file; training continues from the checkpoint",
             ) from error
 

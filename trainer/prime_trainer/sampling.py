@@ -124,7 +124,7 @@ class Kept:
                 self._found[int(found["number"])] = int(found["index"]), grades
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"line {number} of {self._path} is no graded answer: {error}", hint=ANOTHER
+                f"line {number} of {self._path} is not a graded answer: {error}", hint=ANOTHER
             ) from error
 
     def _require(self, question: Mapping[str, Any], found: Mapping[str, Any]) -> None:

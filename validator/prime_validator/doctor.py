@@ -133,7 +133,7 @@ def _bond(pool: Pool, settings: Settings) -> str:
 
 
 def _mirror(pool: Pool, settings: Settings) -> str:
-    """Evidence is also served without a mirror, by the manager: its absence is no failure."""
+    """Evidence is also served without a mirror, by the manager: its absence is not a failure."""
     account = _account(settings)
     client = settings.open_chain(pool.deployment.chain_id)
     try:

@@ -3,12 +3,13 @@
     case opened ─► disputed ─► draw ─► replay ─► commit ──half window──► reveal ─► settle ─► collect
                                           └ no result in time: abstain
 
-A juror is no party to the pool. It fetches evidence, file and policy from the pool's orchestrator
-or from mirrors, and replays the drawn rows with the code of `prime-node audit`. A match confirms
-the slash, a mismatch overturns it. The pool may be hostile: each replay has a thread of its own,
-for which the juror waits only as long as it has time to commit. A replay without a result accuses
-neither side: the juror tries again while it can commit, and then abstains. A vote is durable in the
-folder before it is committed to, so that a juror that was restarted reveals what it committed to.
+A juror is not a party to the pool. It fetches evidence, file and policy from the pool's
+orchestrator or from mirrors, and replays the drawn rows with the code of `prime-node audit`. A
+match confirms the slash, a mismatch overturns it. The pool may be hostile: each replay has a thread
+of its own, for which the juror waits only as long as it has time to commit. A replay without a
+result accuses neither side: the juror tries again while it can commit, and then abstains. A vote is
+durable in the folder before it is committed to, so that a juror that was restarted reveals what it
+committed to.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ class BridgeClient:
         try:
             return answer.model_validate_json(raw)
         except ValueError as error:
-            raise MalformedError(f"the agent's answer is no {answer.__name__}: {error}") from error
+            raise MalformedError(
+                f"the agent's answer is not a valid {answer.__name__}: {error}"
+            ) from error
 
     def _request(self, method: str, path: str, body: bytes | IO[bytes]) -> bytes:
         content, headers = b"", {HEADER: str(SPOKEN[-1])}

@@ -42,8 +42,8 @@ that are still to be judged."""
 def announce(backend: Backend, account: Address, request: ClassRequest) -> ClassAnswer:
     """Answers whether a node's class is wanted; with a fingerprint, stores it if it is.
 
-    Raises PolicyError if the account is no active node, ConflictError or NotFoundError if the pool
-    has another policy of that version, or none.
+    Raises PolicyError if the account is not an active node, ConflictError or NotFoundError if the
+    pool has another policy of that version, or none.
     """
     version, now = request.policy_version, backend.now()
     numeric = NumericClass(request.facts, Digest(request.fingerprint or ZERO_DIGEST))

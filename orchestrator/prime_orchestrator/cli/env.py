@@ -138,7 +138,7 @@ class Queue:
         try:
             return Record.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise FatalError(f"{path} is no record of this queue: {error}") from error
+            raise FatalError(f"{path} is not a record of this queue: {error}") from error
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -160,7 +160,7 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to make; its name na
     name = folder.name
     if not re.fullmatch("[a-z][a-z0-9-]{1,62}", name):
         raise UserError(
-            f"{name!r} is no name for an environment", hint="small letters, digits and dashes"
+            f"{name!r} is not a name for an environment", hint="small letters, digits and dashes"
         )
     for path in write_template(folder, name):
         typer.echo(f"wrote {path}")
@@ -186,7 +186,7 @@ def harbor(
 ) -> None:
     """Turn Harbor task packages into a dataset, after grading their solutions."""
     if out.suffix != ".jsonl":
-        raise UserError(f"{out} is no name for a dataset", hint="end it with .jsonl")
+        raise UserError(f"{out} is not a name for a dataset", hint="end it with .jsonl")
     made = rows(source)
     check_packages(made)
     data = packed(made)

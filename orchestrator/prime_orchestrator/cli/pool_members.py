@@ -218,4 +218,4 @@ def read_invite(path: Path) -> SignedInvite:
     try:
         return SignedInvite.model_validate(json.loads(raw))
     except (ValidationError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no signed invite", hint=hint) from error
+        raise UserError(f"{path} is not a signed invite", hint=hint) from error

@@ -325,6 +325,6 @@ def _time(text: str, now: float) -> float:
         found = datetime.fromisoformat(text)
     except ValueError as error:
         raise UserError(
-            f"{text!r} is no time", hint="say 30m, 24h, 7d, or 2026-11-23T12:00 (UTC)"
+            f"{text!r} is not a time", hint="say 30m, 24h, 7d, or 2026-11-23T12:00 (UTC)"
         ) from error
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -77,7 +77,7 @@ class _WithSecret(_Tool):
 
     def headers(self) -> dict[str, str]:
         """The header with the secret, if there is one. Raises UserError for an unreadable file or
-        one whose content is no header's value; the error does not contain it."""
+        one whose content is not a header's value; the error does not contain it."""
         if self.secret_file is None:
             return {}
         hint = f"write the value of the header {self.header} into it, nothing else"
@@ -136,10 +136,10 @@ class Page:
     body: bytes
 
     def text(self) -> str:
-        """The body as text; of HTML, the visible text. Raises ToolError if it is no text."""
+        """The body as text; of HTML, the visible text. Raises ToolError if it is not text."""
         kind = self.headers.get_content_type()
         if not (kind.startswith("text/") or kind.endswith(("json", "xml"))):
-            raise ToolError(f"the page is no text but {kind[:64]!a}")
+            raise ToolError(f"the page is not text but {kind[:64]!a}")
         text = self.body.decode(_charset(self.headers.get("Content-Type", "")), "replace")
         return visible(text) if kind == "text/html" else text
 
@@ -265,16 +265,16 @@ class _Guard:
 
 
 def _parts(url: str) -> Any:
-    """Raises ToolError for what is no URL that may be read."""
+    """Raises ToolError for what is not a URL that may be read."""
     try:
         parts = urlsplit(url)
         port_is_valid = parts.port != 0
         host = parts.hostname or ""
     except ValueError as error:
-        raise ToolError("this is no URL") from error
+        raise ToolError("this is not a URL") from error
     plain = url.isascii() and url.isprintable() and " " not in url and len(url) <= MAX_URL
     if not (plain and port_is_valid and host and parts.scheme in ("http", "https")):
-        raise ToolError("this is no http:// or https:// URL in ASCII")
+        raise ToolError("this is not an http:// or https:// URL in ASCII")
     if "@" in parts.netloc:
         raise ToolError("a URL with a user name is not allowed")
     return parts
@@ -339,7 +339,7 @@ class Fetch:
             try:
                 url = urljoin(url, page.headers.get("Location", ""))
             except ValueError as error:
-                raise ToolError("the page redirects to what is no URL") from error
+                raise ToolError("the page redirects to what is not a URL") from error
         else:
             raise ToolError("the page redirects too often")
         if page.status != 200:
@@ -367,7 +367,7 @@ class OpenApi:
                 raise ToolError("a server's URL has no query")
         except (ValueError, LookupError, TypeError, AttributeError, ToolError) as error:
             raise UserError(
-                f"{settings.document} is no OpenAPI document with the operation "
+                f"{settings.document} is not an OpenAPI document with the operation "
                 f"{settings.operation!r} and a server: {error!r}",
                 hint=hint,
             ) from error

@@ -545,7 +545,7 @@ def check_table(
         try:
             float(number)
         except ValueError as error:
-            raise MalformedError(f"{number[:20]!r} is no number") from error
+            raise MalformedError(f"{number[:20]!r} is not a number") from error
     if outcome is not Outcome.ACCEPTED:
         if table.rows:
             raise MalformedError("only an accepting opinion counts rows")

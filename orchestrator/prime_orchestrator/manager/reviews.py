@@ -4,7 +4,7 @@ may have been accepted first.
     send_back   the later file was replayed whole and accepted: the other file's job is reopened
     judged      by any validator; the shared rows make it replay the file whole (repeats.py)
     uphold      no fault was found: the verdict stands, and the file is never sent back again
-    withdraw    a fault was found, or a row that is no work: verdict, pay and free groups are taken
+    withdraw    a fault was found, or a row that is not work: verdict, pay and free groups are taken
                 back, and the file is judged like any other (judging.py says how many must agree)
 
 Until `withdraw` the node loses nothing, and if no validator comes it never does. No file is sent

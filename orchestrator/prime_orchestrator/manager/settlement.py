@@ -199,7 +199,7 @@ def _is_stale(connection: Connection, intent: str, newest: Digest) -> bool:
 
 def _load(objects: ObjectStore, name: Digest) -> Settlement:
     """Returns the settlement `name` with all its files. Raises UnavailableError if an object of it
-    is missing or is no settlement, as one of a table that others posted may be."""
+    is missing or is not a settlement, as one of a table that others posted may be."""
     try:
         return load_settlement(name, partial(read_object, objects))
     except (NotFoundError, MalformedError) as error:

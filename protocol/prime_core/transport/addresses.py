@@ -39,7 +39,7 @@ def addresses_of(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(f"{host[:100]!r} is no host name") from error
+        raise OSError(f"{host[:100]!r} is not a host name") from error
     return sorted({str(entry[4][0]) for entry in found})
 
 

@@ -420,7 +420,7 @@ def _is_url(url: str) -> bool:
 def _checked_url(url: str) -> str:
     if not _is_url(url):
         raise UserError(
-            f"the orchestrator's address {url[:200]!r} is no URL",
+            f"the orchestrator's address {url[:200]!r} is not a URL",
             hint="write it like http://HOST:PORT",
         )
     return url.rstrip("/")

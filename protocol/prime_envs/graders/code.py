@@ -291,20 +291,20 @@ def _unwrapped(output: Any) -> Any:
 def _stdin(given: Any, expected: Any, where: str) -> Test:
     texts = ["\n".join(map(str, v)) if isinstance(v, list) else v for v in (given, expected)]
     if not all(isinstance(text, str) for text in texts):
-        raise MalformedError(f"{where}: a test's input or output is no text")
+        raise MalformedError(f"{where}: a test's input or output is not text")
     _bounded(texts, where)
     return Test(stdin=texts[0], expected=texts[1])
 
 
 def _call(function: Any, given: Any, expected: Any, where: str) -> Test:
     if not isinstance(function, str) or not function.isidentifier():
-        raise MalformedError(f"{where}: fn_name {function!r} is no function's name")
+        raise MalformedError(f"{where}: fn_name {function!r} is not a function's name")
     if isinstance(given, str):  # one JSON value per line
         given = [_json_or_text(line) for line in given.splitlines() if line.strip()]
     if isinstance(expected, str):
         expected = _json_or_text(expected)
     if not isinstance(given, list):
-        raise MalformedError(f"{where}: a test's arguments are no list")
+        raise MalformedError(f"{where}: a test's arguments are not a list")
     _bounded([given, expected], where)
     return Test(function=function, arguments=tuple(given), expected=expected)
 

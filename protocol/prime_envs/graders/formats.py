@@ -99,7 +99,7 @@ class FormatFollowing(Grader):
     def require(self, task: Task) -> None:
         rules = task.verification_info.get("rules")
         if not isinstance(rules, list) or not 1 <= len(rules) <= MAX_RULES:
-            raise MalformedError(f"{task.where}: verification_info.rules is no list of rules")
+            raise MalformedError(f"{task.where}: verification_info.rules is not a list of rules")
         for rule in rules:
             self._require_rule(rule, task.where)
         if all(_keeps("", rule) for rule in rules):

@@ -186,7 +186,7 @@ def read_reward(as_json: str | None, as_text: str | None) -> int:
             raise VerifierError("wrote a reward.json without a number `reward`")
     elif as_text is not None:
         if not _NUMBER.fullmatch(as_text.strip()):
-            raise VerifierError(f"wrote {as_text[:40]!a}, which is no number, as reward")
+            raise VerifierError(f"wrote {as_text[:40]!a}, which is not a number, as reward")
         reward = float(as_text)
     else:
         raise VerifierError("wrote no reward")

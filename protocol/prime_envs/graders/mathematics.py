@@ -202,7 +202,7 @@ class Mathematics(Grader):
         if number is not None:
             found = read_numeral(answer)
             if found is None:
-                return TaskScore(0, f"{_short(answer)} is no plain number", parts=parts)
+                return TaskScore(0, f"{_short(answer)} is not a plain number", parts=parts)
             return _scored(same_number(number, found), answer, gold, parts)
         if _words(gold):
             return _scored(_words(answer) == _words(gold), answer, gold, parts)

@@ -88,5 +88,5 @@ def _gold_object(task: Task) -> dict[str, Any]:
     if isinstance(gold, str):
         gold = load_json(gold, f"{task.where}: ground_truth")
     if not isinstance(gold, dict) or not gold:
-        raise MalformedError(f"{task.where}: ground_truth is no JSON object with fields")
+        raise MalformedError(f"{task.where}: ground_truth is not a JSON object with fields")
     return gold

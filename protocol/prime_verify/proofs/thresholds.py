@@ -333,7 +333,7 @@ def load(path: Path) -> Calibration:
     try:
         return Calibration.model_validate_json(raw)
     except ValueError as error:
-        raise UserError(f"{path} is no calibration", hint=hint) from error
+        raise UserError(f"{path} is not a calibration", hint=hint) from error
 
 
 def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
@@ -342,7 +342,7 @@ def parse_signed(raw: bytes, manager: Address, domain: Domain) -> Calibration:
     try:
         found = Calibration.model_validate_json(raw)
     except ValueError as error:
-        raise MalformedError("the object that the run names is no calibration") from error
+        raise MalformedError("the object that the run names is not a calibration") from error
     if found.canonical() != raw:
         raise MalformedError("the calibration that the run names is not in its canonical form")
     found.check_signature(manager, domain)

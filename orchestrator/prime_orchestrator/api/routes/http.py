@@ -70,7 +70,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise MalformedError(f"a body of this request has at most {limit} bytes")
     except TimeoutError as error:
         raise UnavailableError("the request's body did not arrive in time") from error
-    except ClientDisconnect as error:  # no one receives the answer; it is no defect of ours
+    except ClientDisconnect as error:  # no one receives the answer; it is not a defect of ours
         raise UnavailableError("the request broke off in its body") from error
     return bytes(body)
 

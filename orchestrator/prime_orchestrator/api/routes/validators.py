@@ -63,7 +63,7 @@ BODIES = (
 
 
 def entry(found: RowsAnswer | SealAnswer | bool | BaseException) -> EntryAnswer:
-    """Returns the answer to one entry of a TogetherRequest. Raises what is no refusal."""
+    """Returns the answer to one entry of a TogetherRequest. Raises what is not a refusal."""
     match found:
         case PrimeError():
             status, document = to_problem(found)
