@@ -62,7 +62,7 @@ def test_a_flipped_byte_costs_one_chunk_and_names_its_sender(run: Run, tmp_path:
         assert set(again.by_source) == {origin.url}, "the liar is avoided from then on"
 
 
-def test_when_everybody_lies_the_error_names_them(run: Run, tmp_path: Path) -> None:
+def test_if_every_source_sends_wrong_data_the_error_names_them(run: Run, tmp_path: Path) -> None:
     signed = run.publish()
 
     def lie(handler: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -281,7 +281,7 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def test_what_is_nested_deeper_than_anybody_walks_is_malformed() -> None:
+def test_json_nested_deeper_than_the_bound_is_malformed() -> None:
     assert load_json(nested(MAX_DEPTH), "it") is not None
     assert load_json(json.dumps([{"a": [1]}] * 100), "it") is not None
     for depth in (MAX_DEPTH + 1, 400, 980, 5000):
