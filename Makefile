@@ -6,6 +6,8 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Every program imports torch or web3: without stored byte code it compiles them at each start.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .PHONY: help setup demo demo-stop test test-all soak coverage check format contracts bench gpu clean

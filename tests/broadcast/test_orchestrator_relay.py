@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 from broadcast_world import CHUNK, STRANGER, Run, same_files, until
 from pydantic import TypeAdapter
+from stores import migrate
 
 from prime_broadcast.access import Passes
 from prime_broadcast.client import fetch
@@ -118,7 +119,7 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     store = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
-    store.migrate()
+    migrate(store)
     backend = Backend(
         context=PoolContext(deployment=deployment, pool=1, manager=MANAGER.address, run=definition),
         store=store,

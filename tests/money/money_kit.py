@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from judges import Bench, bench, judge_of
+from stores import migrate
 
 from prime_core import encoding
 from prime_core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
@@ -293,7 +294,7 @@ def open_manager(
     """A new pool (or the one that lies in `folder`), its store at `url` or next to its objects."""
     url = url or sqlite_url(folder / "store.sqlite")
     store = open_store(url)
-    store.migrate()
+    migrate(store)
     return ManagerSide(
         store=store,
         objects=DirectoryStore(folder / "objects", "http://testserver", b"s" * 32),

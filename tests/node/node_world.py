@@ -21,6 +21,7 @@ from typing import Any
 import sqlalchemy as sa
 import uvicorn
 from judges import commit_draws
+from stores import migrate
 
 from devnet.chain import free_port
 from prime_broadcast.publish import finalize, publish
@@ -228,7 +229,7 @@ def node_world(
     port = free_port()
     deployed = deployed or deployment()
     store = open_store(sqlite_url(folder / "orchestrator.sqlite"))
-    store.migrate()
+    migrate(store)
     url = f"http://127.0.0.1:{port}"
     backend = Backend(
         context=PoolContext(

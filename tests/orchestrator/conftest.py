@@ -21,6 +21,7 @@ from orchestrator_world import (
     run_definition,
     signer,
 )
+from stores import migrate
 
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.api.app import create_app
@@ -81,7 +82,7 @@ def world(make_world: MakeWorld) -> World:
 def store(tmp_path: Path) -> Iterator[Store]:
     """A migrated SQLite store."""
     opened = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
-    opened.migrate()
+    migrate(opened)
     yield opened
     opened.close()
 
@@ -100,5 +101,5 @@ def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S
 @pytest.fixture
 def either_store(empty_database: Store) -> Store:
     """A migrated store of each kind."""
-    empty_database.migrate()
+    migrate(empty_database)
     return empty_database

@@ -237,11 +237,14 @@ def test_an_absent_postgresql_is_unavailable_and_its_password_unsaid() -> None:
     assert "topsecret" not in str(caught.value)
 
 
-def test_sqlite_keeps_what_it_promised_through_power_loss(store: Store) -> None:
+def test_sqlite_keeps_what_it_promised_through_power_loss(tmp_path: Path) -> None:
+    store = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
+    store.migrate()
     with store.read() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+    store.close()
 
 
 def test_a_reader_never_waits_for_a_writer(store: Store) -> None:

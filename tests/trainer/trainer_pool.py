@@ -16,6 +16,7 @@ from pathlib import Path
 import trainer_kit as kit
 import uvicorn
 from sqlalchemy import select
+from stores import migrate
 
 from prime_broadcast.manifest import build_manifest
 from prime_chain.keystore import save_keystore
@@ -58,7 +59,7 @@ class Pool:
         )
         self.run = kit.run_definition(base_model=base_digest(model))
         self.store = open_store(sqlite_url(root / "orchestrator.sqlite"))
-        self.store.migrate()
+        migrate(self.store)
         self.backend = Backend(
             context=PoolContext(deployment, kit.POOL, kit.MANAGER.address, self.run),
             store=self.store,
