@@ -156,7 +156,7 @@ def test_a_faucet_is_refused_on_a_network_of_real_value(tmp_path: Path) -> None:
 def test_a_malformed_deployment_file_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "deployment.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="no deployment file"):
+    with pytest.raises(UserError, match="is not a deployment file"):
         Deployment.load(path)
 
 

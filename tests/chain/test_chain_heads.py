@@ -103,5 +103,5 @@ def test_an_endpoint_that_floods_costs_one_look_in_a_while(
 
 def test_other_urls_are_refused() -> None:
     for url in ("http://127.0.0.1:1", "ws://", "x"):
-        with pytest.raises(UserError, match="no WebSocket URL"):
+        with pytest.raises(UserError, match="is not a WebSocket URL"):
             NewHeads([url])

@@ -199,7 +199,7 @@ def test_an_endpoint_that_does_not_know_its_chain_is_passed_over(
     ["ftp://x", "localhost:8545", "http://", "x", "http://h:99999", "http://h:x", "http://[h:1"],
 )
 def test_what_is_no_http_address_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match="no HTTP address"):
+    with pytest.raises(UserError, match="is not an HTTP address"):
         ChainClient([url], CHAIN_ID)
 
 

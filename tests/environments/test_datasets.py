@@ -330,7 +330,7 @@ def test_other_bytes_missing_files_and_endless_ones_are_refused_and_leave_nothin
         locate(wrong, url=f"{url}/none.jsonl", folder=kept)
     with pytest.raises(MalformedError, match="longer"):
         fetch(f"{url}/tasks.jsonl", wrong, kept, limit=10)
-    with pytest.raises(UserError, match="no http"):
+    with pytest.raises(UserError, match=r"is not an http\(s\) address"):
         locate(wrong, url="file:///etc/passwd.jsonl", folder=kept)
     with pytest.raises(UserError, match="nothing says where"):
         locate(wrong, folder=kept)

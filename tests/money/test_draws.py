@@ -245,7 +245,7 @@ def test_a_reveal_of_another_epoch_pool_or_validator_or_no_reveal_at_all_is_a_li
         with pytest.raises(UntrustedError, match="another pool, validator or epoch"):
             check(mgr, row, bound)
     noise = put_object(mgr.objects, b"not a secret")
-    with pytest.raises(UntrustedError, match="no secret"):
+    with pytest.raises(UntrustedError, match="is not a secret"):
         check(mgr, row, rebound(mgr, evidence, commitment(VALIDATOR, 7, secret, name=noise)))
     honest = rebound(mgr, evidence, commitment(VALIDATOR, 7, secret))
     put_object(

@@ -110,7 +110,7 @@ def test_an_unmeasured_processor_judges_nothing_and_is_not_called_cpu(
 @pytest.mark.parametrize("raw", [b"{}", b"not json", b"[1]"])
 def test_an_object_that_is_no_calibration_is_none(raw: bytes) -> None:
     domain = FAKE_DEPLOYMENT.domain_of(CalibrationStatement)
-    with pytest.raises(MalformedError, match="no calibration"):
+    with pytest.raises(MalformedError, match="is not a calibration"):
         parse_signed(raw, MANAGER.address, domain)
     signed = shipped().sign(MANAGER, domain, 1)
     assert parse_signed(signed.canonical(), MANAGER.address, domain) == signed

@@ -267,7 +267,7 @@ def paged(settlement: Settlement, *parts: slice) -> tuple[Digest, dict[Digest, b
 @pytest.mark.parametrize(
     ("parts", "most_files", "why"),
     [
-        ([slice(0, 2), slice(0, 2)], 6, "no settlement"),  # one page, held over and over
+        ([slice(0, 2), slice(0, 2)], 6, "is not a settlement"),  # one page, held over and over
         ([slice(0, 2), slice(2, 3), slice(3, 5)], 6, "not full"),
         ([slice(0, 2), slice(2, 4), slice(0, 0)], 6, "not full"),
         ([slice(0, 2), slice(2, 4), slice(4, 5)], 4, "more than 4 files"),

@@ -281,7 +281,7 @@ def test_what_cannot_be_shown_is_one_sentence(
     assert "no rollout file of this pool" in refused(NotFoundError, "show", "00000000")
     assert "no id" in refused(UserError, "show", "xyz")
     assert "no row 4" in refused(UserError, "show", name, "--row", "4")
-    assert "no time" in refused(UserError, "list", "--since", "yesterday")
+    assert "is not a time" in refused(UserError, "list", "--since", "yesterday")
     assert "none of submitted" in refused(UserError, "list", "--verdict", "good")
     assert "address" in refused(UserError, "list", "--node", "0x12")
     assert "tokenizer" in refused(UserError, "show", name, "--grade")

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(operator: Opera
         ({"password_file": str(folder / "wrong")}, "password does not open"),
         ({"deployment": str(folder / "none.json")}, "deployment file"),
         ({"run": str(folder / "none.json")}, "there is no run definition"),
-        ({"run": str(folder / "password")}, "no run definition"),
+        ({"run": str(folder / "password")}, "is not a run definition"),
         ({"run": str(folder / "long.json")}, "epoch_seconds"),
         ({"run": str(folder / "other.json")}, "digest"),
         ({"wallet": str(folder / "stranger.json")}, "is managed by"),

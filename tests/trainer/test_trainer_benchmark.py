@@ -186,7 +186,7 @@ class Attack:
         ("gpqa-diamond", changed("gpqa-diamond", **{"Incorrect Answer 3": None}), "Answer 3' is"),
         ("ifeval", changed("ifeval", instruction_id_list=["a:b"]), "no instruction 'a:b'"),
         ("ifeval", changed("ifeval", kwargs=[{}]), "'kwargs' is not one object for each"),
-        ("livecodebench-v5", changed("livecodebench-v5", metadata="{}"), "no function's name"),
+        ("livecodebench-v5", changed("livecodebench-v5", metadata="{}"), "not a function's name"),
         (
             "livecodebench-v5",
             changed("livecodebench-v5", public_test_cases="[]", private_test_cases=""),

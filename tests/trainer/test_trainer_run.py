@@ -203,7 +203,7 @@ def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_o
         (["--password-file", "{tmp}/wrong"], 64, "password does not open"),
         (["--wallet", "{tmp}/stranger.json"], 64, "not the trainer of pool"),
         (["--model", "{tmp}/other"], 64, "base model is"),
-        (["--model", "{tmp}"], 64, "no model folder"),
+        (["--model", "{tmp}"], 64, "is not a model folder"),
         (["--pool", "99"], 64, "serves pool 7"),
         (["--gradient-clip", "-1"], 64, "gradient_clip"),
         (["--origin-port", "{taken}"], 64, "cannot listen"),
