@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from judges import Bench, arm, bench, judge_of
+from judges import Bench, appoint, arm, bench, judge_of
 from judging_kit import HONEST, LIAR, MODEL, JudgedPool, Make, StoreReader, small_run
 from money_kit import VALIDATOR, key
 from typer.testing import CliRunner
@@ -29,7 +30,7 @@ from prime_engine.variants import VARIANTS
 from prime_orchestrator.api import classes, leasing
 from prime_orchestrator.api import validators as api
 from prime_orchestrator.cli.classes import app
-from prime_orchestrator.manager.judging import enough
+from prime_orchestrator.manager.judging import Judgement, by_statistics, enough
 from prime_orchestrator.store import exact_classes, jobs, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify import build
@@ -236,6 +237,7 @@ def test_files_of_an_exact_lease_go_to_validators_of_its_class(
 ) -> None:
     """While any is live: the others would find nothing, and overrule those that do."""
     monkeypatch.setattr(api, "OUTSIDE_ONE_IN", 1 << 255)
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1 << 255)
     exact.announce(*exact.validators[1:])
     able = {one.signer.address for one in exact.validators[1:]}
     rows = [exact.submit(exact.panel.honest, HONEST) for _ in range(6)]
@@ -248,6 +250,70 @@ def test_files_of_an_exact_lease_go_to_validators_of_its_class(
     plain = [exact.panel.mgr.submit(HONEST, make=exact.panel.honest) for _ in range(12)]
     asked = set().union(*(exact.opinions_by(exact.judge(row)) for row in plain))
     assert VALIDATOR.address in asked, "other files go to all"
+
+
+@pytest.mark.parametrize("outside", [1, 1 << 255])
+def test_one_of_two_that_judge_a_file_is_not_of_its_class(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch, outside: int
+) -> None:
+    """Two validators of a class that collude are not each other's only check. A mismatch still goes
+    to those that can see it."""
+    monkeypatch.setattr(api, "OUTSIDE_ONE_IN", outside)
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1)
+    exact.announce(*exact.validators[1:])
+    able = {one.signer.address for one in exact.validators[1:]}
+    blind = FolderEngines(exact.panel.policies, _with_other_facts)
+    arm(exact.validators[0], exact.panel.policies, blind, exact.calibration)
+    for _ in range(8):
+        row = exact.judge(exact.submit(exact.panel.honest, HONEST))
+        assert row.status == "accepted"
+        asked = exact.opinions_by(row)
+        assert len(asked) == 2
+        assert VALIDATOR.address in asked
+    bad = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
+    assert bad.reason == Reason.UNPROVEN_MISMATCH
+    assert exact.opinions_by(bad) == able | {VALIDATOR.address}
+
+
+def test_a_file_that_no_one_else_can_judge_is_paid_by_statistics(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two validators one is of the class: its mismatch alone voids nothing, and the file does
+    not stay without a verdict."""
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1)
+    exact.announce(exact.validators[0])
+    blind = FolderEngines(exact.panel.policies, _with_other_facts)
+    arm(exact.validators[1], exact.panel.policies, blind, exact.calibration)
+    backend = exact.panel.mgr.backend
+    appoint(backend.store, backend.context.pool, THIRD.address, on=False)
+    row = exact.submit(exact.proved_by("old1_1e6"))
+    while any(one.judge_next() for one in exact.validators[:2]):
+        pass
+    assert exact.panel.mgr.row(row.digest).status == "accepted"
+    assert exact.opinions_by(row) == {VALIDATOR.address, SECOND.address}
+    assert exact.records() == {}
+
+
+def _said(outcome: Outcome, reason: Reason, *, compared: int, mismatches: bool) -> Judgement:
+    stated: Any = SimpleNamespace(
+        outcome=outcome, reason=reason, exact_rows=compared, mismatches=mismatches
+    )
+    return cast(Judgement, stated)
+
+
+def test_a_mismatch_is_overruled_only_alone_and_only_by_those_that_could_not_look_for_it() -> None:
+    void = _said(Outcome.VOID, Reason.UNPROVEN_MISMATCH, compared=4, mismatches=True)
+    rejected = _said(Outcome.REJECTED, Reason.WRONG_PROOF_PASS, compared=4, mismatches=True)
+    other = _said(Outcome.REJECTED, Reason.TAMPERED_REWARD, compared=0, mismatches=False)
+    blind = _said(Outcome.ACCEPTED, Reason.NONE, compared=0, mismatches=False)
+    equal = _said(Outcome.ACCEPTED, Reason.NONE, compared=4, mismatches=False)
+    assert by_statistics([void, blind]) is blind
+    assert by_statistics([blind, rejected]) is blind
+    assert by_statistics([void, equal]) is None, "machines of the class disagree"
+    assert by_statistics([void, rejected, blind]) is None
+    assert by_statistics([other, blind]) is None
+    assert by_statistics([void, other, blind]) is None
+    assert by_statistics([void]) is None
 
 
 def test_some_files_of_an_exact_lease_go_to_any_validator(

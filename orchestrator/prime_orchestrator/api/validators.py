@@ -257,10 +257,9 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
             needed = first_needed(listed, secret, digest)
             first[digest] = needed
         parts = {one.validator: one for one in known.get(digest, ())}
-        proving = frozenset[Address]()
-        if found.numeric is not None and _inside(connection, secret, digest, parts):
-            proving = provers[found.numeric]
-        chosen = _chosen(digest, needed, listed, secret, parts, able, proving, load)
+        members = frozenset[Address]() if found.numeric is None else provers[found.numeric]
+        accused = bool(members) and _accused(connection, digest, parts)
+        chosen = _chosen(digest, needed, listed, secret, parts, able, members, load, accused)
         for validator in chosen:
             load[validator] = load.get(validator, 0) + 1
         given += [(digest, validator) for validator in chosen]
@@ -270,13 +269,10 @@ def assign_files(connection: Connection, backend: Backend, now: float) -> None:
     jobs.assign(connection, given, now=now)
 
 
-def _inside(
-    connection: Connection, secret: Digest, digest: Digest, parts: Mapping[Address, AssignmentRow]
+def _accused(
+    connection: Connection, digest: Digest, parts: Mapping[Address, AssignmentRow]
 ) -> bool:
-    """Whether a file of an exact lease is judged by validators of its class while any is live: all
-    but a drawn share, and those in which an opinion states a mismatch, which others cannot see."""
-    if lot("outside", secret, digest) % OUTSIDE_ONE_IN:
-        return True
+    """Whether an opinion on a file states a mismatch of its proof passes."""
     if not any(part.status == "given" for part in parts.values()):
         return False
     return any(one.reason in PROOF_PASS for one in opinions.of(connection, digest))
@@ -297,22 +293,48 @@ def _chosen(
     secret: Digest,
     parts: Mapping[Address, AssignmentRow],
     able: Collection[Address],
-    proving: Collection[Address],
+    members: Collection[Address],
     load: Mapping[Address, int],
+    accused: bool,
 ) -> list[Address]:
     """Returns the validators that fill the open places of one job; `parts` are its existing
-    assignments. It goes to validators of its exact class (`proving`) if any is live, has room and
-    did not miss it; else to any, by statistics: what waited for them would hold up other files."""
-    free = {one for one in able if load.get(one, 0) < ROOM}
-    named = [signed.validator for signed in listed.commitments]
-    fresh = {one for one in named if one in free and one in proving and one not in parts}
-    order = sorted(
-        (one for one in named if one in (fresh or free)),
-        # validators that missed it before come last
-        key=lambda one: (one in parts, lot("assign", secret, digest, one.encode())),
+    assignments. `members` are of the exact class of its lease (none: it names none); they are
+    preferred
+
+        by `accused` files     whose mismatch others cannot see
+        by the first place     of all other files but a drawn share
+
+    and others by further places, so that the members of a class are not one another's only check.
+    Validators that are not preferred judge a file if no other is live and has room: what waited for
+    them would hold up other files.
+    """
+    left = [
+        signed.validator
+        for signed in listed.commitments
+        if signed.validator in able and load.get(signed.validator, 0) < ROOM
+        and (signed.validator not in parts or parts[signed.validator].status == "missed")
+    ]  # fmt: skip
+    inside = lot("outside", secret, digest) % OUTSIDE_ONE_IN != 0
+    member_judges = any(
+        one in members and part.status in jobs.ACTIVE for one, part in parts.items()
     )
-    chosen = [one for one in order if one not in parts or parts[one].status == "missed"]
-    return chosen[: max(0, needed - _active(parts))]
+    chosen: list[Address] = []
+    for _ in range(min(len(left), needed - _active(parts))):
+        wanted: Collection[Address] = members
+        if not accused and (member_judges or any(one in members for one in chosen)):
+            wanted = {one for one in left if one not in members}
+        elif not accused and not inside:
+            wanted = left
+        best = min(
+            (one for one in left if one not in chosen),
+            key=lambda one: (
+                one in parts,  # validators that missed it before come last
+                one not in wanted,
+                lot("assign", secret, digest, one.encode()),
+            ),
+        )
+        chosen.append(best)
+    return chosen
 
 
 def _active(parts: Mapping[Address, AssignmentRow]) -> int:

@@ -16,9 +16,11 @@ How many opinions must agree (`enough`):
                                 a proof pass, which only machines of its class can repeat
 
 Opinions count together only under the same law. If the lease names only one validator, it decides
-alone. An acceptance that needs a second opinion stands alone if no other validator comes within
-validators.LONE_SECONDS. A rejection never stands alone: it waits for the file's whole validity,
-then ends void, unpaid and unpunished, and is counted in `prime_rejections_lapsed`.
+alone. A mismatch that one validator states, and that the others could not look for, leaves the file
+to statistics if none of them is left (`by_statistics`). An acceptance that needs a second opinion
+stands alone if no other validator comes within validators.LONE_SECONDS. A rejection never stands
+alone: it waits for the file's whole validity, then ends void, unpaid and unpunished, and is counted
+in `prime_rejections_lapsed`.
 
 Only the process that runs the manager's loops calls this. It checks every opinion again, because
 the API that accepted it may be another process. The verdict is an object, written before anything
@@ -32,10 +34,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from prime_core.draws import DrawList
 from prime_core.errors import (
     ConflictError,
     FatalError,
@@ -52,6 +55,7 @@ from prime_core.settlement import judged_fact
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import (
+    PROOF_PASS,
     Evidence,
     Opinion,
     Outcome,
@@ -82,7 +86,8 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
-from prime_orchestrator.store.jobs import JobRow
+from prime_orchestrator.store.jobs import AssignmentRow, JobRow
+from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.rewards import CreditRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -192,10 +197,20 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement 
     return None
 
 
+def by_statistics(found: Sequence[Judgement]) -> Judgement | None:
+    """Returns the acceptance that decides a file of which one opinion states a mismatch and all
+    others, whose authors could not repeat its proof passes, accept it; None for any other file. One
+    machine alone neither voids nor rejects by a mismatch."""
+    lone = [one for one in found if one.reason in PROOF_PASS and one.mismatches]
+    rest = [one for one in found if one.outcome is Outcome.ACCEPTED and not one.exact_rows]
+    return rest[0] if len(lone) == 1 and rest and len(rest) == len(found) - 1 else None
+
+
 @dataclass(frozen=True)
 class Due:
     """A file whose opinions are complete: `given` as stored, `found` those that count, `faults` why
-    others do not. `named`: how many validators its lease names."""
+    others do not. `named`: how many validators its lease names; `last`: whether it is of an exact
+    lease and none of them is left to judge it."""
 
     row: SubmissionRow
     job: JobRow
@@ -203,11 +218,13 @@ class Due:
     found: Sequence[Judgement]
     faults: Mapping[Address, str]
     named: int
+    last: bool
 
     @cached_property
     def chosen(self) -> Judgement | None:
-        """The opinion that decides the file, if enough agree."""
-        return chosen_of(self.found, self.named, self.job.needed or 1)
+        """The opinion that decides the file, if enough agree, or no other can be had."""
+        agreed = chosen_of(self.found, self.named, self.job.needed or 1)
+        return by_statistics(self.found) if agreed is None and self.last else agreed
 
     @property
     def review(self) -> bool:
@@ -280,6 +297,9 @@ class Judge:
             rows = submissions.those(connection, waiting)
             promises = leases.those(connection, [row.lease_digest for row in rows.values()])
             said = opinions.of_those(connection, waiting)
+            exact = [one.digest for one in rows.values() if _of_class(one, promises)]
+            work = jobs.assignments_among(connection, exact) if exact else {}
+            appointed = chain.appointed(connection, self.context.pool) if exact else frozenset()
             runs = revisions.history(connection, self.context)
         decided: list[Digest] = []
         due: list[Due] = []
@@ -289,7 +309,11 @@ class Judge:
             lease = promises.get(row.lease_digest) if row is not None else None
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
-            due.append(self._due(row, known[digest], lease.signed(), said.get(digest, []), runs))
+            one = self._due(row, known[digest], lease.signed(), said.get(digest, []), runs)
+            if digest in work:
+                listed = self.board.listed(self.objects, lease.signed())
+                one = replace(one, last=_no_one_left(listed, work[digest], appointed))
+            due.append(one)
             size += sum(one.table_size for one in due[-1].found)
             if size >= TABLES_AT_ONCE:
                 decided += self._decide_all(due, runs)
@@ -314,7 +338,7 @@ class Judge:
             except (MalformedError, UntrustedError, NotFoundError, ConflictError) as error:
                 faults[opinion.validator] = str(error)
         named = len(self.board.listed(self.objects, promise).commitments)
-        return Due(row, job, given, found, faults, named)
+        return Due(row, job, given, found, faults, named, last=False)
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
         """Decides files; returns those that got a verdict."""
@@ -516,6 +540,20 @@ class Judge:
             return False
         run = revisions.history(connection, self.context).of_lease(lease.signed().lease)
         return suspicion.is_suspect(connection, key, Digest(run.calibration), now)
+
+
+def _of_class(row: SubmissionRow, promises: Mapping[Digest, LeaseRow]) -> bool:
+    """Whether the file's lease names an exact class."""
+    lease = promises.get(row.lease_digest)
+    return lease is not None and lease.signed().numeric_class() is not None
+
+
+def _no_one_left(
+    listed: DrawList, parts: Sequence[AssignmentRow], appointed: Collection[Address]
+) -> bool:
+    """Whether every appointed validator that a lease names gave an opinion or abstained."""
+    done = {part.validator for part in parts if part.status in ("given", "abstained")}
+    return all(one.validator in done for one in listed.commitments if one.validator in appointed)
 
 
 def check_law(signed: SignedOpinion, row: SubmissionRow, lease: SignedLease) -> None:
