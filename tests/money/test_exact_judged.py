@@ -31,7 +31,7 @@ from prime_orchestrator.api import classes, leasing
 from prime_orchestrator.api import validators as api
 from prime_orchestrator.cli.classes import app
 from prime_orchestrator.manager.judging import Judgement, by_statistics, enough
-from prime_orchestrator.store import exact_classes, jobs, schema
+from prime_orchestrator.store import exact_classes, jobs, leases, nodes, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify import build
 from prime_verify.audit import audit_slash
@@ -508,3 +508,67 @@ def test_leases_name_a_class_only_if_two_live_validators_of_several_announced_it
     assert leased() == exact.numeric.digest()
     assert wanted(question), "a worker starts again"
     assert leased() is None, "until it has announced its class again"
+
+
+def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_cannot_fulfil(
+    exact: ExactPool,
+) -> None:
+    """Once a day, without a record; the groups go to another provider."""
+    mgr, policy = exact.panel.mgr, exact.panel.engines.digest(0)
+    exact.announce(*exact.validators)
+    mgr.bench.draws.prepare()
+
+    def ask(facts: dict[str, str], fingerprint: str | None = None) -> None:
+        question = ClassRequest(
+            policy_version=0, policy_digest=policy, facts=facts, fingerprint=fingerprint
+        )
+        classes.announce(mgr.backend, HONEST.address, question)
+
+    def leased() -> SignedLease:
+        answer = leasing.lease(mgr.backend, HONEST.address, LeaseRequest(policy_version=0))
+        assert answer.lease is not None, answer.reason
+        return answer.lease
+
+    same = dict(exact.numeric.facts)
+    other = same | {"threads": "64"}
+    ask(same, exact.numeric.fingerprint)
+    held = leased()
+    assert held.numeric_class() == exact.numeric.digest()
+    ask(same)
+    assert leased() == held, "a worker of the same facts goes on with it"
+    ask(other)
+    after = leased()
+    assert after.lease.index != held.lease.index
+    assert after.numeric_class() is None
+    with mgr.store.read() as connection:
+        node = nodes.get(connection, HONEST.address)
+        again = leases.to_issue_again(connection, [], since=0.0, tries=2)
+    assert node is not None
+    assert (node.missed, node.misses, node.rests_until) == (0, 0, 0)
+    assert [row.digest for row in again] == [held.lease.digest(mgr.context.domain(held.lease))]
+    ask(other)
+    assert leased() == after, "it names no class"
+
+    with mgr.store.begin() as connection:
+        connection.execute(schema.leases.delete().where(schema.leases.c.status == "open"))
+    ask(same, exact.numeric.fingerprint)
+    second = leased()
+    assert second.numeric_class() == exact.numeric.digest()
+    ask(other)
+    assert leased() == second, "not twice in a day"
+
+
+def test_a_dismissed_validator_holds_no_class(exact: ExactPool) -> None:
+    """It was live a moment ago, and the draws of this epoch name it."""
+    mgr, policy = exact.panel.mgr, exact.panel.engines.digest(0)
+    exact.announce(*exact.validators[:2])
+    announced = ClassRequest(
+        policy_version=0, policy_digest=policy, facts=dict(exact.numeric.facts),
+        fingerprint=exact.numeric.fingerprint,
+    )  # fmt: skip
+    assert classes.announce(mgr.backend, HONEST.address, announced).wanted
+    mgr.bench.draws.prepare()
+    appoint(mgr.store, mgr.context.pool, SECOND.address, on=False)
+    answer = leasing.lease(mgr.backend, HONEST.address, LeaseRequest(policy_version=0))
+    assert answer.lease is not None, answer.reason
+    assert answer.lease.numeric_class() is None

@@ -106,3 +106,6 @@ def test_an_account_has_the_classes_that_it_announced_last(either_store: Store) 
         assert exact_classes.of_accounts(connection, [ONE, TWO]) == {
             (ONE, 5): second, (TWO, 7): second,
         }  # fmt: skip
+        assert exact_classes.forget(connection, 5) == frozenset()
+        assert exact_classes.forget(connection, 6) == {second}, "of any account"
+        assert exact_classes.of_accounts(connection, [ONE, TWO]) == {(TWO, 7): second}

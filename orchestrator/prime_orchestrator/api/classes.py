@@ -11,6 +11,7 @@ Nothing announced is believed: a file of an exact lease is compared bit for bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from prime_core.errors import ConflictError, NotFoundError, PolicyError
@@ -20,20 +21,24 @@ from prime_core.validator_messages import ClassList
 from prime_engine.exact import NumericClass
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.validators import LIVE_SECONDS, require_appointed
-from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager import revisions, standing
 from prime_orchestrator.store import (
     Connection,
     chain,
     exact_classes,
     jobs,
+    leases,
     lock,
     nodes,
     policies,
 )
 
+log = logging.getLogger(__name__)
+
 OPINIONS = 2
 """Validators of the class that a lease needs, because a rejection needs as many opinions. One, if
 the pool has only one validator."""
+TAKEN_BACK_SECONDS = 24 * 3600.0
 KEPT_VERSIONS = 1024
 """A validator's announcements for this many policies before the announced one are kept, for files
 that are still to be judged."""
@@ -60,6 +65,9 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
         sound = exact_classes.without_suspects(connection, known, calibration)
         wanted = bool(held_by_enough(connection, sound, appointed, now))
         before = exact_classes.of_accounts(connection, [account]).get((account, version))
+        held = leases.open_among(connection, [account]) if request.fingerprint is None else {}
+    if held:
+        _take_back(backend, account, numeric.key, now)
     # A question comes from a worker that starts: what an earlier one announced may be wrong now.
     mine = known if wanted and request.fingerprint is not None else []
     if mine != ([] if before is None else [before]):
@@ -67,6 +75,22 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
         with backend.store.begin() as connection:
             exact_classes.join(connection, account, version, mine, now=now, oldest=oldest)
     return ClassAnswer(wanted=wanted)
+
+
+def _take_back(backend: Backend, account: Address, key: Digest, now: float) -> None:
+    """Ends a node's open leases that name a class of other facts than `key`, which its new worker
+    cannot fulfil; they leave no record, and their groups go to other providers. At most one in
+    TAKEN_BACK_SECONDS: a node could otherwise choose among leases by changing its facts."""
+    with backend.store.begin() as connection:
+        for row in leases.lock_open(connection, account):
+            name = row.signed().numeric_class()
+            found = None if name is None else exact_classes.get(connection, name)
+            if found is None or found.key == key or row.upload_sha256 is not None:
+                continue  # or its file is made, and on its way
+            if leases.excused_since(connection, account, now - TAKEN_BACK_SECONDS):
+                return
+            standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
+            log.info("lease %s of %s names a class that it has no more", row.digest, account)
 
 
 def announce_all(backend: Backend, account: Address, request: ClassList) -> None:
@@ -88,6 +112,7 @@ def announce_all(backend: Backend, account: Address, request: ClassList) -> None
         left = exact_classes.join(
             connection, account, version, digests, now=backend.now(), oldest=oldest
         )
+        left |= exact_classes.forget(connection, oldest)
         exact_classes.drop_unused(connection, left)
 
 

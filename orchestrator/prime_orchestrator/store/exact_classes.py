@@ -107,6 +107,15 @@ def join(
     return frozenset(Digest(one) for one in left)
 
 
+def forget(connection: Connection, oldest: int) -> frozenset[Digest]:
+    """Forgets what all accounts announced for versions before `oldest`, for example of validators
+    that were dismissed. Returns the classes."""
+    gone = _members.policy_version < oldest
+    left = connection.execute(sa.select(_members.digest).where(gone).distinct()).scalars().all()
+    connection.execute(sa.delete(schema.class_members).where(gone))
+    return frozenset(Digest(one) for one in left)
+
+
 def drop_unused(connection: Connection, digests: Collection[Digest]) -> None:
     """Deletes those of the classes that no account announces and no judged file is counted for. The
     caller holds the lock "classes"."""

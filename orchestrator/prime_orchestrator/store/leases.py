@@ -113,6 +113,14 @@ def lock_open(connection: Connection, node: Address) -> list[LeaseRow]:
     return records(LeaseRow, connection.execute(query).mappings().all())
 
 
+def excused_since(connection: Connection, node: Address, since: float) -> bool:
+    """Whether a lease that `node` got since then (Unix seconds) ended without its fault."""
+    query = sa.select(_leases.digest).where(
+        _leases.node == node, _leases.excused == 1, _leases.created_at >= since
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
 def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[LeaseRow]]:
     """Returns the open leases of those of `nodes` that have any, oldest first."""
     query = (
