@@ -31,16 +31,15 @@ from prime_core.errors import MalformedError, UnavailableError
 from prime_core.verdict import Outcome
 from prime_verify import replay
 from prime_verify.checks import (
-    RulingError,
     check_improbable_tokens,
     check_proofs,
     check_rewards,
     check_rows,
 )
+from prime_verify.finding import Finding, RulingError
 from prime_verify.proofs.thresholds import shipped
 from prime_verify.rollout_file import read_rollout_file
 from prime_verify.setups import HonestFile
-from prime_verify.verify import Finding
 
 
 class FileRows:
@@ -94,7 +93,7 @@ class FileRows:
             check_improbable_tokens(rows, engine)
             check_rewards(rows, plan, self._bench.environment, engine)
         except RulingError as ruling:
-            return ruling.reason.outcome is Outcome.REJECTED
+            return ruling.finding.outcome is Outcome.REJECTED
         return False
 
 

@@ -27,11 +27,13 @@ from prime_core.verdict import Outcome
 from prime_engine.base import Engine
 from prime_engine.variants import VARIANTS
 from prime_verify import build
+from prime_verify.case import Case
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import Calibration, ProvenClass, shipped
 from prime_verify.rollout_file import write_rollout_file
 from prime_verify.setups import HonestFile
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 PACKAGES = ("numpy", "torch", "transformers")
 MODEL = ROOT / "devnet" / "model"
@@ -86,15 +88,17 @@ def made(
 def judged(bench: Bench, file: HonestFile, number: int) -> Finding:
     """The finding of a validator of the file's class."""
     return verify_file(
-        file.data,
-        file.signed,
-        file.lease_digest,
-        bench.run,
-        bench.environment,
-        OnePolicy(_engine("float32")),
-        draw_secret=encoding.sha256(b"bench" + number.to_bytes(8, "big")),
-        submission_digest=file.lease_digest,
-        calibration=_proven(),
+        Case(
+            file.data,
+            file.signed,
+            file.lease_digest,
+            bench.run,
+            bench.environment,
+            OnePolicy(_engine("float32")),
+            draw_secret=encoding.sha256(b"bench" + number.to_bytes(8, "big")),
+            submission_digest=file.lease_digest,
+            calibration=_proven(),
+        )
     )
 
 

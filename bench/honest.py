@@ -26,9 +26,11 @@ from prime_envs.registry import environment_for
 from prime_verify import build
 from prime_verify.build import PlannedRow
 from prime_verify.calibrate import HonestFile, synthetic_lease, synthetic_run
+from prime_verify.case import Case
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.rollout_file import FileRow, write_rollout_file
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 Change = Callable[[list[FileRow], Sequence[PlannedRow]], list[FileRow]]
 
@@ -167,12 +169,14 @@ class Bench:
         self, file: HonestFile, secret: int = 0, older: tuple[tuple[int, Engine], ...] = ()
     ) -> Finding:
         return verify_file(
-            file.data,
-            file.signed,
-            file.lease_digest,
-            self.run,
-            self.environment,
-            OnePolicy(self.engine(), older),
-            draw_secret=encoding.sha256(b"bench" + secret.to_bytes(8, "big")),
-            submission_digest=file.lease_digest,
+            Case(
+                file.data,
+                file.signed,
+                file.lease_digest,
+                self.run,
+                self.environment,
+                OnePolicy(self.engine(), older),
+                draw_secret=encoding.sha256(b"bench" + secret.to_bytes(8, "big")),
+                submission_digest=file.lease_digest,
+            )
         )

@@ -40,10 +40,12 @@ from prime_trainer.parallel import World, published_state
 from prime_trainer.publish import export
 from prime_trainer.sampling import Sampling
 from prime_verify import build
+from prime_verify.case import Case
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.rollout_file import load_rollouts, write_rollout_file
 from prime_verify.setups import HonestFile, synthetic_lease
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 MODEL = ROOT / "devnet" / "model"
 HELDOUT = 256
@@ -312,10 +314,10 @@ class Learning:
             build.metadata_of(lease.lease_digest, draft.engine),
         )
         secret = encoding.sha256(b"learning" + lease.lease_digest.encode())
-        found: Finding = verify_file(
+        found: Finding = verify_file(Case(
             data, lease.signed, lease.lease_digest, self.run, self.environment, self.policies,
             draw_secret=secret, submission_digest=lease.lease_digest,
-        )  # fmt: skip
+        ))  # fmt: skip
         accepted = found.outcome is Outcome.ACCEPTED
         self.record.liars_files += draft.lies
         self.record.missed += draft.lies and accepted

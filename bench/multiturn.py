@@ -35,7 +35,8 @@ from prime_envs.reverse import Reverse
 from prime_envs.search import SearchIndex
 from prime_envs.tools import TOOL_ERROR, Observation, answer, load_tools
 from prime_verify import build
-from prime_verify.checks import check_replies, check_rewards
+from prime_verify.checks import check_rewards
+from prime_verify.replies import check_replies
 from prime_verify.rollout_file import read_rollout_file
 
 PACKAGES = ("numpy", "torch", "transformers", "pydantic-monty")

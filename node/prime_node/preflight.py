@@ -30,9 +30,11 @@ from prime_node.config import Settings
 from prime_node.spool import Spool
 from prime_node.state import DataFolder
 from prime_verify.audit_compare import other_class
+from prime_verify.case import Case
 from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.finding import Finding
 from prime_verify.rollout_file import FileError, read_rollout_file
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 
 @dataclass(frozen=True)
@@ -100,22 +102,26 @@ def verify(
         run = api.run(signed.lease.run_digest)
         data_folder = DataFolder(settings.data)
         finding = verify_file(
-            data,
-            signed,
-            named,
-            run,
-            environment_for(run),
-            FolderEngines(
-                data_folder.policies,
-                partial(load_engine, dtype=dtype, device=device, threads=settings.threads or None),
-                keep=1,
-            ),
-            draw_secret=ids.digest(secrets.token_bytes(32)),
-            submission_digest=encoding.sha256(data),
-            calibration=run_calibration(
-                run, library, api.client.pool().manager, api.client.domain("slasher")
-            ),
-            draw_count=run.rows_per_lease if every_row else None,
+            Case(
+                data,
+                signed,
+                named,
+                run,
+                environment_for(run),
+                FolderEngines(
+                    data_folder.policies,
+                    partial(
+                        load_engine, dtype=dtype, device=device, threads=settings.threads or None
+                    ),
+                    keep=1,
+                ),
+                draw_secret=ids.digest(secrets.token_bytes(32)),
+                submission_digest=encoding.sha256(data),
+                calibration=run_calibration(
+                    run, library, api.client.pool().manager, api.client.domain("slasher")
+                ),
+                draw_count=run.rows_per_lease if every_row else None,
+            )
         )
     finally:
         api.close()

@@ -42,9 +42,11 @@ from prime_core.task import SignedLease, shadow_pool
 from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, Verdict, VerdictTable
 from prime_envs.base import Environment
 from prime_verify.audit_compare import Audit, compare_slash, compare_verdict
+from prime_verify.case import Case
 from prime_verify.engines import EngineProvider
+from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import Calibration, shipped
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 MAX_OBJECT_BYTES = 32 << 20
 REVEAL_PATIENCE = 600.0
@@ -281,18 +283,20 @@ def _run(
 ) -> Finding:
     claim, run = signed.submission, setting.runs.of_lease(lease.lease)
     return verify_file(
-        data,
-        lease,
-        claim.lease_digest,
-        run,
-        setting.environments(run),
-        setting.engines,
-        draw_secret=secret,
-        submission_digest=claim.digest(setting.deployment.domain_of(claim)),
-        submission=claim,
-        calibration=setting.calibration,
-        draw_count=draw_count,
-        rewards_first=rewards_first,
+        Case(
+            data,
+            lease,
+            claim.lease_digest,
+            run,
+            setting.environments(run),
+            setting.engines,
+            draw_secret=secret,
+            submission_digest=claim.digest(setting.deployment.domain_of(claim)),
+            submission=claim,
+            calibration=setting.calibration,
+            draw_count=draw_count,
+            rewards_first=rewards_first,
+        )
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from prime_core.task import SignedLease
 from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, VerdictTable
-from prime_verify.verify import EXPLAINED_BY_WEIGHTS, Finding
+from prime_verify.finding import Finding
+from prime_verify.replay_checks import EXPLAINED_BY_WEIGHTS
 
 RELATIVE_TOLERANCE = 0.1
 ABSOLUTE_TOLERANCE = 0.02

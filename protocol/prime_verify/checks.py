@@ -1,39 +1,133 @@
-"""Checks that need no replay: order, prompts, endings, proofs, improbable tokens, rewards.
+"""The checks of a rollout file, in order, and those that need no replay.
 
-Each raises RulingError at the first violation; see verify.py.
+To add a check, write a function that raises RulingError and add its line to CHECKS.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from prime_core.errors import MalformedError, UntrustedError
-from prime_core.gateway import Recorded
-from prime_core.ids import Digest
+from prime_core import encoding
+from prime_core.errors import MalformedError, UnavailableError
 from prime_core.proof_form import PROOF_WINDOW
-from prime_core.rollout import model_ranges
+from prime_core.rollout import EXACT_BYTES, model_ranges
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow
 from prime_engine.base import Engine
-from prime_envs.base import Environment, Grade, Reply
-from prime_verify.build import PlannedRow, fits, reply_to
+from prime_envs.base import Environment, Grade
+from prime_verify.build import PlannedRow, plan_rows
+from prime_verify.case import Case
+from prime_verify.finding import RulingError
 from prime_verify.proofs import activations, sampling, sketch
 from prime_verify.proofs.tails import LEAST_CHANCE
 from prime_verify.proofs.thresholds import SIGNIFICANCE
-from prime_verify.rollout_file import FileRow
+from prime_verify.replay_checks import check_proof_pass, check_replay, check_statistics
+from prime_verify.replies import check_replies
+from prime_verify.rollout_file import FileError, FileRow, read_rollout_file
 
 
-class RulingError(Exception):
-    """Ends verification with a reason; never leaves verify_file. `chance` is as in verify.Finding;
-    it defaults to 0 for rejections, because only token counts involve chance here."""
+def _never(case: Case) -> bool:
+    return False
 
-    def __init__(self, reason: Reason, detail: str, chance: float = 0.0) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-        self.chance = chance if reason.outcome is Outcome.REJECTED else None
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a rollout file.
+
+    `run` raises RulingError with one of `reasons` unless the file passes; every check may also run
+    out of memory (OUT_OF_RESOURCES). Where `last` is true, the check comes after all others.
+    """
+
+    name: str
+    reasons: tuple[Reason, ...]
+    run: Callable[[Case], None]
+    last: Callable[[Case], bool] = _never
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """The outcomes of its reasons, each once, in the order of `reasons`."""
+        return tuple(dict.fromkeys(reason.outcome for reason in self.reasons))
+
+
+def _read(case: Case) -> None:
+    """Parses the file and sets `case.file`."""
+    try:
+        case.file = read_rollout_file(case.data)
+    except FileError as error:
+        raise RulingError(error.reason, str(error)) from error
+    if case.file.metadata.lease != case.lease_digest:
+        raise RulingError(Reason.WRONG_LEASE, "the file was made for another lease")
+    due = case.run.file_schema
+    if case.file.metadata.schema_version != due:
+        raise RulingError(Reason.WRONG_SCHEMA, f"files of this run have schema version {due}")
+
+
+def _check_submission(case: Case) -> None:
+    """Compares the submission, if there is one, with the file and its lease."""
+    submission, lease, rows = case.submission, case.signed.lease, len(case.file.rows)
+    if submission is None:
+        return
+    if submission.size != len(case.data) or submission.sha256 != encoding.sha256(case.data):
+        raise RulingError(Reason.WRONG_SIZE_OR_DIGEST, "the bytes are not those submitted")
+    if (submission.pool, submission.lease_digest, submission.step, submission.policy_digest) != (
+        lease.pool,
+        case.lease_digest,
+        lease.step,
+        lease.policy_digest,
+    ):
+        raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
+    if submission.rows != rows:
+        raise RulingError(Reason.WRONG_ROWS, f"{rows} rows, {submission.rows} submitted")
+
+
+def _check_class(case: Case) -> None:
+    """The file is proved in the exact class of its lease, if that has one."""
+    stated, due = case.file.metadata.numeric_class, case.signed.numeric_class() or ""
+    if stated != due:
+        raise RulingError(
+            Reason.WRONG_CLASS,
+            f"the lease asks for class {due or 'none'}, the file states {stated or 'none'}",
+        )
+    for number, row in enumerate(case.file.rows):
+        size = EXACT_BYTES * activations.windows_of(len(row.places)) if stated else 0
+        if len(row.digests) != size:
+            raise RulingError(Reason.MALFORMED, f"row {number} has no digest for each window")
+
+
+def _check_freshness(case: Case) -> None:
+    """Uses the lease only, so that policies published after it do not cost a node its pay
+    (docs/adr/0006)."""
+    step, version = case.signed.lease.step, case.signed.policy_version
+    if not case.run.fresh(step, version):
+        raise RulingError(
+            Reason.POLICY_TOO_OLD,
+            f"policy {version} is more than {case.run.max_staleness} older than batch {step}",
+        )
+
+
+def _load_engine(case: Case) -> None:
+    """Sets `case.engine`, which has the lease's policy."""
+    signed = case.signed
+    try:
+        case.engine = case.engines.engine(signed.policy_version, signed.lease.policy_digest)
+    except UnavailableError as error:
+        raise RulingError(Reason.POLICY_MISSING, str(error)) from error
+
+
+def _check_planned_rows(case: Case) -> None:
+    """Sets `case.plan`, and compares the file's rows with it."""
+    case.plan = plan_rows(
+        case.signed.lease,
+        case.lease_digest,
+        case.run,
+        case.environment,
+        case.engine.tokenizer,
+        case.signed.problems(),
+    )
+    check_rows(case.file.rows, case.plan, case.signed, case.run, case.engine)
 
 
 def check_rows(
@@ -94,92 +188,6 @@ def _check_ending(
         raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
     if not ended and len(tokens) < run.max_output_tokens:
         raise RulingError(Reason.WRONG_ROWS, f"row {number} stops before its end")
-
-
-def check_replies(
-    rows: Sequence[FileRow],
-    plan: Sequence[PlannedRow],
-    run: RunDefinition,
-    engine: Engine,
-    environment: Environment,
-    lease_digest: Digest,
-) -> None:
-    """Checks what the environment says after each turn of every row. Without a conversation there
-    is nothing to check. Answers of the gateway are those that the row carries.
-
-    Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
-    """
-    if run.conversation is None:
-        return
-    for number, (row, due) in enumerate(zip(rows, plan, strict=True)):
-        _check_replies(number, row, due, run, engine, environment, lease_digest)
-
-
-def _check_replies(
-    number: int,
-    row: FileRow,
-    due: PlannedRow,
-    run: RunDefinition,
-    engine: Engine,
-    environment: Environment,
-    lease_digest: Digest,
-) -> None:
-    """Checks the environment's reply after each turn, token by token. A reply that is not exact, or
-    that differs on the second try, accuses no one; nor does a row that ended by a limit that the
-    environment's tools have, which only another machine may have reached. An answer of the gateway
-    counts if its signature covers this call of this row; a call without an answer, or one that
-    ended by its limit, ends its row as `tool_limit`.
-
-    Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
-    """
-    tokens = row.output_tokens
-    spans = row.spans or (len(tokens),)
-    assert run.conversation is not None
-    answers = None
-    if run.conversation.gateway is not None:
-        signed = {answer.turn: answer for answer in row.gateway}
-        answers = Recorded(lease_digest, run.conversation.gateway.key, signed)
-    for turn in range(0, len(spans), 2):
-        said = tokens[: sum(spans[: turn + 1])]
-        if said[-1] not in engine.end_tokens:
-            continue  # the last turn, cut at the length limit
-
-        def reply(said: Sequence[int] = said, turn: int = turn) -> Reply:
-            return reply_to(
-                due, run, environment, engine.tokenizer, said, spans[: turn + 1], answers
-            )
-
-        try:
-            expected = reply()
-        except UntrustedError as error:
-            raise RulingError(
-                Reason.WRONG_OBSERVATION,
-                f"row {number} has an answer after turn {turn // 2} that its run's gateway did not "
-                "sign for this call",
-            ) from error
-        last = turn + 1 == len(spans)
-        found = () if last else tuple(tokens[len(said) :][: spans[turn + 1]])
-        words = expected.tokens
-        allowed = {(words, "end") if fits(run, said, words) else ((), "length" if words else "end")}
-        if expected.unanswered:
-            allowed = set()
-        if expected.unanswered or expected.near_limit:
-            allowed.add(((), "tool_limit"))
-        if found not in {words for words, _ in allowed}:
-            what = "leaves out" if not found else "makes up" if not expected.tokens else "changes"
-            detail = f"row {number} {what} what the environment says after turn {turn // 2}"
-            claims_limit = row.finish_reason == "tool_limit" and environment.tools_may_give_up
-            if not expected.exact or (last and claims_limit):
-                raise RulingError(Reason.WRONG_ROWS, f"{detail}, or its tools gave other answers")
-            environment.close()  # the second try has processes of its own
-            if reply() == expected:
-                raise RulingError(Reason.WRONG_OBSERVATION, detail)
-        elif last and ((), row.finish_reason) not in allowed:
-            raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
-    if answers is not None and not set(answers.answers) <= answers.asked:
-        raise RulingError(
-            Reason.WRONG_ROWS, f"row {number} has an answer of the gateway to no call"
-        )
 
 
 def check_proofs(rows: Sequence[FileRow], engine: Engine) -> None:
@@ -294,3 +302,93 @@ def check_rewards(
             )
         )
     return tuple(table)
+
+
+def _check_replies(case: Case) -> None:
+    check_replies(
+        case.file.rows, case.plan, case.run, case.engine, case.environment, case.lease_digest
+    )
+
+
+def _check_rewards(case: Case) -> None:
+    """Sets `case.table`."""
+    case.table = check_rewards(case.file.rows, case.plan, case.environment, case.engine)
+
+
+CHECKS = (
+    Check(
+        "read",
+        (Reason.MALFORMED, Reason.OVERSIZED, Reason.WRONG_SCHEMA, Reason.WRONG_LEASE),
+        _read,
+    ),
+    Check(
+        "submission",
+        (Reason.WRONG_SIZE_OR_DIGEST, Reason.WRONG_LEASE, Reason.WRONG_ROWS),
+        _check_submission,
+    ),
+    Check("class", (Reason.WRONG_CLASS, Reason.MALFORMED), _check_class),
+    Check("freshness", (Reason.POLICY_TOO_OLD,), _check_freshness),
+    Check("engine", (Reason.POLICY_MISSING,), _load_engine),
+    Check(
+        "rows",
+        (Reason.WRONG_ROWS, Reason.MALFORMED, Reason.WRONG_TARGETS, Reason.WRONG_PROMPTS),
+        _check_planned_rows,
+    ),
+    Check(
+        "proofs",
+        (Reason.MALFORMED, Reason.COPIED_ROWS, Reason.FORGED_PROOF),
+        lambda case: check_proofs(case.file.rows, case.engine),
+    ),
+    Check(
+        "improbable tokens",
+        (Reason.IMPROBABLE_TOKENS,),
+        lambda case: check_improbable_tokens(case.file.rows, case.engine),
+    ),
+    Check(
+        "replies",
+        (Reason.WRONG_OBSERVATION, Reason.WRONG_ROWS),
+        _check_replies,
+        last=lambda case: case.environment.tools_may_give_up,
+    ),
+    Check(
+        "rewards",
+        (Reason.TAMPERED_REWARD,),
+        _check_rewards,
+        last=lambda case: case.environment.may_give_up and not case.rewards_first,
+    ),
+    Check(
+        "replay",
+        (
+            Reason.MALFORMED,
+            Reason.UNCALIBRATED,
+            Reason.UNKNOWN_SETUP,
+            Reason.VALIDATOR_CRASHED,
+        ),
+        check_replay,
+    ),
+    Check(
+        "statistics",
+        (
+            Reason.WRONG_SAMPLING,
+            Reason.WRONG_ACTIVATIONS,
+            Reason.WRONG_SKETCH,
+            Reason.FORGED_PROOF,
+            Reason.EARLY_END,
+            Reason.TAMPERED_LOGPROBS,
+            Reason.IMPROBABLE_TOKENS,
+            Reason.WRONG_POLICY,
+        ),
+        check_statistics,
+    ),
+    Check(
+        "proof pass",
+        (Reason.WRONG_PROOF_PASS, Reason.TAMPERED_LOGPROBS, Reason.UNPROVEN_MISMATCH),
+        check_proof_pass,
+    ),
+)
+"""Every check of a file, cheapest first. docs/verification.md has the same table."""
+
+
+def ordered(case: Case) -> list[Check]:
+    """CHECKS, with those that are last in this case at the end."""
+    return sorted(CHECKS, key=lambda check: check.last(case))

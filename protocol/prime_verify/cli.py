@@ -97,6 +97,7 @@ def verify(
 ) -> None:
     """Judge a rollout file: every check that a pool's validator makes, on freshly drawn rows."""
     from prime_envs.registry import environment_for
+    from prime_verify.case import Case
     from prime_verify.engines import load_engine
     from prime_verify.setups import synthetic_lease
     from prime_verify.verify import verify_file
@@ -108,15 +109,17 @@ def verify(
     if len(data) > MAX_FILE_BYTES:
         raise MalformedError(f"{file} exceeds {MAX_FILE_BYTES} bytes")
     found = verify_file(
-        data,
-        leased.signed,
-        leased.lease_digest,
-        definition,
-        environment_for(definition),
-        OneEngine(load_engine(model, dtype=dtype, device=device)),
-        draw_secret=digest(secrets.token_bytes(32)),
-        submission_digest=leased.lease_digest,
-        draw_count=rows or None,
+        Case(
+            data,
+            leased.signed,
+            leased.lease_digest,
+            definition,
+            environment_for(definition),
+            OneEngine(load_engine(model, dtype=dtype, device=device)),
+            draw_secret=digest(secrets.token_bytes(32)),
+            submission_digest=leased.lease_digest,
+            draw_count=rows or None,
+        )
     )
     facts = {
         "outcome": found.outcome.name.lower(),

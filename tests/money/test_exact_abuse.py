@@ -20,7 +20,7 @@ from prime_core.verdict import VerdictTable
 from prime_orchestrator.api import classes
 from prime_orchestrator.api import validators as api
 from prime_orchestrator.store import jobs, schema
-from prime_verify.verify import Finding
+from prime_verify.finding import Finding
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify import build
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.finding import Finding
 from prime_verify.proofs.sampling_torch import gumbel
 from prime_verify.proofs.thresholds import Calibration, ProvenClass, load, shipped
 from prime_verify.rollout_file import write_rollout_file
-from prime_verify.verify import Finding
 
 SECOND, THIRD = key(70), key(71)
 

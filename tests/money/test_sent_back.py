@@ -26,9 +26,9 @@ from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_
 from prime_orchestrator.store import groups, jobs, meta, opinions, row_marks, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.judging import Validator
+from prime_verify.finding import Finding
 from prime_verify.repeats import marks
 from prime_verify.rollout_file import read_rollout_file
-from prime_verify.verify import Finding
 
 OTHER = sha256(b"another file")
 SECOND, THIRD = key(70), key(71)

@@ -33,7 +33,7 @@ from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder
-from prime_verify import verify
+from prime_verify import replay
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
 from prime_verify.proofs.thresholds import STATISTICS
@@ -156,7 +156,7 @@ def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_
     assert (row.status, row.reason) == ("rejected", Reason.TAMPERED_REWARD)
     assert panel.evidence(row).rows_drawn == ()
     with monkeypatch.context() as nothing_replayed:
-        nothing_replayed.setattr(verify, "_judge_replay", None)
+        nothing_replayed.setattr(replay, "Replayed", None)
         found = panel.audit(panel.slash(row))
     assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
 

@@ -10,16 +10,20 @@ import torch
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest, digest
 from prime_core.run import RunDefinition
+from prime_core.verdict import Reason
 from prime_engine.base import Engine, Generation
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for
 from prime_verify import build
 from prime_verify.build import PlannedRow
 from prime_verify.calibrate import HonestFile, synthetic_lease, synthetic_run
+from prime_verify.case import Case
+from prime_verify.checks import CHECKS
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import Calibration
 from prime_verify.rollout_file import FileRow, write_rollout_file
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
@@ -100,17 +104,30 @@ class World:
         run: RunDefinition | None = None,
         calibration: Calibration | None = None,
     ) -> Finding:
-        return verify_file(
-            file.data,
-            file.signed,
-            file.lease_digest,
-            run or self.run,
-            self.environment,
-            self.policies,
-            draw_secret=digest(secret.to_bytes(32, "big")),
-            submission_digest=file.lease_digest,
-            calibration=calibration,
+        found = verify_file(
+            Case(
+                file.data,
+                file.signed,
+                file.lease_digest,
+                run or self.run,
+                self.environment,
+                self.policies,
+                draw_secret=digest(secret.to_bytes(32, "big")),
+                submission_digest=file.lease_digest,
+                calibration=calibration,
+            )
         )
+        assert_its_check_gives_its_reason(found)
+        return found
+
+
+def assert_its_check_gives_its_reason(found: Finding) -> None:
+    """The finding's reason is one that CHECKS lists for the check that it names."""
+    if found.reason is Reason.NONE:
+        assert found.check == ""
+        return
+    (check,) = (check for check in CHECKS if check.name == found.check)
+    assert found.reason in (*check.reasons, Reason.OUT_OF_RESOURCES), found
 
 
 @pytest.fixture(scope="session", autouse=True)

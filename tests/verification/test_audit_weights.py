@@ -11,7 +11,7 @@ from prime_core.encoding import sha256
 from prime_core.task import SignedLease
 from prime_core.verdict import Evidence, Reason
 from prime_verify.audit_compare import compare_slash
-from prime_verify.verify import Finding
+from prime_verify.finding import Finding
 
 WEIGHTS = (Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING, Reason.WRONG_POLICY)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from prime_core.verdict import Reason
-from prime_verify.checks import RulingError, check_improbable_tokens
+from prime_verify.checks import check_improbable_tokens
+from prime_verify.finding import RulingError
 from prime_verify.proofs import sampling
 from prime_verify.proofs.tails import LEAST_CHANCE
 from prime_verify.proofs.thresholds import STATISTICS, Limits
@@ -33,7 +34,8 @@ def test_a_file_of_improbable_tokens_alone_is_stated_with_the_least_chance(obser
     engine: Any = SimpleNamespace(vocabulary=VOCABULARY)
     with pytest.raises(RulingError) as said:
         check_improbable_tokens(rows, engine)
-    assert (said.value.reason, said.value.chance) == (Reason.IMPROBABLE_TOKENS, LEAST_CHANCE)
+    found = said.value.finding
+    assert (found.reason, found.chance) == (Reason.IMPROBABLE_TOKENS, LEAST_CHANCE)
 
 
 @pytest.mark.parametrize("margin", [0.0, 2.0])

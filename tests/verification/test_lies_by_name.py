@@ -19,9 +19,11 @@ from prime_envs.registry import BUILT_IN, environment_for, environment_ref
 from prime_verify.calibrate import HonestFile
 from prime_verify.canaries.lies import LIES
 from prime_verify.canaries.scene import Scene, Text
+from prime_verify.case import Case
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.rollout_file import FileRow, read_rollout_file
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 LEASES = range(300, 400)
@@ -63,14 +65,16 @@ def _rows(data: bytes) -> list[FileRow]:
 
 def _verified(small: Any, scene: Scene, data: bytes) -> Finding:
     return verify_file(
-        data,
-        scene.signed,
-        scene.digest,
-        small.run,
-        small.environment,
-        small.policies,
-        draw_secret=digest(bytes(32)),
-        submission_digest=scene.digest,
+        Case(
+            data,
+            scene.signed,
+            scene.digest,
+            small.run,
+            small.environment,
+            small.policies,
+            draw_secret=digest(bytes(32)),
+            submission_digest=scene.digest,
+        )
     )
 
 

@@ -28,6 +28,7 @@ from resource import RLIMIT_AS, setrlimit
 from prime_core.ids import ZERO_DIGEST
 from prime_envs.registry import environment_for
 from prime_verify.setups import synthetic_lease, synthetic_run
+from prime_verify.case import Case
 from prime_verify.verify import verify_file
 
 class Policies:
@@ -42,10 +43,10 @@ setrlimit(RLIMIT_AS, (held + int(sys.argv[2]) * 1_000_000,) * 2)
 found = {}
 for path in sorted(Path(sys.argv[1]).glob("*.bin")):
     started = process_time()
-    finding = verify_file(
+    finding = verify_file(Case(
         path.read_bytes(), lease.signed, lease.lease_digest, run, environment, Policies(),
         draw_secret=ZERO_DIGEST, submission_digest=ZERO_DIGEST,
-    )
+    ))
     found[path.stem] = finding.reason.name, process_time() - started
 print(json.dumps(found))
 """

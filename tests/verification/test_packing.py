@@ -13,8 +13,10 @@ from prime_core.errors import MalformedError
 from prime_core.ids import Digest, digest
 from prime_core.verdict import Outcome
 from prime_engine.base import Engine
+from prime_verify.case import Case
+from prime_verify.finding import Finding
 from prime_verify.packing import Packing
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 
 def judged(world: Any, files: Sequence[Any]) -> tuple[list[Finding], Packing]:
@@ -24,14 +26,16 @@ def judged(world: Any, files: Sequence[Any]) -> tuple[list[Finding], Packing]:
     def judge(file: Any) -> Finding:
         try:
             return verify_file(
-                file.data,
-                file.signed,
-                file.lease_digest,
-                world.run,
-                world.environment,
-                packing.engines(),
-                draw_secret=digest(bytes(32)),
-                submission_digest=file.lease_digest,
+                Case(
+                    file.data,
+                    file.signed,
+                    file.lease_digest,
+                    world.run,
+                    world.environment,
+                    packing.engines(),
+                    draw_secret=digest(bytes(32)),
+                    submission_digest=file.lease_digest,
+                )
             )
         finally:
             packing.ended()

@@ -211,6 +211,7 @@ def test_a_lease_of_another_run_is_refused_loudly(world: Any) -> None:
 
 def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
     from prime_core.ids import digest
+    from prime_verify.case import Case
     from prime_verify.verify import verify_file
 
     file = world.honest(8)
@@ -228,11 +229,11 @@ def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
     )
 
     def judged(submission: Submission) -> Reason:
-        return verify_file(
+        return verify_file(Case(
             file.data, file.signed, file.lease_digest, world.run, world.environment,
             world.policies, draw_secret=digest(bytes(32)), submission_digest=digest(bytes(32)),
             submission=submission,
-        ).reason  # fmt: skip
+        )).reason  # fmt: skip
 
     assert judged(right) is Reason.NONE
     for change, reason in (

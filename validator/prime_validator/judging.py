@@ -47,10 +47,12 @@ from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draw, Draws
 from prime_validator.folder import Folder, Sealed
 from prime_validator.pool import Pool, Runs
+from prime_verify.case import Case
 from prime_verify.engines import EngineProvider
+from prime_verify.finding import Finding
 from prime_verify.packing import Packing
 from prime_verify.proofs.thresholds import Calibration, shipped
-from prime_verify.verify import Finding, verify_file
+from prime_verify.verify import verify_file
 
 log = logging.getLogger(__name__)
 
@@ -242,18 +244,20 @@ class Validator:
         try:
             run = self._runs.of_lease(promise)
             finding = verify_file(
-                data,
-                job.lease,
-                Digest(claim.lease_digest),
-                run,
-                self._runs.environment(run),
-                engines,
-                draw_secret=draw.secret,
-                submission_digest=digest,
-                submission=claim,
-                calibration=self._calibration,
-                draw_count=job.rows,
-                seen=partial(self._seen, digest),
+                Case(
+                    data,
+                    job.lease,
+                    Digest(claim.lease_digest),
+                    run,
+                    self._runs.environment(run),
+                    engines,
+                    draw_secret=draw.secret,
+                    submission_digest=digest,
+                    submission=claim,
+                    calibration=self._calibration,
+                    draw_count=job.rows,
+                    seen=partial(self._seen, digest),
+                )
             )
             if finding.outcome is Outcome.REJECTED:
                 self._keep_for_strangers(promise, data)

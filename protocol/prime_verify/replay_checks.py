@@ -1,0 +1,230 @@
+"""Checks of drawn rows, which are drawn after submission.
+
+    replay       the rows are replayed and measured                   → void if there are no limits
+    statistics   what was measured, against the limits of its set-up  → rejected
+    proof pass   in exact leases: the rows' proof passes, bit by bit  → rejected, or void
+
+The first one measures all that the other two judge, so that each of them states all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prime_core import seeds
+from prime_core.errors import MalformedError, UnavailableError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.verdict import Reason
+from prime_engine.base import Engine
+from prime_verify import repeats, replay
+from prime_verify.build import sketch_keys
+from prime_verify.case import Case, Measured
+from prime_verify.engines import EngineProvider
+from prime_verify.finding import Finding, RulingError
+from prime_verify.proofs import exact
+from prime_verify.proofs.thresholds import STATISTICS, Calibration, Limits, shipped
+from prime_verify.rollout_file import FileMetadata, RolloutFile
+
+EXPLAINED_BY_WEIGHTS = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING})
+"""Reasons that different weights alone could explain: small weight changes first flip single
+tokens."""
+
+
+def check_replay(case: Case) -> None:
+    """Draws rows and measures them; sets `case.measured`, and all of `case.finding` that the replay
+    finds. A file with a row that another file has is replayed completely.
+
+    Raises RulingError: MALFORMED; UNCALIBRATED; UNKNOWN_SETUP, VALIDATOR_CRASHED, OUT_OF_RESOURCES.
+    """
+    file, made, engine = case.file, case.file.metadata, case.engine
+    if case.seen is not None:
+        case.finding = replace(case.finding, repeated=repeats.repeated(file.rows, case.seen))
+    numbers = _drawn(case)
+    case.finding = replace(
+        case.finding,
+        detail=f"{len(numbers)} of {len(file.rows)} rows replayed",
+        rows_drawn=tuple(numbers),
+    )
+    calibration = _calibration(case)
+    setup = None if calibration is None else calibration.setup(made.engine, made.dtype, made.device)
+
+    def replayed(by: Engine) -> replay.Replayed:
+        same_dtype = by if setup is None else by.in_dtype(made.dtype)
+        return replay.Replayed(
+            by, case.run, case.lease_digest, numbers, case.plan, file.rows, same_dtype
+        )
+
+    with _failing("replay", numbers):
+        replays = replayed(engine)
+        found = tuple(replays.measure())
+        limits = None if setup is None else setup.limits(replays.reference())
+    statistics = replay.combine(found)
+    statistics["compute_share"] = _compute_share(file, numbers, engine)
+    case.finding = replace(
+        case.finding, statistics=statistics, row_statistics=found, setup=_named(made)
+    )
+    if calibration is None or limits is None:
+        raise _no_limits(case, calibration)
+    case.finding = replace(case.finding, thresholds=limits.named())
+    case.measured = Measured(found, limits, lambda by: replayed(by).measure())
+    with _failing("the proof pass", numbers):
+        proving = _of_class(engine, made)
+        if proving is None:
+            return
+        result, numeric = _compare_exactly(case, numbers, proving), proving.numeric_class()
+    case.finding = replace(case.finding, statistics=statistics | result.statistics())
+    case.measured = replace(
+        case.measured,
+        exact=result,
+        numeric_class=f"class {numeric.key}: {numeric.words}",
+        proven_to=calibration.proven_to(numeric.key),
+    )
+
+
+def check_statistics(case: Case) -> None:
+    """Compares what the replay measured with the limits.
+
+    Raises RulingError with the reason of replay.accuse, or WRONG_POLICY.
+    """
+    measured = case.measured
+    accusation = replay.accuse(measured.rows, measured.limits)
+    if accusation is None:
+        return
+    if accusation.reason in EXPLAINED_BY_WEIGHTS:
+        accusation = _explained_by_earlier(
+            accusation, case.signed.policy_version, case.engines, measured.measure, measured.limits
+        )
+    raise RulingError(accusation.reason, accusation.detail, accusation.chance, case.finding)
+
+
+def check_proof_pass(case: Case) -> None:
+    """Judges how the proof passes of the drawn rows differ from those of this machine.
+
+    Raises RulingError: WRONG_PROOF_PASS, TAMPERED_LOGPROBS, UNPROVEN_MISMATCH.
+    """
+    measured = case.measured
+    ruling = None if measured.exact is None else measured.exact.ruling(measured.proven_to)
+    if ruling is not None:
+        reason, detail = ruling
+        detail = f"{detail} ({measured.numeric_class})"
+        raise RulingError(reason, detail, measured=case.finding)
+
+
+@contextmanager
+def _failing(what: str, numbers: Sequence[int]) -> Iterator[None]:
+    """Rules on a replay that gives no numbers. Raises RulingError: MALFORMED, VALIDATOR_CRASHED,
+    OUT_OF_RESOURCES."""
+    try:
+        yield
+    except MalformedError as error:
+        drawn = Finding(Reason.NONE, "", rows_drawn=tuple(numbers))
+        raise RulingError(Reason.MALFORMED, str(error), measured=drawn) from error
+    except replay.NoNumbersError as error:
+        raise RulingError(Reason.VALIDATOR_CRASHED, str(error)) from error
+    except MemoryError as error:
+        raise RulingError(Reason.OUT_OF_RESOURCES, f"{what} ran out of memory: {error}") from error
+
+
+def _drawn(case: Case) -> list[int]:
+    """Numbers of the rows to replay: all of a file with a repeated row."""
+    rows = len(case.file.rows)
+    count = max(case.run.least_drawn(rows), case.draw_count or 0)
+    if case.finding.repeated:
+        count = rows
+    return seeds.drawn_rows(case.draw_secret, case.submission_digest, rows, count)
+
+
+def _calibration(case: Case) -> Calibration | None:
+    """The run's calibration, if it is available and applies to an engine like the validator's; else
+    None."""
+    chosen, engine = case.calibration or shipped(), case.engine
+    if case.run.calibration not in (ZERO_DIGEST, chosen.digest()):
+        return None
+    by_this_one = chosen.replayed_by(engine.name, engine.dtype, engine.device)
+    return chosen if by_this_one else None
+
+
+def _no_limits(case: Case, calibration: Calibration | None) -> RulingError:
+    """UNKNOWN_SETUP without a calibration, else UNCALIBRATED, with what was measured."""
+    made, engine, statistics = case.file.metadata, case.engine, case.finding.statistics
+    measured = ", ".join(f"{name} {statistics[name]:.3g}" for name in STATISTICS)
+    lacking = f"{made.engine}, {made.dtype} on {made.device}"
+    if calibration is None:
+        lacking = f"replays by {engine.name}, {engine.dtype} on {engine.device}"
+    return RulingError(
+        Reason.UNKNOWN_SETUP if calibration is None else Reason.UNCALIBRATED,
+        f"no calibration for {lacking}: measured only: {measured}",
+        measured=case.finding,
+    )
+
+
+def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) -> float:
+    """Compute of the replay divided by the compute of making the file: tokens through the model,
+    counted twice if another dtype's drift is measured too. Work per token is nearly equal in both
+    cases, although a prefill runs many times faster."""
+    tokens = [len(row.prompt_tokens) + len(row.output_tokens) for row in file.rows]
+    passes = 1 if file.metadata.dtype == engine.dtype else 2
+    return passes * sum(tokens[number] for number in numbers) / sum(tokens)
+
+
+def _named(made: FileMetadata) -> str:
+    """The set-up of a file, by which sums over files are compared. Log-probabilities of a proof
+    pass are closer to a replay than those of decoding, so files of exact classes are compared among
+    themselves."""
+    parts = (made.engine, made.dtype, made.device)
+    return " ".join(parts + (("exact",) if made.numeric_class else ()))
+
+
+def _of_class(engine: Engine, made: FileMetadata) -> Engine | None:
+    """The engine that repeats the file's proof pass; None if the file has none, or if this machine
+    is not of its class with this policy: then statistics alone judge it."""
+    if not made.numeric_class:
+        return None
+    try:
+        found = engine.in_dtype(made.dtype)
+        return found if found.numeric_class().digest() == made.numeric_class else None
+    except UnavailableError:
+        return None
+
+
+def _compare_exactly(case: Case, numbers: Sequence[int], engine: Engine) -> exact.ExactResult:
+    """Repeats the proof pass of the drawn rows. Raises MalformedError, replay.NoNumbersError."""
+    seed = seeds.lease_seed(case.lease_digest)
+    rows = [case.file.rows[number] for number in numbers]
+    own = []
+    for number, row in zip(numbers, rows, strict=True):
+        prompt, temperature = case.plan[number].prompt_tokens, case.run.temperature
+        parts = engine.proof_pass(prompt, row.output_tokens, temperature)
+        keys = sketch_keys(seed, row.group, row.sample, row.model_tokens)
+        own.append(exact.commit(parts, row.places, keys))
+    if not all(found.finite for found in own):
+        raise replay.NoNumbersError("the proof pass's own probabilities are not numbers")
+    return exact.compare(
+        numbers,
+        [len(row.output_tokens) for row in rows],
+        [row.digests for row in rows],
+        [row.logprobs[row.places] for row in rows],
+        own,
+    )
+
+
+def _explained_by_earlier(
+    accusation: replay.Accusation,
+    policy_version: int,
+    engines: EngineProvider,
+    measure: Callable[[Engine], Sequence[replay.RowStatistics]],
+    limits: Limits,
+) -> replay.Accusation:
+    """Changes the accusation to WRONG_POLICY, with the version, if an earlier policy replays the
+    rows without a finding."""
+    for version, engine in engines.earlier(policy_version):
+        try:
+            explained = replay.accuse(measure(engine), limits) is None
+        except (replay.NoNumbersError, MalformedError):
+            continue  # this policy explains nothing: the accusation stands
+        if explained:
+            detail = f"made with policy {version}; {accusation.detail}"
+            return replace(accusation, reason=Reason.WRONG_POLICY, detail=detail)
+    return accusation

@@ -1,0 +1,51 @@
+"""The list of checks: its table in docs/verification.md, its reasons, and its order."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_core.verdict import Reason
+from prime_verify.checks import CHECKS, ordered
+
+PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+GIVEN_ELSEWHERE = {Reason.NONE, Reason.UNAVAILABLE, Reason.LATE, Reason.UNROOTED}
+"""An accepted file's, and those that no look at the file gives."""
+FOR_ANY_CHECK = {Reason.OUT_OF_RESOURCES}
+
+
+def test_the_documented_table_is_the_list_of_checks() -> None:
+    table = PAGE.read_text().split("| check | what it compares | reasons | outcomes |\n", 1)[1]
+    rows = re.findall(r"^\| (.+?) \| .+ \| (.+?) \| (.+?) \|$", table.split("\n\n", 1)[0], re.M)
+    assert rows == [
+        (
+            check.name,
+            ", ".join(reason.name for reason in check.reasons),
+            ", ".join(outcome.name.lower() for outcome in check.outcomes),
+        )
+        for check in CHECKS
+    ]
+
+
+def test_names_are_different_and_every_reason_has_a_check() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    given = {reason for check in CHECKS for reason in check.reasons}
+    assert given == set(Reason) - GIVEN_ELSEWHERE - FOR_ANY_CHECK
+
+
+@pytest.mark.parametrize(
+    ("tools", "grader", "rewards_first"), list(product((False, True), repeat=3))
+)
+def test_only_what_has_a_time_limit_waits_for_the_replay(
+    tools: bool, grader: bool, rewards_first: bool
+) -> None:
+    environment = SimpleNamespace(tools_may_give_up=tools, may_give_up=grader)
+    case: Any = SimpleNamespace(environment=environment, rewards_first=rewards_first)
+    found = [check.name for check in ordered(case)]
+    late = ["replies"] * tools + ["rewards"] * (grader and not rewards_first)
+    assert found == [check.name for check in CHECKS if check.name not in late] + late
