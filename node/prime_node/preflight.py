@@ -50,6 +50,7 @@ class Preflight:
         return {
             "outcome": finding.outcome.name.lower(),
             "reason": finding.reason.name,
+            "check": finding.check,
             "detail": finding.detail,
             "chance": finding.chance,
             "lease": self.lease,

@@ -124,6 +124,7 @@ def verify(
     facts = {
         "outcome": found.outcome.name.lower(),
         "reason": found.reason.name.lower(),
+        "check": found.check,
         "detail": found.detail,
         "setup": found.setup,
         "rows_replayed": list(found.rows_drawn),
