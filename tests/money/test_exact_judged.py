@@ -559,7 +559,7 @@ def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_canno
 
 
 def test_a_dismissed_validator_holds_no_class(exact: ExactPool) -> None:
-    """It was live a moment ago, and the draws of this epoch name it."""
+    """It was live a moment ago; new draw lists do not name it."""
     mgr, policy = exact.panel.mgr, exact.panel.engines.digest(0)
     exact.announce(*exact.validators[:2])
     announced = ClassRequest(

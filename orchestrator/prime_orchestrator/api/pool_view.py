@@ -25,7 +25,6 @@ from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
     batches,
-    chain,
     exact_classes,
     groups,
     leases,
@@ -189,7 +188,6 @@ class PoolView:
             return frozenset()
         listed = self.backend.draws.named(self.backend.objects, self.draws)
         named = {signed.validator for signed in listed.commitments}
-        named &= chain.appointed(self.connection, self.backend.context.pool)
         sound = exact_classes.without_suspects(
             self.connection, {*self._classes.values()}, Digest(self.run.calibration)
         )
