@@ -137,7 +137,7 @@ class LocalTrainer(Trainer):
             chain_id=1, pool=0, manager=zero, contracts=SimpleNamespace(work=zero)
         )
         facts = PoolFacts(cast(Any, info), learner.run)
-        super().__init__(learner, facts, cast(Any, None), None, None, threading.Event())
+        super().__init__(learner, facts, cast(Any, None), None, threading.Event())
         self.rows = rows
         self.lines: list[dict[str, Any]] = []
 

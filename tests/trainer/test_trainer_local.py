@@ -34,6 +34,7 @@ from prime_orchestrator.cli.run import define
 from prime_trainer import local as local_module
 from prime_trainer.cli import app
 from prime_trainer.config import Settings, load
+from prime_trainer.learner import make_learner
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import describe_rows, read_lines
 from prime_trainer.observe import Observers, flat
@@ -160,7 +161,8 @@ def test_answers_that_are_all_rewarded_alike_end_the_run_in_one_sentence(
     """The model has random weights and never answers a word."""
     run = local_run(written(tmp_path / "in", penalty=0), model)
     out = tmp_path / "out"
-    local = Local(run, settings_for(out, model), Options(), world, Observers.none(), print)
+    learner = make_learner(run, settings_for(out, model), world)
+    local = Local(learner, Options(), Observers.none(), print)
     with pytest.raises(UserError, match=r"step 0: 40 groups of 4 .* in 40 of them all are"):
         local.batch()
     local.close()
@@ -172,9 +174,8 @@ def test_a_step_counts_the_tools_answers(tmp_path: Path, world: World) -> None:
     source.write_text(source.read_text() + tools)
     run = local_run(source, DEMO)
     assert run.conversation is not None
-    local = Local(
-        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
-    )
+    learner = make_learner(run, settings_for(tmp_path / "out"), world)
+    local = Local(learner, Options(), Observers.none(), lambda _: None)
     line = local.step()
     assert line["tool_calls"] == 0, "this model knows no tool"
     assert "tool_success" not in line
@@ -203,9 +204,8 @@ def test_a_mixture_s_reward_is_stated_for_each_part(tmp_path: Path, world: World
     mixed = source.read_text().replace('name = "reverse"', 'name = "mixture"')
     source.write_text(mixed.replace("\n[budgets]", f"{parts}\n[budgets]"))
     run = local_run(source, DEMO).model_copy(update={"groups_per_lease": 16})
-    local = Local(
-        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
-    )
+    learner = make_learner(run, settings_for(tmp_path / "out"), world)
+    local = Local(learner, Options(), Observers.none(), lambda _: None)
     batch, made = local.batch()
     assert made.figures(run.samples_per_group)["reward_by_environment"].keys() == {"short", "long"}
     line = describe_rows(batch.rollouts, 0, run.environment)
@@ -223,9 +223,8 @@ def test_groups_left_over_are_trained_while_they_are_fresh(tmp_path: Path, world
     """Three of five groups a lease are left over, and the next step takes two of them."""
     source = written(tmp_path / "in", more="max_staleness = 1")
     run = local_run(source, DEMO).model_copy(update={"groups_per_lease": 6})
-    local = Local(
-        run, settings_for(tmp_path / "out"), Options(), world, Observers.none(), lambda _: None
-    )
+    learner = make_learner(run, settings_for(tmp_path / "out"), world)
+    local = Local(learner, Options(), Observers.none(), lambda _: None)
     first, made = local.batch()
     assert made.groups == 6
     left = {group.key for group in local.waiting}

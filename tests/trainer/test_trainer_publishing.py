@@ -31,7 +31,7 @@ from prime_trainer.data import BadBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.parallel import World
-from prime_trainer.publish import Origin
+from prime_trainer.publish import Origin, Publishing
 from prime_trainer.run import new_origin, new_publisher, publish_by_hand
 from prime_trainer.train import Trainer
 
@@ -60,7 +60,9 @@ def trainer_of(
         )
         publisher = new_publisher(set_, facts, kit.TRAINER, client)
         with new_origin(set_, publisher.root, kit.TRAINER) as origin:
-            trainer = Trainer(learner, facts, client, publisher, origin, threading.Event())
+            trainer = Trainer(
+                learner, facts, client, Publishing(publisher, origin), threading.Event()
+            )
             try:
                 yield trainer, origin
             finally:

@@ -56,11 +56,11 @@ from prime_trainer.data import GroupKey, TrainingBatch
 from prime_trainer.disk import writing
 from prime_trainer.evaluate import ask, compared, pass_at_k, summary
 from prime_trainer.finished import curve
-from prime_trainer.learner import make_learner, train_step
+from prime_trainer.learner import Learner, make_learner, train_step
 from prime_trainer.loading import require_model_folder
 from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of, read_lines
 from prime_trainer.observe import Observers
-from prime_trainer.parallel import World, joined_world, published_state
+from prime_trainer.parallel import joined_world, published_state
 from prime_trainer.publish import export
 from prime_trainer.samples import SAMPLES, append_samples, sample_line, spread, tool_figures
 from prime_trainer.sampling import Answered
@@ -214,7 +214,8 @@ def run_local(
             raise UserError("a local run is one process", hint="start it without torchrun")
         torch.set_num_threads(threads)
         observers = stack.enter_context(Observers.of(settings, leads=True))
-        local = Local(run, settings, options, world, observers, say, answers)
+        learner = make_learner(run, settings, world)
+        local = Local(learner, options, observers, say, answers)
         stack.callback(local.close)
         return local.train(stop)
 
@@ -263,22 +264,20 @@ class Local:
 
     def __init__(
         self,
-        run: RunDefinition,
-        settings: Settings,
+        learner: Learner,
         options: Options,
-        world: World,
         observers: Observers,
         say: Callable[[str], None],
         answers: Answers | None = None,
     ) -> None:
-        self.run, self.settings, self.options = run, settings, options
+        run, settings = learner.run, learner.settings
+        self.run, self.learner, self.settings, self.options = run, learner, settings, options
+        self.world = learner.world
         self.observers, self.say = observers, say
         self.out: Path = settings.data
         self.base: Path = settings.need("model")
-        self.world = world
         self.answers = answers
         self.environment = environment_for(run)
-        self.learner = make_learner(run, settings, world)
         self.folder, self.version = self.base, 0
         self.waiting: list[Group] = []
         self.leases = 0

@@ -20,6 +20,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,9 +41,8 @@ from prime_core.errors import (
     UnavailableError,
     UserError,
 )
-from prime_core.ids import Digest
 from prime_core.messages import PolicyList, RelayAnnouncement
-from prime_core.signing import Domain, Signer
+from prime_core.signing import Signer
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_trainer import snapshot
 from prime_trainer.config import TRAINING_FILE, Settings
@@ -107,19 +107,17 @@ class Publisher:
     def __init__(
         self,
         root: Path,
-        *,
-        pool: int,
-        base_model: Digest,
+        facts: PoolFacts,
         signer: Signer,
-        domain: Domain,
         client: OrchestratorClient,
+        *,
         delta_from: int,
     ) -> None:
         self.root = root
-        self._pool = pool
-        self._base_model = base_model
+        self._pool = facts.info.pool
+        self._base_model = facts.run.base_model
         self._signer = signer
-        self._domain = domain
+        self._domain = facts.domain("pools")
         self._client = client
         self._delta_from = delta_from
 
@@ -286,6 +284,15 @@ def other_files(base: Path, training: str) -> dict[str, Path | bytes]:
     if training:
         found[TRAINING_FILE] = training.encode()
     return found
+
+
+@dataclass(frozen=True)
+class Publishing:
+    """What a trainer publishes with: `publisher` signs policies and submits them, `origin` serves
+    them."""
+
+    publisher: Publisher
+    origin: Origin
 
 
 def take_part(policy: Policy, world: World, base: Path, training: str) -> Part:

@@ -85,15 +85,8 @@ def new_publisher(
     """The publisher over `<data>/origin`."""
     from prime_trainer.publish import ORIGIN, Publisher
 
-    return Publisher(
-        settings.data / ORIGIN,
-        pool=facts.info.pool,
-        base_model=facts.run.base_model,
-        signer=signer,
-        domain=facts.domain("pools"),
-        client=client,
-        delta_from=settings.delta_from,
-    )
+    root = settings.data / ORIGIN
+    return Publisher(root, facts, signer, client, delta_from=settings.delta_from)
 
 
 def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
@@ -139,21 +132,22 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         from prime_trainer.learner import make_learner
         from prime_trainer.observe import Observers
         from prime_trainer.parallel import joined_world
-        from prime_trainer.publish import write_address
+        from prime_trainer.publish import Publishing, write_address
         from prime_trainer.train import Trainer
 
         world = stack.enter_context(joined_world())
         learner = make_learner(facts.run, settings, world)
-        publisher, origin = None, None
+        publishing = None
         if signer is not None:
             publisher = new_publisher(settings, facts, signer, client)
             origin = new_origin(settings, publisher.root, signer)
             stack.enter_context(origin)
             write_address(settings.data, origin.url)
             print(f"origin: {origin.url}", flush=True)
+            publishing = Publishing(publisher, origin)
         observers = stack.enter_context(Observers.of(settings, world.leads))
-        Trainer(learner, facts, client, publisher, origin, stop, observers).run()
-        if settings.linger and origin is not None and not stop.is_set():
+        Trainer(learner, facts, client, publishing, stop, observers).run()
+        if settings.linger and publishing is not None and not stop.is_set():
             log.info("every wished batch is trained; serving policies until stopped")
             stop.wait()
 

@@ -64,7 +64,7 @@ from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of
 from prime_trainer.observe import Observers
-from prime_trainer.publish import Origin, Publisher, publish_state, take_part
+from prime_trainer.publish import Publisher, Publishing, publish_state, take_part
 from prime_trainer.samples import append_samples, sample_line, spread, tool_figures
 
 log = logging.getLogger(__name__)
@@ -75,20 +75,20 @@ SAMPLES = 8
 
 
 class Trainer:
-    """One trainer process of a run: the loop and its external dependencies."""
+    """One trainer process of a run: the loop and its external dependencies. `publishing`: of the
+    leading rank only."""
 
     def __init__(
         self,
         learner: Learner,
         facts: PoolFacts,
         client: OrchestratorClient,
-        publisher: Publisher | None,
-        origin: Origin | None,
+        publishing: Publishing | None,
         stop: threading.Event,
         observers: Observers | None = None,
     ) -> None:
         self.learner, self.facts, self.client = learner, facts, client
-        self.publisher, self.origin, self.stop = publisher, origin, stop
+        self.publishing, self.stop = publishing, stop
         self.world, self.data = learner.world, learner.settings.data
         self.metrics = MetricsFile(self.data / "metrics.jsonl")
         self.observers = observers or Observers.none()
@@ -147,6 +147,11 @@ class Trainer:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
         return state
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """The leading rank's publisher."""
+        return None if self.publishing is None else self.publishing.publisher
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -381,7 +386,7 @@ class Trainer:
     def publish(self, part: Part | None, state: TrainerState, watch: Stopwatch) -> None:
         """Publishes the ranks' parts as version `state.version`, with the configuration that made
         them; version 0 is the unmodified base model, which has no parts."""
-        if self.world.leads and self.publisher is None:
+        if self.world.leads and self.publishing is None:
             return
         version = state.version
         with watch.timed("publish"):
@@ -389,9 +394,9 @@ class Trainer:
                 self.publisher, part, self.facts, self.learner.settings, self.world, version,
                 state.training, self.retry,
             )  # fmt: skip
-            if self.origin is not None:
-                self.origin.announce()
-                self.origin.wait_taken(version)
+            if self.publishing is not None:
+                self.publishing.origin.announce()
+                self.publishing.origin.wait_taken(version)
         if self.world.leads:
             log.info("policy %d is published", version)
 
