@@ -55,9 +55,12 @@ class FileRows:
         self._measured: list[replay.RowStatistics] = []
         try:
             self._replayed = replay.Replayed(
-                engine, bench.run, file.lease_digest, range(len(self._rows)), self._plan,
-                self._rows, engine.in_dtype(self._dtype),
-            )  # fmt: skip
+                engine,
+                bench.run,
+                replay.ClaimedRows(file.lease_digest, self._plan, self._rows),
+                range(len(self._rows)),
+                engine.in_dtype(self._dtype),
+            )
             self._measured = self._replayed.measure()
             self._reference = self._replayed.reference()
         except MalformedError:

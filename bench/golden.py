@@ -164,14 +164,17 @@ def _lies(plan: list[PlannedRow], rows: list[FileRow], of: Limits) -> dict[str, 
     for name, change in changes.items():
         lying = [*rows[:8], replace(rows[8], **change), *rows[9:]]
         every = range(len(rows))
-        replayed = replay.Replayed(own, synthetic_run(256), LEASE, every, plan, lying, own)
+        replayed = replay.Replayed(
+            own, synthetic_run(256), replay.ClaimedRows(LEASE, plan, lying), every, own
+        )
         row = replayed.measure()[8]
         sound = replace(row, values={**row.values, "margin_max": 0.0, "margin_mean": 0.0})
         sound = replace(sound, values={**sound.values, "twin_margin": 0.0})
         for of_what, judged in (("", row), (" sound", sound)):
             accusation = replay.accuse([judged], of)
             found[name + of_what] = "" if accusation is None else accusation.reason.name
-    early = replay.Replayed(own, synthetic_run(256), LEASE, range(2), plan, rows, own).measure()[1]
+    claimed = replay.ClaimedRows(LEASE, plan, rows)
+    early = replay.Replayed(own, synthetic_run(256), claimed, range(2), own).measure()[1]
     for margin in (0.0, 9.0):
         ended = replace(early, inner_margin=margin)
         ended = replace(ended, values={**ended.values, "margin_max": 9.0})
@@ -199,9 +202,8 @@ def values() -> Values:
     sketches = sketch.build(windows, [bytes([w]) * 32 for w in range(len(windows))])
     plan, rows = _file()
     own, same_dtype = (cast(Engine, Recorded(name, n)) for name, n in (("own", 7), ("twin", 11)))
-    replayed = replay.Replayed(
-        own, synthetic_run(256), LEASE, range(len(rows)), plan, rows, same_dtype
-    )
+    claimed, every = replay.ClaimedRows(LEASE, plan, rows), range(len(rows))
+    replayed = replay.Replayed(own, synthetic_run(256), claimed, every, same_dtype)
     measured, reference = replayed.measure(), replayed.reference()
     by_window = [replayed.by_window(i) for i in range(len(rows))]
     accusations = {}
@@ -211,7 +213,7 @@ def values() -> Values:
             found = replay.accuse(judged, of)
             accusations[f"{scope} {share}"] = "" if found is None else found.reason.name
     seen, expected = sampling.improbable_tokens(rows[8].logprobs, VOCABULARY)
-    single = replay.Replayed(own, synthetic_run(256), LEASE, range(len(rows)), plan, rows, own)
+    single = replay.Replayed(own, synthetic_run(256), claimed, every, own)
     return {
         "noise_bits": _hex(bits.astype("<u4").tobytes()),
         "noise": [round(float(g), 4) for g in sampling.gumbel([1, -7], [0, 300], 5).ravel()],

@@ -112,13 +112,12 @@ def replay_rows(
     reference drift of each set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
     file = read_rollout_file(honest.data)
     plan = plan_rows(honest.signed.lease, honest.lease_digest, run, environment, verifier.tokenizer)
+    claimed = replay.ClaimedRows(honest.lease_digest, plan, file.rows)
     found, references = [], []
     for start in range(0, len(file.rows), FILE_ROWS):
         numbers = range(start, start + FILE_ROWS)
         same_dtype = verifier.in_dtype(file.metadata.dtype)
-        replays = replay.Replayed(
-            verifier, run, honest.lease_digest, numbers, plan, file.rows, same_dtype
-        )
+        replays = replay.Replayed(verifier, run, claimed, numbers, same_dtype)
         found += replays.measure()
         references.append(replays.reference())
     return found, references

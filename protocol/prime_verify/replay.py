@@ -100,12 +100,21 @@ class _Side:
     sketches: Sequence[NDArray[np.uint16]]
 
 
+@dataclass(frozen=True)
+class ClaimedRows:
+    """All rows of a file: as its lease plans them, and as the file claims them."""
+
+    lease_digest: Digest
+    plan: Sequence[PlannedRow]
+    rows: Sequence[FileRow]
+
+
 class Replayed:
     """The rows `numbers` of a file, replayed by `engine` and by `same_dtype`: the same policy in
     the file's own dtype (`engine` itself if the dtypes are equal, or if it cannot compute in that
     dtype).
 
-    `rows` have passed the structural checks: prompts as planned, decodable proofs. Raises
+    The rows have passed the structural checks: prompts as planned, decodable proofs. Raises
     MalformedError if a row does not fit the model, and NoNumbersError.
     """
 
@@ -113,16 +122,15 @@ class Replayed:
         self,
         engine: Engine,
         run: RunDefinition,
-        lease_digest: Digest,
+        claimed: ClaimedRows,
         numbers: Sequence[int],
-        plan: Sequence[PlannedRow],
-        rows: Sequence[FileRow],
         same_dtype: Engine,
     ) -> None:
+        plan, rows = claimed.plan, claimed.rows
         self._numbers = numbers
         self._temperature = run.temperature
         self._rows = [rows[i] for i in numbers]
-        seed = seeds.lease_seed(lease_digest)
+        seed = seeds.lease_seed(claimed.lease_digest)
         self._keys = [
             sketch_keys(seed, row.group, row.sample, row.model_tokens) for row in self._rows
         ]

@@ -52,9 +52,8 @@ def check_replay(case: Case) -> None:
 
     def replayed(by: Engine) -> replay.Replayed:
         same_dtype = by if setup is None else by.in_dtype(made.dtype)
-        return replay.Replayed(
-            by, case.run, case.lease_digest, numbers, case.plan, file.rows, same_dtype
-        )
+        claimed = replay.ClaimedRows(case.lease_digest, case.plan, file.rows)
+        return replay.Replayed(by, case.run, claimed, numbers, same_dtype)
 
     with _failing("replay", numbers):
         replays = replayed(engine)
