@@ -47,7 +47,7 @@ from prime_orchestrator.store.engine import Store
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Setup, Validator
+from prime_validator.judging import Sessions, Setup, Validator
 from prime_validator.pool import Pool, Runs
 from prime_verify.engines import EngineProvider
 from prime_verify.proofs.thresholds import Calibration, shipped
@@ -283,8 +283,7 @@ def arm(
     context = backend.context
     trust = Trust(backend.trainer, context.domain(PolicyStatement), context.pool)
     made.validator = Validator(
-        made.api,
-        made.api,
+        Sessions(made.api, made.api),
         made.folder,
         pool_of(backend),
         made.signer,

@@ -78,8 +78,8 @@ class _LaterError(_AbstainError):
 @dataclass(frozen=True)
 class Setup:
     """What an opinion is formed with: engines that replay rows, the runs and policies of leases,
-    the draws of rows, the limits (None: the shipped ones), and this program's version, which is
-    part of the law."""
+    the draws of rows, this program's version, which is part of the law, and the limits (None: the
+    shipped ones). `hold` keeps the bytes that an opinion accuses with, before it is signed."""
 
     engines: EngineProvider
     runs: Runs
@@ -87,27 +87,32 @@ class Setup:
     draws: Draws
     version: str
     calibration: Calibration | None = None
+    hold: Callable[[bytes], None] = lambda data: None
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """A validator's sessions: `keeping` extends claims while `judging` is busy."""
+
+    judging: ValidatorApi
+    keeping: ValidatorApi
 
 
 class Validator:
-    """One validator process. `keeping` is a second session that extends claims while the first is
-    busy."""
+    """One validator process."""
 
     def __init__(
         self,
-        api: ValidatorApi,
-        keeping: ValidatorApi,
+        sessions: Sessions,
         folder: Folder,
         pool: Pool,
         signer: Signer,
         setup: Setup,
         *,
         now: Callable[[], float],
-        hold: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`hold` keeps the bytes that an opinion accuses with, before it is signed."""
-        self._api = api
-        self._keeping = keeping
+        self._api = sessions.judging
+        self._keeping = sessions.keeping
         self._folder = folder
         self._pool = pool
         self._signer = signer
@@ -118,7 +123,7 @@ class Validator:
         self._version = setup.version
         self._calibration = setup.calibration
         self._now = now
-        self._hold = hold or (lambda data: None)
+        self._hold = setup.hold
 
     def judge_some(self, most: int = 1) -> list[Digest]:
         """Submits the opinions that are due, then claims and judges up to `most` files of one

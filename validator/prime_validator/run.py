@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Setup, Validator
+from prime_validator.judging import Sessions, Setup, Validator
 from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
 from prime_validator.settings import Settings
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
@@ -115,16 +116,11 @@ def run(settings: Settings) -> None:
                 HttpSource(session().client),
                 max_bytes=int(settings.mirror_gb * 10**9),
             )
-        validator = Validator(
-            api,
-            session(),
-            folder,
-            pool,
-            signer,
-            Setup(engines, runs, policies, draws, version(), calibration),
-            now=time.time,
-            hold=mirror.hold if mirror else None,
-        )
+        setup = Setup(engines, runs, policies, draws, version(), calibration)
+        if mirror is not None:
+            setup = replace(setup, hold=mirror.hold)
+        sessions = Sessions(judging=api, keeping=session())
+        validator = Validator(sessions, folder, pool, signer, setup, now=time.time)
         threads = Background(stop)
         stack.callback(threads.join)
         threads.start("draws", draws.prepare, DRAW_SECONDS)
