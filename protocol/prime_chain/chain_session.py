@@ -115,8 +115,8 @@ class ChainSession:
     mode: Mode
     signer: LocalSigner | None = None
     sender: Sender | None = None
-    calls: list[Call] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list, init=False)
+    hashes: list[str] = field(default_factory=list, init=False)
 
     @property
     def client(self) -> ChainClient:

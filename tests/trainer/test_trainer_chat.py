@@ -16,7 +16,7 @@ from prime_engine.tiny import write_tiny_model
 from prime_envs.chat import TEMPLATE_FILE
 from prime_trainer import talk as talk_module
 from prime_trainer.cli import app
-from prime_trainer.talk import Talk, start
+from prime_trainer.talk import Answering, Talk, start
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 
@@ -51,7 +51,7 @@ def test_a_question_is_asked_in_the_words_of_the_run(folder: Path) -> None:
     chat = Chat(
         template=encoding.sha256(TEMPLATE.encode()), system="be kind", budget="about {tokens}"
     )
-    talk = Talk(engine, chat, budget=20)  # type: ignore[arg-type]
+    talk = Talk(engine, chat, Answering(budget=20))  # type: ignore[arg-type]
     assert list(talk.ask("how are you")) == [("answer", "fine")]
     assert list(talk.ask("and now")) == [("answer", "still fine")]
     assert engine.prompts == [

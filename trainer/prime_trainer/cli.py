@@ -296,12 +296,12 @@ def chat(
     """Talk to a policy: one question a line from the terminal or standard input."""
     from prime_core.printing import printable
     from prime_envs.samples import styled
-    from prime_trainer.talk import answers, start
+    from prime_trainer.talk import Answering, answers, start
 
     folder, definition = _policy(model, run)
     talk = start(
         folder, definition, {"engine": engine, "dtype": dtype, "device": device},
-        system=system, budget=budget, max_tokens=max_tokens, temperature=temperature, seed=seed,
+        Answering(budget, max_tokens, temperature, seed), system,
     )  # fmt: skip
     try:
         for turns in answers(talk, _questions() if once is None else [once]):

@@ -78,24 +78,28 @@ def policy_in(place: Path) -> tuple[Path, Path | None]:
     return found, run if run.is_file() else None
 
 
-@dataclass
-class Talk:
-    """One conversation with a policy.
+@dataclass(frozen=True)
+class Answering:
+    """How answers are sampled. `budget`: the target length in tokens that the prompt asks for; None
+    leaves the sentence out. `max_tokens` bounds one answer. `seed` None: another one each time."""
 
-    `budget`: the target length in tokens that the prompt asks for; None leaves the sentence out.
-    `max_tokens` bounds one answer. `conversation`: whose tools answer the model's calls;
-    `index`: what tools.load_tools returned for it.
-    """
-
-    engine: Engine
-    chat: Chat
     budget: int | None = None
     max_tokens: int = 512
     temperature: float = 1.0
     seed: int | None = None
+
+
+@dataclass
+class Talk:
+    """One conversation with a policy. `conversation`: whose tools answer the model's calls;
+    `index`: what tools.load_tools returned for it."""
+
+    engine: Engine
+    chat: Chat
+    how: Answering = Answering()
     conversation: Conversation | None = None
     index: SearchIndex | None = None
-    _messages: list[dict[str, str]] = field(default_factory=list)
+    _messages: list[dict[str, str]] = field(default_factory=list, init=False)
 
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
         """Yields the turns that answer a question: the model's, and between them the tools'.
@@ -104,9 +108,9 @@ class Talk:
             self._messages.append({"role": "user", "content": question})
         else:
             chat = self.chat
-            if self.budget is None:
+            if self.how.budget is None:
                 chat = chat.model_copy(update={"budget": ""})
-            self._messages = messages_of(chat, question, self.budget or 0)
+            self._messages = messages_of(chat, question, self.how.budget or 0)
         turns: list[str] = []
         most = 1 if self.conversation is None else self.conversation.turns
         while True:
@@ -123,13 +127,13 @@ class Talk:
 
     def _generate(self) -> str:
         tokenizer = self.engine.tokenizer
-        seed = secrets.randbits(62) if self.seed is None else self.seed
+        seed = secrets.randbits(62) if self.how.seed is None else self.how.seed
         request = GenerationRequest(
             prompt_tokens=rendered(tokenizer, self._messages),
-            max_output_tokens=self.max_tokens,
+            max_output_tokens=self.how.max_tokens,
             noise_seed=seed,
         )
-        (made,) = self.engine.generate([request], self.temperature, Discard())
+        (made,) = self.engine.generate([request], self.how.temperature, Discard())
         return decode_output(tokenizer, made.output_tokens)
 
 
@@ -140,9 +144,15 @@ def answers(talk: Talk, questions: Iterable[str]) -> Iterator[list[tuple[SpanKin
             yield list(talk.ask(question.strip()))
 
 
-def start(folder: Path, run: RunDefinition | None, loading: dict[str, Any], **how: Any) -> Talk:
-    """Loads the policy in `folder` for a conversation. `loading`: engine, dtype, device; `how`:
-    fields of Talk, and `system`. Raises UserError, UnavailableError."""
+def start(
+    folder: Path,
+    run: RunDefinition | None,
+    loading: dict[str, Any],
+    how: Answering = Answering(),
+    system: str | None = None,
+) -> Talk:
+    """Loads the policy in `folder` for a conversation. `loading`: engine, dtype, device; `system`
+    as in `chat_of`. Raises UserError, UnavailableError."""
     from prime_trainer.loading import require_model_folder
     from prime_verify.engines import load_engine
 
@@ -150,5 +160,5 @@ def start(folder: Path, run: RunDefinition | None, loading: dict[str, Any], **ho
     conversation = None if run is None else run.conversation
     index = None if conversation is None else tools.load_tools(conversation)
     engine = load_engine(folder, **loading)
-    chat = chat_of(run, engine, how.pop("system", None))
-    return Talk(engine, chat, conversation=conversation, index=index, **how)
+    chat = chat_of(run, engine, system)
+    return Talk(engine, chat, how, conversation, index)

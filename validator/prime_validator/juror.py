@@ -122,11 +122,11 @@ class Juror:
     folder: Folder
     replays: Replays
     random: Callable[[int], bytes]
-    _open: dict[Digest, Digest] = field(default_factory=dict)
+    _open: dict[Digest, Digest] = field(default_factory=dict, init=False)
     """Submission → verification class of the cases that are not over."""
-    _next: int = -1
-    _again_at: dict[Digest, int] = field(default_factory=dict)
-    _running: dict[Digest, _Replay] = field(default_factory=dict)
+    _next: int = field(default=-1, init=False)
+    _again_at: dict[Digest, int] = field(default_factory=dict, init=False)
+    _running: dict[Digest, _Replay] = field(default_factory=dict, init=False)
 
     @property
     def account(self) -> Address:
