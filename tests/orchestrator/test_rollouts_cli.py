@@ -279,7 +279,7 @@ def test_what_cannot_be_shown_is_one_sentence(
         return str(caught.value)
 
     assert "no rollout file of this pool" in refused(NotFoundError, "show", "00000000")
-    assert "no id" in refused(UserError, "show", "xyz")
+    assert "is not an id" in refused(UserError, "show", "xyz")
     assert "no row 4" in refused(UserError, "show", name, "--row", "4")
     assert "is not a time" in refused(UserError, "list", "--since", "yesterday")
     assert "none of submitted" in refused(UserError, "list", "--verdict", "good")
