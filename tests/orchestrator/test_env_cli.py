@@ -144,13 +144,13 @@ def test_digests_are_found_by_how_they_begin(queue: Path) -> None:
     with pytest.raises(FatalError, match="other bytes"):
         box.submit(b"other", record(3))
     (box._records / "broken.json").write_text("{")
-    with pytest.raises(FatalError, match="no record"):
+    with pytest.raises(FatalError, match="is not a record"):
         box.records()
 
 
 @pytest.mark.parametrize("name", ["Big", "a b", "1st", "über"])
 def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="no name"):
+    with pytest.raises(UserError, match="is not a name"):
         env("new", tmp_path / name)
 
 
