@@ -224,7 +224,7 @@ class HeartbeatLoop:
             )
             self._directive = answer.directive
         self._member |= answer.directive == "work"
-        self._broker.set_working(answer.directive == "work")
+        self._broker.set_working(answer.directive == "work", evaluates=answer.evaluates)
         if answer.directive == "stop":
             if answer.another_machine:
                 raise PolicyError(answer.reason)

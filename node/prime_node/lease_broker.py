@@ -155,6 +155,7 @@ class LeaseBroker:
         self._open = open_lease
         self._gate = open_lease.changed
         self._working = False
+        self._evaluates = False
         self._closed = False
         self._sent = False
         """Whether the worker began to send a file for the open lease."""
@@ -170,10 +171,11 @@ class LeaseBroker:
 
     # -- called by the agent --------------------------------------------------------------------
 
-    def set_working(self, working: bool) -> None:
-        """Starts or stops giving out new leases (the heartbeat's directive)."""
+    def set_working(self, working: bool, *, evaluates: bool = False) -> None:
+        """Starts or stops giving out new leases (the heartbeat's directive). `evaluates`: an
+        evaluation goes on, so that leases may be of it."""
         with self._gate:
-            self._working = working
+            self._working, self._evaluates = working, evaluates
             self._gate.notify_all()
 
     def close(self) -> None:
@@ -262,7 +264,7 @@ class LeaseBroker:
             with self._api_lock:
                 if self._open.signed is None and (why := self._unpaid()):
                     return LeaseOffer(lease=None, retry_after_ms=5000, reason=why[:512])
-                answer = self._api.lease(newest, self._revisions.taken())
+                answer = self._api.lease(newest, self._revisions.taken(), evaluates=self._evaluates)
         except PrimeError as error:
             log.warning("no lease: %s", error)
             return LeaseOffer(lease=None, retry_after_ms=5000, reason=str(error)[:512])
@@ -310,6 +312,8 @@ class LeaseBroker:
                 f"the lease's policy {signed.policy_version} is too old for batch {lease.step}: "
                 "its file would be void"
             )
+        if (signed.heldout or 0) >= max(1, self._run.environment.heldout_size):
+            return f"the lease asks held-out problem {signed.heldout}, which the run does not have"
         if lease.deadline <= self._now():
             return "the open lease has run out; it expires by itself"
         if lease.deadline > self._now() + self._run.lease_seconds + CLOCK_SECONDS:

@@ -63,7 +63,7 @@ _TOKENIZER_FILES = frozenset(
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     }
 )  # fmt: skip
-GroupState = Literal["trained", "waiting", "dropped"]
+GroupState = Literal["trained", "waiting", "dropped", "held out"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ def _group_facts(
 ) -> GroupFacts:
     step = next_step if group.batch_step is None else group.batch_step
     state: GroupState = "dropped"
-    if group.batch_step is not None:
+    if group.batch_step == groups.HELD_OUT:
+        state, step, why = "held out", group.policy_version, "an evaluation's problem"
+    elif group.batch_step is not None:
         state, why = "trained", ""
     elif not group.informative:
         why = "equal rewards: every advantage is zero"
@@ -179,7 +181,7 @@ def _group_facts(
         rows=group.rows,
         reward=group.reward_micro_sum / group.rows / MICRO,
         state=state,
-        batch=group.batch_step,
+        batch=group.batch_step if state == "trained" else None,
         staleness=step - group.policy_version,
         why=why,
     )
@@ -306,7 +308,9 @@ def grades(
     """Grades the samples again; None where the prompt differs from the one the lease prescribes."""
     plan: dict[tuple[int, int], PlannedRow] = {
         (one.group, one.sample): one
-        for one in plan_rows(lease.lease, row.lease_digest, run, environment, tokenizer)
+        for one in plan_rows(
+            lease.lease, row.lease_digest, run, environment, tokenizer, lease.opening
+        )
     }
     result: list[Grade | None] = []
     for one in found:
@@ -400,7 +404,8 @@ def export(
     went: Callable[[int], None] = lambda _files: None,
 ) -> Exported:
     """Writes the rows of all `wanted` files to the Parquet file `out`, which appears once it is
-    complete. Reads one view of the store, one file at a time.
+    complete. Reads one view of the store, one file at a time. Accepted files of evaluations are
+    left out: their problems are held out.
 
     Args: `begins` is called with the number of files, `went` after each. Raises UserError if `out`
     exists or cannot be written; NotFoundError, UntrustedError or MalformedError if an accepted file
@@ -445,6 +450,9 @@ def _write(
 
     for page in files.every(connection, wanted, _AT_ONCE):
         for row, known in zip(page, facts(connection, page), strict=True):
+            if any(group.state == "held out" for group in known.groups):
+                went(1)
+                continue
             try:
                 batch = _record_batch(connection, objects, row, known, tokenizer)
             except FileError as error:

@@ -86,10 +86,12 @@ class Asker:
 
 @dataclass(frozen=True)
 class Grant:
-    """Make a lease for batch `step` with policy `policy_version`."""
+    """Make a lease for batch `step` with policy `policy_version`. `heldout`: first held-out problem
+    of an evaluation lease (api/evaluating.py)."""
 
     step: int
     policy_version: int
+    heldout: int | None = None
 
 
 @dataclass(frozen=True)

@@ -124,15 +124,33 @@ class SaltOpening(Strict):
     """Digest of the exact class in which the file must be proved (prime_engine.exact). None: the
     file is judged by statistics alone."""
 
+    heldout: int | None = Field(
+        default=None, ge=0, lt=1 << 32, exclude_if=lambda value: value is None
+    )
+    """First held-out problem of an evaluation lease, from 0: its groups ask this problem and those
+    that follow. Its file is judged and paid like any other and never trained on. None: the lease
+    asks problems to train on."""
+
     def salt(self) -> Digest:
         """keccak256("prime/salt/v1" ‖ random ‖ draws ‖ problems, if any), or with a class
-        keccak256("prime/salt/v2" ‖ random ‖ draws ‖ problems or zero ‖ class)."""
-        parts = [self.random, self.draws] + ([self.problems] if self.problems else [])
-        label = b"prime/salt/v1"
-        if self.numeric_class is not None:
+        keccak256("prime/salt/v2" ‖ random ‖ draws ‖ problems or zero ‖ class), or for evaluation
+        keccak256("prime/salt/v3" ‖ random ‖ draws ‖ class or zero ‖ heldout as uint32)."""
+        if self.heldout is not None:
+            parts = [self.random, self.draws, self.numeric_class or ZERO_DIGEST]
+            label, last = b"prime/salt/v3", self.heldout.to_bytes(4, "big")
+        elif self.numeric_class is not None:
             parts = [self.random, self.draws, self.problems or ZERO_DIGEST, self.numeric_class]
-            label = b"prime/salt/v2"
-        return encoding.keccak256(label + b"".join(to_bytes(part) for part in parts))
+            label, last = b"prime/salt/v2", b""
+        else:
+            parts = [self.random, self.draws] + ([self.problems] if self.problems else [])
+            label, last = b"prime/salt/v1", b""
+        return encoding.keccak256(label + b"".join(to_bytes(part) for part in parts) + last)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.heldout is not None and self.problems is not None:
+            raise ValueError("a lease asks held-out problems or the problems of another, not both")
+        return self
 
 
 def reveal_at(epoch: int, *, epoch_seconds: int, lease_seconds: int) -> int:

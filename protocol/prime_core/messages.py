@@ -292,6 +292,9 @@ class HeartbeatAnswer(Answer):
     """The newest run definition, announced or in force, so that the node can prepare for it."""
     another_machine: bool = False
     """Another agent works with this key: this one must stop (`directive`, `reason`)."""
+    evaluates: bool = False
+    """An evaluation of a policy goes on: a node that knows evaluation leases (SaltOpening.heldout)
+    asks at /v1/leases/evaluation, where it may get one."""
 
 
 class LeaseRequest(Strict):

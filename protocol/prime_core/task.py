@@ -89,9 +89,10 @@ class SignedLease(Strict):
     """What the salt commits to. None where slashing is impossible (calibration); a node refuses
     such a lease, and validators do not judge its file."""
 
-    def problems(self) -> Digest | None:
-        """The seed for the lease's problems, if it differs from the lease's own seed; else None."""
-        return self.opening.problems if self.opening is not None else None
+    @property
+    def heldout(self) -> int | None:
+        """First held-out problem of an evaluation lease (SaltOpening.heldout); else None."""
+        return self.opening.heldout if self.opening is not None else None
 
     def numeric_class(self) -> Digest | None:
         """The exact class in which the file must be proved; None if statistics alone judge it."""

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from prime_core import seeds
-from prime_core.errors import UnavailableError
+from prime_core.draws import SaltOpening
+from prime_core.errors import PolicyError, UnavailableError
 from prime_core.gateway import Answers, GatewayAnswer, GatewayCall, tokens_digest
 from prime_core.ids import Digest
 from prime_core.proof_form import PROOF_WINDOW, FinishReason
@@ -47,19 +48,35 @@ class PlannedRow:
     noise_seed: int
 
 
+def problem_indices(seed: Digest, run: RunDefinition, opening: SaltOpening | None) -> list[int]:
+    """Returns the environment's index of each group's problem; `seed`: the lease's.
+
+    Held-out problems follow those to train on; after the last comes the first again.
+    """
+    groups, known = run.groups_per_lease, run.environment
+    if opening is None or opening.heldout is None:
+        drawn_from = seed if opening is None else opening.problems or seed
+        return seeds.problem_indices(drawn_from, groups, known.train_size)
+    first = opening.heldout
+    if first >= known.heldout_size:
+        raise PolicyError(
+            f"the lease asks held-out problem {first}; the run has {known.heldout_size} of them"
+        )
+    return [known.train_size + (first + group) % known.heldout_size for group in range(groups)]
+
+
 def plan_rows(
     lease: Lease,
     lease_digest: Digest,
     run: RunDefinition,
     environment: Environment,
     tokenizer: Any,
-    problems: Digest | None = None,
+    opening: SaltOpening | None = None,
 ) -> list[PlannedRow]:
-    """Returns the rows of a lease, sorted by (group, sample). `problems`: see
-    SignedLease.problems."""
+    """Returns the rows of a lease, sorted by (group, sample). `opening`: the lease's, which may
+    name other problems than its own seed draws; None: it names none."""
     seed = seeds.lease_seed(lease_digest)
-    groups = run.groups_per_lease
-    indices = seeds.problem_indices(problems or seed, groups, run.environment.train_size)
+    indices = problem_indices(seed, run, opening)
     rows = []
     for group, index in enumerate(indices):
         problem = environment.problem(index)
@@ -392,9 +409,7 @@ def build_rollout_file(
     numeric_class = signed.numeric_class()
     if numeric_class is not None and engine.numeric_class().digest() != numeric_class:
         raise UnavailableError("this machine with this policy is not of the lease's exact class")
-    plan = plan_rows(
-        signed.lease, lease_digest, run, environment, engine.tokenizer, signed.problems()
-    )
+    plan = plan_rows(signed.lease, lease_digest, run, environment, engine.tokenizer, signed.opening)
     generations, proofs = generate_proved(lease_digest, plan, run, engine, environment, answers)
     digests: list[bytes] = []
     if numeric_class is not None:

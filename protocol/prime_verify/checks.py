@@ -125,7 +125,7 @@ def _check_planned_rows(case: Case) -> None:
         case.run,
         case.environment,
         case.engine.tokenizer,
-        case.signed.problems(),
+        case.signed.opening,
     )
     check_rows(case.file.rows, case.plan, case.signed, case.run, case.engine)
 

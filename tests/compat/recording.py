@@ -281,6 +281,14 @@ def fields(*, exact: bool) -> dict[str, list[str]]:
     }
 
 
+def left_out(name: str) -> set[str]:
+    """The fields of a type of `fields` that its objects leave out unless they are used. Adding one
+    changes no byte of objects without it; readers of before refuse those with it."""
+    module, _, kind = name.rpartition(".")
+    found: type[Strict] = vars(sys.modules[module])[kind]
+    return {field for field, about in found.model_fields.items() if about.exclude_if is not None}
+
+
 def recorded(name: str) -> Any:
     """A recorded JSON file."""
     return json.loads((FOLDER / name).read_text())

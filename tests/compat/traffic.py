@@ -245,6 +245,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
             walk.cards()  # last: what came before is recorded with its keys and nonces
             walk.classes()  # and later than that
             walk.together()
+            walk.evaluation()
             yield world
     store.close()
 

@@ -122,7 +122,7 @@ class ExactPool:
                 self.panel.policies / "0", noise=gumbel, dtype="float32", prepare=VARIANTS[variant]
             )
             plan = build.plan_rows(
-                signed.lease, lease_digest, run, environment, honest.tokenizer, signed.problems()
+                signed.lease, lease_digest, run, environment, honest.tokenizer, signed.opening
             )
             made, proofs = build.generate_proved(lease_digest, plan, run, honest)
             made, digests = build.prove_exactly(lease_digest, plan, run, liar, made)

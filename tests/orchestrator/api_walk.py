@@ -264,6 +264,12 @@ class Walk:
         ):
             self.send("POST /v1/validators/together", entries, validator)
 
+    def evaluation(self) -> None:
+        """A node asks where it may get an evaluation lease; its open lease is returned."""
+        node = self.world.member(25)
+        self.lease(node)
+        self.send("POST /v1/leases/evaluation", b'{"policy_version":0}', node)
+
     def files(self) -> None:
         """Files end in every way; two accepted ones make a batch."""
         backend, node = self.world.backend, self.validator

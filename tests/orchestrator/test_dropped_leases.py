@@ -149,5 +149,6 @@ def test_no_provider_gets_its_own_dropped_groups(world: World) -> None:
 
 def problems(world: World, signed: SignedLease) -> list[int]:
     """The problems of a lease, as every worker and validator draws them."""
-    seed = signed.problems() or seeds.lease_seed(world.lease_digest(signed))
+    assert signed.opening is not None
+    seed = signed.opening.problems or seeds.lease_seed(world.lease_digest(signed))
     return seeds.problem_indices(seed, 2, 100)

@@ -149,6 +149,7 @@ def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
         done.cards()
         done.classes()
         done.together()
+        done.evaluation()
         yield done
 
 

@@ -27,6 +27,7 @@ from prime_core.run import MICRO, LengthBudgets
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.s3 import S3Store
+from prime_core.task import SignedLease
 from prime_core.verdict import Reason, VerdictRow
 from prime_envs.registry import environment_for, environment_ref
 from prime_orchestrator import rollouts
@@ -51,11 +52,15 @@ class Pool:
     tokenizer: Any
     arguments: tuple[str, ...]
 
-    def hand_in(self, session: Session, answers: Sequence[bool]) -> Digest:
+    def hand_in(
+        self, session: Session, answers: Sequence[bool], lease: SignedLease | None = None
+    ) -> Digest:
         """A file of one row an answer, right or wrong, that claims a reward of 0.25 each."""
-        lease = self.world.lease(session)
+        lease = lease or self.world.lease(session)
         run, digest = self.world.backend.context.run, self.world.lease_digest(lease)
-        plan = plan_rows(lease.lease, digest, run, environment_for(run), self.tokenizer)
+        plan = plan_rows(
+            lease.lease, digest, run, environment_for(run), self.tokenizer, lease.opening
+        )
         rows = []
         for row, right in zip(plan, answers, strict=True):
             text = f"..={row.problem.answer if right else 'zzz'}"
@@ -87,7 +92,7 @@ class Pool:
         run = self.world.backend.context.run
         plan = plan_rows(
             job.lease.lease, self.world.lease_digest(job.lease), run, environment_for(run),
-            self.tokenizer,
+            self.tokenizer, job.lease.opening,
         )  # fmt: skip
         rows = [
             VerdictRow(
@@ -119,7 +124,10 @@ class Pool:
             assert groups.take(connection, taken, step) == len(taken)
 
     def run(self, *words: str) -> str:
-        done = CliRunner().invoke(app, ["rollouts", *words, *self.arguments])
+        return self.orchestrator("rollouts", *words)
+
+    def orchestrator(self, *words: str) -> str:
+        done = CliRunner().invoke(app, [*words, *self.arguments])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         assert done.exit_code == 0, done.output

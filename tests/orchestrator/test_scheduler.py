@@ -293,9 +293,8 @@ def test_a_machines_load_changes_no_class(ratio: float, current: int, load: floa
     ratios = (500_000, 1_500_000)
     pool = [load * rate for rate in (ratio, 1.0, 1.0)]
     median = sorted(pool)[1]
-    assert class_of(pool[0] / median, ratios) == class_of(ratio / 1.0, ratios) or math.isclose(
-        ratio, 0.5, rel_tol=1e-9
-    )
+    on_border = any(math.isclose(ratio, border, rel_tol=1e-9) for border in (0.5, 1.5))
+    assert on_border or class_of(pool[0] / median, ratios) == class_of(ratio, ratios)
     found = class_of(ratio, ratios, current)
     for border, between in ((0.5, {1, 2}), (1.5, {2, 3})):
         if 0.81 * border < ratio < 1.19 * border and current in between:

@@ -45,11 +45,12 @@ MAX_UPLOADS = 4
 @dataclass(frozen=True)
 class Ask:
     """A node's request for a lease. `address` is the caller's network address; empty: not limited
-    by address."""
+    by address. `evaluates`: it may be an evaluation lease."""
 
     account: Address
     request: LeaseRequest
     address: str = ""
+    evaluates: bool = False
 
 
 def rules_of(backend: Backend) -> Rules:
@@ -112,7 +113,27 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
     asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
     choice = scheduler.decide(asker, view.supply, rules_of(backend))
-    return _answer(view, node, choice, ask.request, backend.context.pool)
+    return _answer(
+        view,
+        node,
+        _evaluation(view, asker, ask, choice) or choice,
+        ask.request,
+        backend.context.pool,
+    )
+
+
+def _evaluation(view: PoolView, asker: Asker, ask: Ask, choice: Grant | Wait) -> Grant | None:
+    """Returns an evaluation lease for the node instead of `choice`; None if it gets none."""
+    if (
+        not (ask.evaluates and asker.proven)
+        or ask.account in view.backend.planted.accounts
+        or view.blocks is None
+    ):
+        return None
+    idle = isinstance(choice, Wait) and choice.reason == scheduler.ENOUGH
+    if isinstance(choice, Wait) and not idle:
+        return None
+    return view.blocks.next(ask.request.policy_version, idle=idle)
 
 
 def _shadow_lease(view: PoolView, node: NodeRow, ask: Ask) -> LeaseAnswer:
@@ -205,13 +226,16 @@ def _answer(
         )
     if view.draws is None:
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=NO_VALIDATOR)
-    again = None if pool >= SHADOW_POOLS else _expired(view, node, run)
+    evaluates = choice.heldout is not None
+    again = None if evaluates or pool >= SHADOW_POOLS else _expired(view, node, run)
     signed = _make(view, node, choice, run, pool, view.draws, again)
     if again is not None:
         leases.mark_issued_again(view.connection, again.digest)
     digest = view.backend.digest(signed.lease)
     tries = 0 if again is None else again.tries + 1
-    view.grant(leases.new_row(digest, signed, now=view.now, tries=tries), node)
+    evaluation = view.blocks.evaluation.id if evaluates and view.blocks else None
+    row = leases.new_row(digest, signed, now=view.now, tries=tries, evaluation=evaluation)
+    view.grant(row, node)
     return LeaseAnswer(lease=signed)
 
 
@@ -243,7 +267,9 @@ def _make(
     accepted = view.ended(node, "accepted")
     speed_class = speed.refresh(view.connection, run, node, view.rates, accepted=accepted)
     problems = None
-    if again is None:
+    if choice.heldout is not None and view.blocks is not None:
+        target = view.blocks.target(choice.heldout)
+    elif again is None:
         failed: list[int] = []
         if node.address in view.with_failures:
             latest = reversed(leases.newest_of(view.connection, node.address, 2))
@@ -258,6 +284,7 @@ def _make(
         random=view.backend.salt(),
         draws=draws,
         problems=problems,
+        heldout=choice.heldout,
         numeric_class=None
         if pool >= SHADOW_POOLS
         else view.exact_class(node, choice.policy_version),

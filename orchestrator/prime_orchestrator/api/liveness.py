@@ -17,6 +17,7 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     challenges,
+    evaluations,
     intents,
     leases,
     lock,
@@ -127,6 +128,7 @@ def _answer_beats(
     # a proof of cards needs the whole cards, which work now
     measured = speed.want_challenges(connection, rows.values(), now) if run.cards is None else ()
     run_digest = run.digest()
+    evaluates = evaluations.running(connection) is not None
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
     answers = []
     for at, ((account, beat), files) in enumerate(zip(said, endings, strict=True)):
@@ -148,6 +150,7 @@ def _answer_beats(
                 measure=account in measured,
                 run_digest=run_digest,
                 another_machine=at in elsewhere,
+                evaluates=evaluates,
             )
         )
     return answers

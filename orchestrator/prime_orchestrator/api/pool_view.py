@@ -18,6 +18,7 @@ from prime_core.revisions import RunHistory
 from prime_core.run import RunDefinition
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.classes import held_by_enough
+from prime_orchestrator.api.evaluating import Blocks, blocks_of
 from prime_orchestrator.manager import revisions, speed, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
@@ -25,6 +26,7 @@ from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
     batches,
+    evaluations,
     exact_classes,
     groups,
     leases,
@@ -106,6 +108,15 @@ class PoolView:
         """The draw list of new leases; None if no validator has committed."""
         backend = self.backend
         return backend.draws.current(self.connection, backend.objects, backend.context, self.now)
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """The blocks of the oldest running evaluation; None if there is none."""
+        found = evaluations.running(self.connection)
+        if found is None:
+            return None
+        run = self.history.at(found.policy_version)
+        return blocks_of(self.connection, found, run, now=self.now)
 
     @cached_property
     def any_expired(self) -> bool:
@@ -217,6 +228,13 @@ class PoolView:
         self._granted.append(row)
         self.open.setdefault(node.address, []).append(row)
         self._indices[row.step] = row.lease_index + 1
+        if not row.shadow:
+            self._held[node.address] = self._held.get(node.address, 0) + 1
+        if row.evaluation is not None and self.blocks is not None:
+            self.blocks.taken()
+            return
+        if self.blocks is not None and not row.shadow:
+            self.blocks.others += 1
         for (_, shadow), counts in self._counts.items():
             if shadow == row.shadow:
                 before = counts.get(row.target, TargetCounts())
@@ -225,7 +243,6 @@ class PoolView:
                 )
         if row.shadow:
             return
-        self._held[node.address] = self._held.get(node.address, 0) + 1
         own = self.own(node)
         kept, missed = sum(one.kept for one in own), sum(one.missed for one in own)
         weight = 0.0 if node.misses else (kept + 1.0) / (kept + missed + 1.0)

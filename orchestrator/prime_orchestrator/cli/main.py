@@ -60,6 +60,10 @@ _ELSEWHERE = {
         "prime_orchestrator.cli.rollouts",
         "Rollout files: list, read, export them as a data set.",
     ),
+    "evaluations": (
+        "prime_orchestrator.cli.evaluations",
+        "Ask held-out problems of a policy, answered by the pool's nodes.",
+    ),
     "env": ("prime_orchestrator.cli.env", "Contribute, check and review environments."),
     "pool": ("prime_orchestrator.cli.pool", "Create, fund, show and end a pool; its members."),
     "slash": ("prime_orchestrator.cli.slash", "Slash proposals; the arbiter's judgements."),

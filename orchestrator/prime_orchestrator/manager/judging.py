@@ -73,6 +73,7 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     drift,
+    evaluations,
     exact_classes,
     groups,
     jobs,
@@ -694,13 +695,17 @@ def _credit(
     drift.add_files(
         connection, [(row.node, one.table.setup, one.shares()) for row, one in accepted]
     )
-    groups.add(
-        connection,
-        [group for row, one in accepted for group in group_rows(one.table, row, now)],
-    )
+    held_out = evaluations.held_out(connection, [row.lease_digest for row, _ in accepted])
+    found = []
+    for row, one in accepted:
+        step = groups.HELD_OUT if row.lease_digest in held_out else None
+        found += group_rows(one.table, row, now, step)
+    groups.add(connection, found)
 
 
-def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[GroupRow]:
+def group_rows(
+    table: VerdictTable, row: SubmissionRow, now: float, batch_step: int | None = None
+) -> list[GroupRow]:
     """Returns the groups of an accepted file, from its verdict table."""
     by_group: dict[int, list[int]] = defaultdict(list)
     for entry in table.rows:
@@ -714,6 +719,7 @@ def group_rows(table: VerdictTable, row: SubmissionRow, now: float) -> list[Grou
             informative=len(set(values)) > 1,
             reward_micro_sum=sum(values),
             accepted_at=now,
+            batch_step=batch_step,
         )
         for group, values in sorted(by_group.items())
     ]

@@ -1,4 +1,4 @@
-"""Accepted groups: free for training, or in a batch."""
+"""Accepted groups: free for training, in a batch, or of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from prime_orchestrator.store.rows import insert_all_new, records
 
 _groups = schema.groups.c
 _targets = schema.batch_targets.c
+HELD_OUT = -1
+"""`batch_step` of the groups of an evaluation, which no batch ever takes."""
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """`informative`: the group's rewards are not all equal. `batch_step` None: still free."""
+    """`informative`: the group's rewards are not all equal. `batch_step` None: still free;
+    HELD_OUT: its problem is held out."""
 
     submission_digest: Digest
     group_no: int
@@ -147,9 +150,11 @@ def free(
 
 
 def drop_free(connection: Connection, submission: Digest) -> None:
-    """Deletes a file's groups that no batch has taken."""
-    free = sa.and_(_groups.submission_digest == submission, _groups.batch_step.is_(None))
-    connection.execute(sa.delete(schema.groups).where(free))
+    """Deletes a file's groups that no batch has taken, also those of an evaluation."""
+    untrained = sa.or_(_groups.batch_step.is_(None), _groups.batch_step == HELD_OUT)
+    connection.execute(
+        sa.delete(schema.groups).where(_groups.submission_digest == submission, untrained)
+    )
 
 
 def drop(connection: Connection, submission: Digest) -> None:
@@ -158,9 +163,10 @@ def drop(connection: Connection, submission: Digest) -> None:
 
 
 def informative_share(connection: Connection, recent: int) -> tuple[int, int]:
-    """Returns (informative, all) among the last `recent` accepted groups."""
+    """Returns (informative, all) among the last `recent` accepted groups to train on."""
     last = (
         sa.select(_groups.informative)
+        .where(sa.or_(_groups.batch_step.is_(None), _groups.batch_step != HELD_OUT))
         .order_by(_groups.accepted_at.desc(), _groups.submission_digest.desc())
         .limit(recent)
     )

@@ -39,15 +39,24 @@ class LeaseRow:
     tries: int
     issued_again: int
     excused: int
+    evaluation: int | None = None
+    heldout: int | None = None
 
     def signed(self) -> SignedLease:
         """Returns the lease as it was issued."""
         return SignedLease.model_validate_json(self.body)
 
 
-def new_row(digest: Digest, signed: SignedLease, *, now: float, tries: int = 0) -> LeaseRow:
-    """Returns the row of a new open lease. `tries`: how many leases of its groups expired
-    before."""
+def new_row(
+    digest: Digest,
+    signed: SignedLease,
+    *,
+    now: float,
+    tries: int = 0,
+    evaluation: int | None = None,
+) -> LeaseRow:
+    """Returns the row of a new open lease. `tries`: how many leases of its groups expired before;
+    `evaluation`: the one that it belongs to."""
     lease = signed.lease
     return LeaseRow(
         digest=digest,
@@ -67,6 +76,8 @@ def new_row(digest: Digest, signed: SignedLease, *, now: float, tries: int = 0) 
         tries=tries,
         issued_again=0,
         excused=0,
+        evaluation=evaluation,
+        heldout=signed.heldout,
     )
 
 
@@ -193,7 +204,7 @@ def to_issue_again(
 ) -> list[LeaseRow]:
     """Returns expired paid leases of nodes outside `others` whose groups were not issued again and
     have fewer than `tries` expired leases. Only deadlines at `since` or later count; oldest first,
-    at most 8."""
+    at most 8. Evaluation leases are not among them (api/evaluating.py issues theirs again)."""
     query = (
         sa.select(schema.leases)
         .where(
@@ -201,6 +212,7 @@ def to_issue_again(
             _leases.deadline >= since,
             _leases.issued_again == 0,
             _leases.shadow.is_(False),
+            _leases.evaluation.is_(None),
             _leases.tries + 1 < tries,
             _leases.node.not_in(others),
         )
@@ -276,9 +288,10 @@ def under_way(
     """Returns (policy version, number of leases) that may still bring groups.
 
     Counts open leases before their deadline that were issued to active nodes after `younger_than`,
-    and submitted ones that a validator may still judge. Shadow leases are excluded because their
-    files bring no groups. An open lease is weighted by the share of leases that its provider's
-    nodes kept recently, and counts as 0 if the node's latest lease expired.
+    and submitted ones that a validator may still judge. Shadow and evaluation leases are excluded
+    because their files bring no groups to train on. An open lease is weighted by the share of
+    leases that its provider's nodes kept recently, and counts as 0 if the node's latest lease
+    expired.
     """
     nodes, jobs = schema.nodes.c, schema.jobs.c
     owners = _owners()
@@ -294,15 +307,18 @@ def under_way(
             _leases.created_at >= younger_than,
             nodes.status == "active",
             _leases.shadow.is_(False),
+            _leases.evaluation.is_(None),
         )
         .group_by(_leases.policy_version)
     )
     judged_soon = (
         sa.select(_submissions.policy_version, sa.func.count())
         .join(schema.jobs, jobs.submission_digest == _submissions.digest)
+        .join(schema.leases, _leases.digest == _submissions.lease_digest)
         .where(
             _submissions.status == "submitted",
             _submissions.shadow.is_(False),
+            _leases.evaluation.is_(None),
             jobs.status.in_(("open", "full")),
         )
         .group_by(_submissions.policy_version)
@@ -360,7 +376,7 @@ def latest_by_target(
             *(_leases.digest, _leases.target, _leases.status),
             *(_leases.deadline, _leases.created_at, _leases.excused),
         )
-        .where(_leases.shadow.is_(shadow))
+        .where(_leases.shadow.is_(shadow), _leases.evaluation.is_(None))
         .order_by(_leases.created_at.desc(), _leases.digest)
         .limit(limit)
         .subquery()

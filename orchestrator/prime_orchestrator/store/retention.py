@@ -61,7 +61,7 @@ def old_rows(before: float) -> _Old:
         ),
         schema.groups: sa.and_(
             _G.accepted_at < before,
-            sa.or_(_G.batch_step.is_not(None), _G.informative.is_(False)),
+            sa.or_(_G.batch_step >= 0, sa.and_(_G.batch_step.is_(None), _G.informative.is_(False))),
         ),
         schema.intents: sa.and_(
             _I.kind == "join", _I.status.in_(("confirmed", "failed")), _I.updated_at < before

@@ -144,10 +144,18 @@ leases = Table(
     Column("tries", Integer, nullable=False, server_default=text("0")),  # expired before it
     Column("issued_again", Integer, nullable=False, server_default=text("0")),  # 1: by a later one
     Column("excused", Integer, nullable=False, server_default=text("0")),  # 1: not its node's fault
+    Column("evaluation", Integer),  # evaluations.id; None: the lease asks problems to train on
+    Column("heldout", BigInteger),  # its first held-out problem
     UniqueConstraint("step", "lease_index"),
     Index("leases_node_status", "node", "status"),
     Index("leases_created", "shadow", "created_at"),
     Index("leases_status_deadline", "status", "deadline"),
+    Index(
+        "leases_evaluation",
+        "evaluation",
+        sqlite_where=text("evaluation IS NOT NULL"),
+        postgresql_where=text("evaluation IS NOT NULL"),
+    ),
 )
 
 submissions = Table(
@@ -304,6 +312,16 @@ class_suspects = Table(  # classes in which several providers' files differed
     PrimaryKeyConstraint("key", "calibration"),
 )
 
+evaluations = Table(  # of published policies on held-out problems, by leases
+    "evaluations",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("problems", BigInteger, nullable=False),  # asks the first so many held-out ones
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float),
+)
+
 groups = Table(
     "groups",
     metadata,
@@ -314,7 +332,7 @@ groups = Table(
     Column("informative", Boolean, nullable=False),  # rewards not all equal
     Column("reward_micro_sum", BigInteger, nullable=False),
     Column("accepted_at", Float, nullable=False),
-    Column("batch_step", BigInteger),
+    Column("batch_step", BigInteger),  # None: free; groups.HELD_OUT: of an evaluation
     PrimaryKeyConstraint("submission_digest", "group_no"),
     Index("groups_free", "batch_step", "informative", "policy_version"),
     Index("groups_newest", "accepted_at"),

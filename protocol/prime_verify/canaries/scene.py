@@ -74,7 +74,7 @@ class Scene:
             self.run,
             self.environment,
             self.engine.tokenizer,
-            self.signed.problems(),
+            self.signed.opening,
         )
 
     @property

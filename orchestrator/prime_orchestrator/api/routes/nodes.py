@@ -231,6 +231,18 @@ def router(backend: Backend) -> APIRouter:
         wish = parse(LeaseRequest, signed.body)
         return answer(await asking.ask(leasing.Ask(signed.caller.account, wish, host_of(request))))
 
+    @routes.post(
+        "/v1/leases/evaluation",
+        responses={200: {"model": LeaseAnswer}},
+        openapi_extra=takes(LeaseRequest),
+    )
+    async def evaluation_lease(request: Request) -> Response:
+        """Like POST /v1/leases, for nodes that know evaluation leases: it may be one."""
+        signed = await signed_node(request)
+        wish = parse(LeaseRequest, signed.body)
+        account, address = signed.caller.account, host_of(request)
+        return answer(await asking.ask(leasing.Ask(account, wish, address, evaluates=True)))
+
     @routes.get("/v1/leases/{digest}", responses={200: {"model": SignedLease}})
     def signed_lease(digest: str) -> Response:
         """A lease whose file was handed in, as the manager signed it: what an audit starts from."""

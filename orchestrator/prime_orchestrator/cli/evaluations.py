@@ -1,0 +1,170 @@
+"""`orchestrator evaluations start|list|end`: held-out problems, answered by the pool's nodes.
+
+Evaluation leases are judged and paid like any other, and their files are never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_core.command_line import ConfigFile, Json, group
+from prime_core.errors import NotFoundError, UserError
+from prime_core.run import MICRO
+from prime_core.times import utc
+from prime_orchestrator.cli.storage import Data, Database, opened
+
+if TYPE_CHECKING:
+    from prime_orchestrator.store import Connection
+    from prime_orchestrator.store.evaluations import EvaluationRow
+
+app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An evaluation and its results so far. `reward`: mean over problems of their rows' mean
+    reward; `interval`: half of its 95 % interval over problems. Both None without enough results.
+    `ended_at`, `started_at`: Unix seconds."""
+
+    id: int
+    policy: int
+    problems: int
+    answered: int
+    rows: int
+    reward: float | None
+    interval: float | None
+    started_at: float
+    ended_at: float | None
+
+
+@app.command()
+def start(
+    policy: Annotated[
+        int | None, typer.Option(min=0, help="Version of the policy (the newest).")
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="How many held-out problems (all of the run).")
+    ] = None,
+    config: ConfigFile = None,
+    data: Data = None,
+    database: Database = None,
+    json_output: Json = False,
+) -> None:
+    """Have the pool's nodes answer held-out problems by a policy; the answers are paid."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.rollouts import runs_of
+    from prime_orchestrator.store import evaluations, policies
+
+    with opened(flags, config) as (_, store), store.begin() as connection:
+        newest = policies.latest_version(connection)
+        version = newest if policy is None else policy
+        if version is None or policies.get(connection, version) is None:
+            known = "none" if newest is None else f"0 to {newest}"
+            raise NotFoundError(f"policy {version} is not published; known versions: {known}")
+        run = runs_of(connection).at(version)
+        known_problems = run.environment.heldout_size
+        if not known_problems:
+            raise UserError(
+                f"the run of step {version} has no held-out problems",
+                hint="set environment.heldout_size in a revision: orchestrator run revise",
+            )
+        wanted = problems or known_problems
+        if wanted > known_problems:
+            raise UserError(
+                f"the run has {known_problems} held-out problems, fewer than {wanted}",
+                hint=f"give --problems {known_problems} or fewer",
+            )
+        number = evaluations.start(connection, version, wanted, now=time.time())
+    if json_output:
+        typer.echo(json.dumps({"id": number, "policy": version, "problems": wanted}))
+        return
+    typer.echo(
+        f"evaluation {number}: policy {version} on {wanted} held-out problems, "
+        f"{run.samples_per_group} answers each; results: orchestrator evaluations list"
+    )
+
+
+@app.command("list")
+def list_evaluations(
+    last: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    config: ConfigFile = None,
+    data: Data = None,
+    database: Database = None,
+    json_output: Json = False,
+) -> None:
+    """The newest evaluations with their results so far, newest first."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import evaluations
+
+    with opened(flags, config) as (_, store), store.read() as connection:
+        found = [shown(connection, row) for row in evaluations.newest(connection, last)]
+    if json_output:
+        typer.echo(json.dumps({"evaluations": [asdict(one) for one in found]}))
+        return
+    if not found:
+        typer.echo("no evaluation was started: orchestrator evaluations start")
+        return
+    typer.echo(
+        f"{'id':>5}{'policy':>8}{'answered':>12}{'rows':>8}  {'reward':17}{'started':22}ended"
+    )
+    for one in found:
+        reward = "-" if one.reward is None else f"{one.reward:.3f}"
+        if one.interval is not None:
+            reward += f" ± {one.interval:.3f}"
+        ended = "goes on" if one.ended_at is None else utc(one.ended_at)
+        typer.echo(
+            f"{one.id:>5}{one.policy:>8}{f'{one.answered}/{one.problems}':>12}{one.rows:>8}  "
+            f"{reward:17}{utc(one.started_at):22}{ended}"
+        )
+
+
+@app.command()
+def end(
+    number: Annotated[int, typer.Argument(metavar="ID", help="Id, as list shows it.")],
+    config: ConfigFile = None,
+    data: Data = None,
+    database: Database = None,
+    json_output: Json = False,
+) -> None:
+    """End an evaluation: it gets no more leases. Those given are still judged and paid."""
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator.store import evaluations
+
+    with opened(flags, config) as (_, store), store.begin() as connection:
+        if evaluations.get(connection, number) is None:
+            raise NotFoundError(f"there is no evaluation {number}")
+        evaluations.end(connection, number, now=time.time())
+        row = evaluations.get(connection, number)
+        assert row is not None
+        one = shown(connection, row)
+    if json_output:
+        typer.echo(json.dumps(asdict(one)))
+        return
+    typer.echo(f"evaluation {number} has ended with {one.answered} of {one.problems} problems")
+
+
+def shown(connection: Connection, row: EvaluationRow) -> Shown:
+    """Returns an evaluation with the results of its accepted files."""
+    from prime_orchestrator.store import evaluations
+
+    found = evaluations.results(connection, row.id, row.problems)
+    means = [one.reward_micro_sum / one.rows / MICRO for one in found]
+    several = len(means) > 1
+    return Shown(
+        id=row.id,
+        policy=row.policy_version,
+        problems=row.problems,
+        answered=len(found),
+        rows=sum(one.rows for one in found),
+        reward=fmean(means) if means else None,
+        interval=1.96 * stdev(means) / math.sqrt(len(means)) if several else None,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+    )

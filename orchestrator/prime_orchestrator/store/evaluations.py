@@ -1,0 +1,149 @@
+"""Evaluations of published policies on held-out problems, by the pool's nodes.
+
+An evaluation asks the first `problems` held-out problems in blocks, one evaluation lease each. The
+groups of accepted files are its results (`groups.HELD_OUT`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_core.ids import Digest
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import record, records
+
+_evaluations = schema.evaluations.c
+_leases = schema.leases.c
+_files = schema.submissions.c
+_groups = schema.groups.c
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """`problems`: how many it asks. Times in Unix seconds; `ended_at` None: it goes on."""
+
+    id: int
+    policy_version: int
+    problems: int
+    started_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """The leases of one block: whether one is open, awaits its verdict or was accepted, and how
+    many came to nothing."""
+
+    taken: bool
+    accepted: bool
+    failed: int
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """The accepted rows of one held-out problem. `reward_micro_sum`: of all rows."""
+
+    problem: int
+    rows: int
+    reward_micro_sum: int
+
+
+def start(connection: Connection, policy_version: int, problems: int, *, now: float) -> int:
+    """Writes a new evaluation and returns its id."""
+    made = connection.execute(
+        sa.insert(schema.evaluations).values(
+            policy_version=policy_version, problems=problems, started_at=now
+        )
+    )
+    (number,) = made.inserted_primary_key or (None,)
+    assert isinstance(number, int)
+    return number
+
+
+def get(connection: Connection, number: int) -> EvaluationRow | None:
+    """Returns the evaluation, or None."""
+    query = sa.select(schema.evaluations).where(_evaluations.id == number)
+    return record(EvaluationRow, connection.execute(query).mappings().first())
+
+
+def newest(connection: Connection, limit: int) -> list[EvaluationRow]:
+    """Returns the newest evaluations, newest first."""
+    query = sa.select(schema.evaluations).order_by(_evaluations.id.desc()).limit(limit)
+    return records(EvaluationRow, connection.execute(query).mappings().all())
+
+
+def running(connection: Connection) -> EvaluationRow | None:
+    """Returns the oldest evaluation that has not ended, or None."""
+    query = (
+        sa.select(schema.evaluations)
+        .where(_evaluations.ended_at.is_(None))
+        .order_by(_evaluations.id)
+        .limit(1)
+    )
+    return record(EvaluationRow, connection.execute(query).mappings().first())
+
+
+def end(connection: Connection, number: int, *, now: float) -> None:
+    """Ends an evaluation that goes on; it gets no more leases."""
+    connection.execute(
+        sa.update(schema.evaluations)
+        .where(_evaluations.id == number, _evaluations.ended_at.is_(None))
+        .values(ended_at=now)
+    )
+
+
+def blocks(connection: Connection, number: int) -> dict[int, BlockState]:
+    """Returns the state of each block that had a lease, by its first held-out problem."""
+    accepted = _files.status == "accepted"
+    taken = sa.or_(_leases.status == "open", _files.status == "submitted", accepted)
+
+    def number_of(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+        return sa.func.sum(sa.case((condition, 1), else_=0))
+
+    query = (
+        sa.select(_leases.heldout, number_of(taken), number_of(accepted), sa.func.count())
+        .outerjoin(schema.submissions, _files.lease_digest == _leases.digest)
+        .where(_leases.evaluation == number)
+        .group_by(_leases.heldout)
+    )
+    return {
+        int(first): BlockState(bool(held), bool(done), int(every) - int(held))
+        for first, held, done, every in connection.execute(query)
+    }
+
+
+def given_since(connection: Connection, since: float) -> tuple[int, int]:
+    """Returns how many paid leases were issued at `since` or later: (evaluation, others)."""
+    query = (
+        sa.select(_leases.evaluation.is_not(None), sa.func.count())
+        .where(_leases.created_at >= since, _leases.shadow.is_(False))
+        .group_by(_leases.evaluation.is_not(None))
+    )
+    found = {bool(evaluation): int(count) for evaluation, count in connection.execute(query)}
+    return found.get(True, 0), found.get(False, 0)
+
+
+def held_out(connection: Connection, lease_digests: Collection[Digest]) -> set[Digest]:
+    """Returns those of the leases that belong to an evaluation."""
+    query = sa.select(_leases.digest).where(
+        _leases.digest.in_(list(lease_digests)), _leases.evaluation.is_not(None)
+    )
+    return {Digest(one) for one in connection.execute(query).scalars()}
+
+
+def results(connection: Connection, number: int, problems: int) -> list[ProblemResult]:
+    """Returns the results of the first `problems` held-out problems, in order. The last block may
+    ask more of them."""
+    problem = _leases.heldout + _groups.group_no
+    query = (
+        sa.select(problem, _groups.rows, _groups.reward_micro_sum)
+        .join(schema.submissions, _files.digest == _groups.submission_digest)
+        .join(schema.leases, _leases.digest == _files.lease_digest)
+        .where(_leases.evaluation == number, _files.status == "accepted", problem < problems)
+        .order_by(problem)
+    )
+    return [ProblemResult(*(int(value) for value in row)) for row in connection.execute(query)]

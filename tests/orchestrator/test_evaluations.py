@@ -1,0 +1,203 @@
+"""Evaluation leases: who gets them, what they ask, and that nothing trains on their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from orchestrator_world import Session, World
+from test_dropped_leases import Watch, owned
+from test_rollouts_cli import MODEL, RIGHT, WRONG, Pool, pool, store
+
+from prime_core.draws import SaltOpening
+from prime_core.errors import PrimeError, UserError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.messages import LeaseAnswer, LeaseRequest
+from prime_core.task import SignedLease
+from prime_orchestrator import scheduler
+from prime_orchestrator.api import evaluating
+from prime_orchestrator.manager import reviews, standing
+from prime_orchestrator.store import evaluations, groups, submissions
+from prime_verify.build import problem_indices
+
+__all__ = ["pool", "store"]
+
+
+def ask(world: World, session: Session, version: int = 0, *, heldout: bool = True) -> LeaseAnswer:
+    path = "/v1/leases/evaluation" if heldout else "/v1/leases"
+    answer = world.post(path, LeaseRequest(policy_version=version), session)
+    assert answer.status_code == 200, answer.text
+    return LeaseAnswer.model_validate_json(answer.content)
+
+
+def leased(world: World, session: Session, version: int = 0) -> SignedLease:
+    answer = ask(world, session, version)
+    assert answer.lease is not None, answer.reason
+    return answer.lease
+
+
+def proven(world: World, number: int) -> Session:
+    """A node whose provider has a record."""
+    session = world.member(number)
+    owned(world, session, number)
+    with world.backend.store.begin() as connection:
+        standing.kept(connection, [session.account.address])
+    return session
+
+
+def start(pool: Pool, *words: str) -> int:
+    found = json.loads(pool.orchestrator("evaluations", "start", *words, "--json"))
+    return int(found["id"])
+
+
+def listed(pool: Pool) -> list[Any]:
+    found: list[Any] = json.loads(pool.orchestrator("evaluations", "list", "--json"))["evaluations"]
+    return found
+
+
+def answered(pool: Pool, session: Session, answers: list[bool]) -> SignedLease:
+    """An accepted file for an evaluation lease."""
+    lease = leased(pool.world, session)
+    assert lease.heldout is not None
+    pool.hand_in(session, answers, lease)
+    pool.judge(answers=answers)
+    return lease
+
+
+def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
+    pool: Pool, tmp_path: Path
+) -> None:
+    world, run = pool.world, pool.world.backend.context.run
+    one, two = proven(world, 1), proven(world, 2)
+    assert pool.orchestrator("evaluations", "list").startswith("no evaluation was started")
+    start(pool, "--problems", "3")
+    first = answered(pool, one, [RIGHT, RIGHT, RIGHT, WRONG])
+    assert (first.heldout, first.lease.step, first.policy_version) == (0, 0, 0)
+    assert first.opens()
+    assert problem_indices(ZERO_DIGEST, run, first.opening) == [100, 101]
+    trains = leased(world, two)
+    assert trains.heldout is None, "half of the leases are for training"
+    pool.hand_in(two, [RIGHT, WRONG, WRONG, WRONG], trains)
+    pool.judge(answers=[RIGHT, WRONG, WRONG, WRONG])
+    second = answered(pool, two, [WRONG, WRONG, RIGHT, WRONG])
+    assert second.heldout == 2
+
+    (found,) = listed(pool)
+    assert (found["problems"], found["answered"], found["rows"]) == (3, 3, 6), "not the fourth"
+    assert found["reward"] == pytest.approx((1.0 + 0.5 + 0.0) / 3)
+    assert found["interval"] == pytest.approx(1.96 * 0.5 / 3**0.5)
+    assert found["ended_at"] is None, "the next lease ends it"
+    assert leased(world, one).heldout is None
+    assert listed(pool)[0]["ended_at"] == world.clock()
+    assert "0.500 ± 0.566" in pool.orchestrator("evaluations", "list")
+
+    with world.backend.store.read() as connection:
+        free = groups.free(connection, step=0, max_staleness=2)
+        assert groups.informative_share(connection, 100) == (1, 2), "of the training file alone"
+    assert len(free) == 1
+    states = [group["state"] for line in pool.listed() for group in line["groups"]]
+    assert sorted(states) == ["dropped", "held out", "held out", "held out", "held out", "waiting"]
+    pool.run("export", "--out", str(tmp_path / "rows.parquet"))
+    assert pq.read_table(tmp_path / "rows.parquet").num_rows == 4, "the training file's"
+    assert pool.json("show", pool.listed()[-1]["id"], "--model", str(MODEL), "--grade")["samples"][
+        0
+    ]["reason"], "graded as its lease asked"
+
+
+def test_only_proven_nodes_that_know_evaluations_get_them(pool: Pool) -> None:
+    world = pool.world
+    start(pool)
+    old, newcomer = proven(world, 1), world.member(2)
+    owned(world, newcomer, 2)
+    without = ask(world, old, heldout=False).lease
+    assert without is not None
+    assert without.heldout is None
+    answer = ask(world, newcomer)
+    assert answer.lease is None or answer.lease.heldout is None
+    assert leased(world, proven(world, 3)).heldout == 0
+
+
+def test_every_lease_is_an_evaluation_once_enough_work_is_under_way(pool: Pool) -> None:
+    start(pool)
+    with pool.world.backend.store.read() as connection:
+        row = evaluations.running(connection)
+    assert row is not None
+    run = pool.world.backend.context.run
+    blocks = evaluating.Blocks(row, run, [4, 2, 0], given=1, others=0)
+    assert blocks.next(0, idle=False) is None
+    assert blocks.next(0, idle=True) == scheduler.Grant(0, 0, heldout=0)
+    blocks.taken()
+    assert blocks.next(0, idle=True) == scheduler.Grant(0, 0, heldout=2)
+
+
+def test_an_older_policy_is_evaluated_while_the_pool_trains_a_newer_one(pool: Pool) -> None:
+    world = pool.world
+    one, two = proven(world, 1), proven(world, 2)
+    world.publish(9)
+    start(pool, "--policy", "8")
+    assert leased(world, one, 7).heldout is None, "the node cannot load policy 8 yet"
+    signed = leased(world, two, 9)
+    assert (signed.policy_version, signed.lease.step, signed.heldout) == (8, 8, 0)
+    assert signed.lease.policy_digest == world.manifest(8).manifest.digest()
+
+
+def test_a_block_without_a_file_is_asked_again_four_times_and_never_trained(pool: Pool) -> None:
+    world, watch = pool.world, Watch(pool.world)
+    start(pool, "--problems", "2")
+    for number in range(1, evaluating.TRIES + 1):
+        session = proven(world, number)
+        assert leased(world, session).heldout == 0
+        watch.wait(61)
+    last = leased(world, proven(world, 9))
+    assert last.heldout is None
+    assert last.opening is not None
+    assert last.opening.problems is None, "held-out groups are not issued again for training"
+    (found,) = listed(pool)
+    assert (found["answered"], found["reward"]) == (0, None)
+    assert found["ended_at"] is not None
+
+
+def test_a_withdrawn_file_takes_its_results_along(pool: Pool) -> None:
+    world = pool.world
+    session = proven(world, 1)
+    start(pool, "--problems", "2")
+    answered(pool, session, [RIGHT] * 4)
+    assert listed(pool)[0]["answered"] == 2
+    name = pool.listed()[0]["id"]
+    with world.backend.store.begin() as connection:
+        row = submissions.get(connection, name)
+        assert row is not None
+        assert reviews.withdraw(connection, world.backend.context, row)
+    assert listed(pool)[0]["answered"] == 0
+
+
+def test_what_cannot_be_evaluated_is_refused_in_one_sentence(pool: Pool) -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(PrimeError) as caught:
+            pool.orchestrator("evaluations", *words)
+        error = caught.value
+        return f"{error}; {error.hint}" if isinstance(error, UserError) else str(error)
+
+    assert "policy 7 is not published; known versions: 0 to 0" in refused("start", "--policy", "7")
+    assert "give --problems 10 or fewer" in refused("start", "--problems", "11")
+    assert "there is no evaluation 5" in refused("end", "5")
+    number = start(pool)
+    assert f"evaluation {number} has ended with 0 of 10" in pool.orchestrator(
+        "evaluations", "end", str(number)
+    )
+    assert leased(pool.world, proven(pool.world, 1)).heldout is None
+
+
+def test_the_salt_binds_the_held_out_problem() -> None:
+    one = "0x" + "11" * 32
+    openings = [
+        SaltOpening(random=ZERO_DIGEST, draws=ZERO_DIGEST, heldout=heldout, numeric_class=named)
+        for heldout in (None, 0, 1)
+        for named in (None, one)
+    ]
+    assert len({opening.salt() for opening in openings}) == len(openings)
+    with pytest.raises(ValueError, match="not both"):
+        SaltOpening(random=ZERO_DIGEST, draws=ZERO_DIGEST, heldout=0, problems=one)
