@@ -24,6 +24,7 @@ import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,23 @@ def _prepare_environment() -> None:
             raise UnavailableError(
                 f"the vLLM engine needs {name}={value}, the environment says {found!r}: unset it"
             )
+
+
+@contextmanager
+def _kept_process_group() -> Iterator[None]:
+    """Keeps the process's default group while vLLM shuts down. It destroys that group also if it
+    joined it, and no option prevents that."""
+    destroy = torch.distributed.destroy_process_group
+
+    def of_vllm(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    torch.distributed.destroy_process_group = of_vllm
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 class VllmEngine(PolicyFacts):
@@ -127,6 +145,8 @@ class VllmEngine(PolicyFacts):
             positions = min(positions, longest)
         positions = min(positions, cards.max_length or positions)
         self._recorder = Recorder(noise)
+        self._joined = torch.distributed.is_initialized()
+        """Whether vLLM joins a process group that is not its own and outlives it (a trainer's)."""
         self._ranks: Ranks | None = None
         together: dict[str, Any] = {} if cpu else {"max_num_batched_tokens": BATCHED_TOKENS}
         if tensor_parallel > 1:
@@ -267,10 +287,11 @@ class VllmEngine(PolicyFacts):
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._end_ranks()
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        with _kept_process_group() if self._joined else nullcontext():
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
     def _end_ranks(self) -> None:
         if self._ranks is not None:

@@ -55,6 +55,11 @@ def test_the_next_policy_is_loaded_in_the_same_process(found: dict[str, Any]) ->
     assert all(found["newer"])
 
 
+def test_a_process_group_that_it_joined_outlives_it(found: dict[str, Any]) -> None:
+    """A trainer's checkpoints use it after each policy."""
+    assert found["group"] == "gloo"
+
+
 def test_it_refuses_what_it_cannot_do_with_a_sentence(found: dict[str, Any]) -> None:
     assert "needs VLLM_USE_V2_MODEL_RUNNER=0" in found["other_runner"]
     assert "outside the vocabulary" in found["bad_prompt"]

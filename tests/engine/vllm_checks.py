@@ -96,7 +96,11 @@ def main() -> None:
             )
         )
     engine.close()
-    # the next policy, in the same process
+    # the next policy, in the same process, which has a process group as a trainer does
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    trainers = dist.new_group(backend="gloo")
     newer: Any = load_engine(scratch / "mlp.down_proj", engine="vllm")
     newer_plain = load_engine(scratch / "mlp.down_proj")
     found["newer"] = [
@@ -106,6 +110,8 @@ def main() -> None:
         )
     ]
     newer.close()
+    found["group"] = dist.is_initialized() and dist.get_backend(trainers)
+    dist.destroy_process_group()
     print(json.dumps(found))
 
 
