@@ -426,7 +426,7 @@ def test_the_arbiter_has_an_appealed_file_paid(office: Office) -> None:
     (listed,) = office("slash", "appeals", *office.number, who=None)
     assert (listed["leaf"], listed["restored"]) == (leaf, False)
     assert "NotAllowed" in office.refused("slash", "restore", leaf, "--amount", "1", who=MANAGER)
-    assert "no amount" in office.refused("slash", "restore", leaf, "--amount", "0", who=ADMIN)
+    assert "not an amount" in office.refused("slash", "restore", leaf, "--amount", "0", who=ADMIN)
     office("slash", "restore", leaf, "--amount", "0.25", who=ADMIN)
     (listed,) = office("slash", "appeals", who=None)
     assert (listed["amount"], listed["restored"]) == (str(ETHER // 4), True)
