@@ -14,6 +14,7 @@ import pytest
 from bridge_kit import Kit, bridge_kit, hand_in
 from node_world import NODE, NodeWorld
 
+from prime_core.clock import Clock
 from prime_core.errors import ConflictError, PrimeError, UnavailableError, UntrustedError
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
@@ -98,7 +99,7 @@ def test_refusal_is_final_and_says_why(kit: Kit, monkeypatch: pytest.MonkeyPatch
     object.__setattr__(kit.world.backend, "now", lambda: late)
     monkeypatch.setattr(time, "time", lambda: late)
     late_api = NodeApi(kit.world.url, NODE)
-    late_api.client._now = lambda: late
+    late_api.client._clock = Clock(now=lambda: late)
     assert deliver(entry, kit.spool, late_api) is None
     refused = kit.spool.find(lease)
     assert refused is not None
