@@ -36,11 +36,11 @@ def formatter(form: str, *, colors: bool = False) -> logging.Formatter:
     stamp = "iso" if form == "json" else "%Y-%m-%d %H:%M:%SZ"
     before: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt=stamp, utc=True),
     ]
     last: structlog.typing.Processor
     if form == "json":
+        before.append(structlog.stdlib.add_logger_name)
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         before.append(structlog.processors.ExceptionRenderer(frames))
         last = structlog.processors.JSONRenderer()

@@ -87,5 +87,5 @@ def test_a_log_line_begins_with_its_time_in_utc(
     monkeypatch.setattr(root, "level", logging.WARNING)
     log_to_stderr("info")
     logging.getLogger("prime.test").info("hello")
-    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \[info {5}\] hello \[prime\.test\]\n"
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \[info {5}\] hello\n"
     assert re.fullmatch(line, capsys.readouterr().err)
