@@ -49,11 +49,11 @@ def check_replay(case: Case) -> None:
     )
     calibration = _calibration(case)
     setup = None if calibration is None else calibration.setup(made.engine, made.dtype, made.device)
+    run, claimed = case.run, replay.ClaimedRows(case.lease_digest, case.plan, file.rows)
 
-    def replayed(by: Engine) -> replay.Replayed:
+    def replayed(by: Engine) -> replay.Replayed:  # without `case`, which keeps what it measures
         same_dtype = by if setup is None else by.in_dtype(made.dtype)
-        claimed = replay.ClaimedRows(case.lease_digest, case.plan, file.rows)
-        return replay.Replayed(by, case.run, claimed, numbers, same_dtype)
+        return replay.Replayed(by, run, claimed, numbers, same_dtype)
 
     with _failing("replay", numbers):
         replays = replayed(engine)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Reason
+from prime_verify.case import Case
 from prime_verify.checks import CHECKS, ordered
+from prime_verify.verify import verify_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
 GIVEN_ELSEWHERE = {Reason.NONE, Reason.UNAVAILABLE, Reason.LATE, Reason.UNROOTED}
@@ -49,3 +54,24 @@ def test_only_what_has_a_time_limit_waits_for_the_replay(
     found = [check.name for check in ordered(case)]
     late = ["replies"] * tools + ["rewards"] * (grader and not rewards_first)
     assert found == [check.name for check in CHECKS if check.name not in late] + late
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_judged_file_holds_its_engine_no_longer_than_its_case(world: Any, whole: bool) -> None:
+    """Without the garbage collector: a validator that keeps one more policy needs twice the
+    memory."""
+    file = world.honest(7)
+    data = file.data if whole else file.data[:-1]
+    gc.collect()
+    gc.disable()
+    try:
+        case = Case(
+            data, file.signed, file.lease_digest, world.run, world.environment, world.policies,
+            draw_secret=ZERO_DIGEST, submission_digest=file.lease_digest,
+        )  # fmt: skip
+        assert verify_file(case).reason is (Reason.NONE if whole else Reason.MALFORMED)
+        gone = weakref.ref(case)
+        del case
+        assert gone() is None
+    finally:
+        gc.enable()
