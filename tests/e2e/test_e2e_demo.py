@@ -22,8 +22,6 @@ from prime_chain.history import read_events
 from prime_core.run import MICRO, RunDefinition
 
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
-of_one_demo = pytest.mark.xdist_group("ended")
-"""Tests of the same demo run in one worker, so that it is played once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.slow
-@of_one_demo
 @pytest.mark.timeout(900)
 def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(
     ended: Ended,
@@ -86,7 +83,6 @@ def test_no_target_length_starves_with_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@of_one_demo
 @pytest.mark.timeout(900)
 def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once(
     ended: Ended,
@@ -120,7 +116,6 @@ def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_o
 
 
 @pytest.mark.slow
-@of_one_demo
 @pytest.mark.timeout(900)
 def test_check_rederives_the_findings_from_a_run_that_has_ended(
     ended: Ended, tmp_path: Path
