@@ -110,8 +110,8 @@ class OpenLease:
 
 @dataclass(frozen=True)
 class Deliveries:
-    """The way of the worker's files: they arrive in `uploads` and wait in `spool` until the pool
-    has them; `unpaid` limits the work that is not paid yet (None without a chain)."""
+    """How the worker's files reach the pool: `uploads` receives them, and `spool` keeps them until
+    the pool has them. `unpaid` limits the work that is not paid yet (None without a chain)."""
 
     uploads: TaskUploads
     spool: Spool

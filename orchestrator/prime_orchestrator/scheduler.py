@@ -86,8 +86,8 @@ class Asker:
 
 @dataclass(frozen=True)
 class Grant:
-    """Make a lease for batch `step` with policy `policy_version`. `heldout`: first held-out problem
-    of an evaluation lease (api/evaluating.py)."""
+    """Make a lease for batch `step` with policy `policy_version`. `heldout`: the first
+    held-out problem of an evaluation lease (api/evaluating.py); None: a lease to train on."""
 
     step: int
     policy_version: int

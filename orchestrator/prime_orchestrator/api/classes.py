@@ -90,7 +90,7 @@ def _take_back(backend: Backend, account: Address, key: Digest, now: float) -> N
             if leases.excused_since(connection, account, now - TAKEN_BACK_SECONDS):
                 return
             standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
-            log.info("lease %s of %s names a class that it has no more", row.digest, account)
+            log.info("lease %s is ended: the worker of %s left its class", row.digest, account)
 
 
 def announce_all(backend: Backend, account: Address, request: ClassList) -> None:

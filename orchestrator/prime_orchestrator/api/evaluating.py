@@ -1,4 +1,4 @@
-"""Which evaluation lease a node gets (store/evaluations.py).
+"""Decides which evaluation lease a node gets (store/evaluations.py).
 
 While the pool trains, at most half of its leases are of evaluations. When enough work to train on
 is under way, every lease is. The step of an evaluation lease is its policy's version, so its file
@@ -15,7 +15,8 @@ from prime_orchestrator.store import Connection, evaluations
 from prime_orchestrator.store.evaluations import EvaluationRow
 
 TRIES = 4
-"""Leases of one block that may come to nothing; its problems then have no result."""
+"""Leases of one block that may end without an accepted file. After them, its problems have no
+result."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Blocks:
         return Grant(version, version, heldout=self.free[-1])
 
     def target(self, first: int) -> int:
-        """Returns the target length of a block: the run's targets take turns."""
+        """Returns the target length of a block. Blocks use the run's targets in turn."""
         targets = self.run.budgets.targets
         return targets[first // self.run.groups_per_lease % len(targets)]
 
@@ -54,8 +55,8 @@ class Blocks:
 def blocks_of(
     connection: Connection, evaluation: EvaluationRow, run: RunDefinition, *, now: float
 ) -> Blocks | None:
-    """Returns the blocks of a running evaluation; None if all have ended, which ends it. `run`: of
-    the evaluation's policy."""
+    """Returns the blocks of a running evaluation. If no block waits for a lease or a verdict, ends
+    the evaluation and returns None. `run`: the one of the evaluation's policy."""
     firsts = range(0, evaluation.problems, run.groups_per_lease)
     known = evaluations.blocks(connection, evaluation.id)
     free = [

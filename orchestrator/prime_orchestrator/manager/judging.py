@@ -508,7 +508,7 @@ class Judge:
             return False
         if differs and self._class_at_fault(connection, row, verdict):
             void(connection, digest, Reason.UNAVAILABLE, now)
-            log.warning("submission %s differs; its class is suspect: void", digest)
+            log.warning("submission %s is void: its proof passes differ in a suspect class", digest)
             return True
         submissions.set_verdicts(connection, [verdict.applied(locked)])
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)

@@ -1,4 +1,4 @@
-"""When files of several providers differ in one exact class, the class is at fault, not they.
+"""Finds exact classes that are at fault themselves: files of several providers differ in them.
 
 A class is suspect from the moment at which, within WINDOW_SECONDS, files of LEAST_PROVIDERS or more
 providers differed from their proof passes with nothing else against them, and these are more than

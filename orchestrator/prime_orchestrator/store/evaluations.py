@@ -35,8 +35,8 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class BlockState:
-    """The leases of one block: whether one is open, awaits its verdict or was accepted, and how
-    many came to nothing."""
+    """The leases of one block. `taken`: one is open, awaits its verdict or was accepted. `failed`:
+    how many ended without an accepted file."""
 
     taken: bool
     accepted: bool
