@@ -20,7 +20,7 @@ from prime_core.task import SignedLease
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import evaluating
 from prime_orchestrator.manager import reviews, standing
-from prime_orchestrator.store import evaluations, groups, submissions
+from prime_orchestrator.store import evaluations, groups, leases, submissions
 from prime_verify.build import problem_indices
 
 __all__ = ["pool", "store"]
@@ -158,6 +158,23 @@ def test_a_block_without_a_file_is_asked_again_four_times_and_never_trained(pool
     (found,) = listed(pool)
     assert (found["answered"], found["reward"]) == (0, None)
     assert found["ended_at"] is not None
+
+
+def test_evaluation_leases_and_files_count_as_no_work_to_train_on(pool: Pool) -> None:
+    world, session = pool.world, proven(pool.world, 1)
+    start(pool)
+
+    def under_way() -> list[tuple[int, float]]:
+        with world.backend.store.read() as connection:
+            return leases.under_way(connection, now=world.clock(), younger_than=0)
+
+    lease = leased(world, session)
+    assert lease.heldout == 0
+    assert under_way() == []
+    pool.hand_in(session, [RIGHT] * 4, lease)
+    assert under_way() == []
+    assert leased(world, session).heldout is None
+    assert len(under_way()) == 1
 
 
 def test_a_withdrawn_file_takes_its_results_along(pool: Pool) -> None:
