@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
 
 
 def section(found: Mapping[str, Any]) -> str:
-    """One bench: where and when, with what else running (`load`, a sentence), and its rows."""
+    """One bench: where and when, with what else running (`load`, a sentence), and its rows, without
+    columns in which all rows are empty."""
     machine, load = found["machine"], found.get("load")
     lines = [
         f"## {found['bench']}",
@@ -51,17 +53,31 @@ def section(found: Mapping[str, Any]) -> str:
     ]
     of_lies = found["bench"] == "detection"
     lies = [row for row in found["rows"] if of_lies and row["name"].startswith(LIES)]
-    lines += ["", "| row | measured | bar | peer |", "|---|---|---|---|"]
-    for row in found["rows"]:
-        if row in lies:
-            continue
-        bar = _bar(row)
-        missed = "" if row["ok"] else " **not met**"
-        peer = "" if row["peer"] is None else f"{_short(row['peer'])} ({row['peer_name']})"
-        lines.append(
-            f"| `{row['name']}` | {_short(row['value'])} {row['unit']}{missed} | {bar} | {peer} |"
-        )
+    rows = [row for row in found["rows"] if row not in lies]
+    notes = _notes(rows)
+    lines += [f"{mark} {text}." for text, mark in notes.items()]
+    cells = [_cells(row, notes) for row in rows]
+    kept = [at for at in range(4) if at < 2 or any(row[at] for row in cells)]
+    names = ("row", "measured", "bar", "peer")
+    head, *table = [f"| {' | '.join(row[at] for at in kept)} |" for row in (names, *cells)]
+    lines += ["", head, f"|{'---|' * len(kept)}", *table]
     return "\n".join([*lines, *_lies(lies)]) + "\n"
+
+
+def _notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What follows "; " in the units of three rows or more, and the mark that stands for it."""
+    counts = Counter(row["unit"].partition("; ")[2] for row in rows)
+    texts = [text for text, count in counts.items() if text and count >= 3]
+    return {text: f"[{number}]" for number, text in enumerate(texts, start=1)}
+
+
+def _cells(row: Mapping[str, Any], notes: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """A row's name, value with unit, bar and peer."""
+    unit, _, after = row["unit"].partition("; ")
+    unit = f"{unit} {notes[after]}" if after in notes else row["unit"]
+    missed = "" if row["ok"] else " **not met**"
+    peer = "" if row["peer"] is None else f"{_short(row['peer'])} ({row['peer_name']})"
+    return f"`{row['name']}`", f"{_short(row['value'])} {unit}{missed}", _bar(row), peer
 
 
 def _lies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
