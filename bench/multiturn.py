@@ -30,8 +30,8 @@ from prime_core.run import Conversation
 from prime_core.verdict import Outcome
 from prime_envs.base import Problem
 from prime_envs.chat import chat_from
+from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
-from prime_envs.reverse import Reverse
 from prime_envs.search import SearchIndex
 from prime_envs.tools import TOOL_ERROR, Observation, answer, load_tools
 from prime_verify import build
@@ -66,7 +66,7 @@ class Words(Reverse):
         return said
 
 
-BUILT_IN["words"] = f"{__name__}:Words"
+BUILT_IN["words"] = __name__
 
 
 @dataclass(frozen=True)

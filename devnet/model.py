@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from prime_core.run import LengthBudgets
-from prime_envs.reverse import Reverse
+from prime_envs.environments.reverse import Reverse
 
 COMMITTED = Path(__file__).parent / "model"
 HELDOUT = 1024

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prime_core.run import MICRO
 from prime_envs.base import TaskScore
-from prime_envs.crowd import CUSTOM, CrowdEnvironment, open_packed
+from prime_envs.environments.crowd import CUSTOM, CrowdEnvironment, open_packed
 from prime_envs.tasks import Task
 
 MAX_TASKS = 64

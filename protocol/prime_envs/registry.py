@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,6 +16,7 @@ from prime_core.run import (
     LengthBudgets,
     RunDefinition,
 )
+from prime_envs import environments
 from prime_envs.base import Environment
 from prime_envs.mixture import Mixture
 from prime_envs.tools import load_tools
@@ -23,33 +25,38 @@ ENTRY_POINT_GROUP = "prime_open.environments"
 """Plugins register their Environment class here, e.g. `mytask = "my_package:MyTask"`."""
 
 BUILT_IN = {
-    "reverse": "prime_envs.reverse:Reverse",
-    "reasoning_gym": "prime_envs.procedural:ReasoningGym",
-    "tasks": "prime_envs.dataset:TaskDataset",
-    "crowd": "prime_envs.crowd:CrowdEnvironment",
-    "guess": "prime_envs.guess:Guess",
-    "verifiers": "prime_envs.verifiers_adapter:VerifiersEnvironment",
+    module.name: f"{environments.__name__}.{module.name}"
+    for module in pkgutil.iter_modules(environments.__path__)
 }
-"""Also MIXTURE, which is made of others."""
+"""Name → module with the Environment of that name; a file in `environments/` adds itself. Also
+MIXTURE, which is made of others."""
 
 
 def environment_class(name: str) -> type[Environment]:
     """The class registered under `name`. Raises UserError if there is none."""
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        loaded = getattr(import_module(module), attribute)
-    else:
-        found = entry_points(group=ENTRY_POINT_GROUP, name=name)
-        if not found:
-            known = sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
-            raise UserError(
-                f"There is no environment {name!r} here; known are {', '.join(known)}.",
-                hint="Install the plugin that provides it, in every program of this run.",
-            )
-        loaded = next(iter(found)).load()
+        return _named(name, BUILT_IN[name])
+    found = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if not found:
+        known = sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
+        raise UserError(
+            f"There is no environment {name!r} here; known are {', '.join(known)}.",
+            hint="Install the plugin that provides it, in every program of this run.",
+        )
+    loaded = next(iter(found)).load()
     if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
         raise UserError(f"The plugin registered as {name!r} is not an Environment class.")
     return loaded
+
+
+def _named(name: str, module: str) -> type[Environment]:
+    """The Environment called `name` in a module. Raises LookupError if it has none."""
+    for found in vars(import_module(module)).values():
+        if isinstance(found, type) and issubclass(found, Environment):
+            known = getattr(found, "name", None)  # an abstract class has none
+            if known == name:
+                return found
+    raise LookupError(f"{module} defines no Environment with the name {name!r}")
 
 
 def load_environment(

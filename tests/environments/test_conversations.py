@@ -22,7 +22,7 @@ from prime_core.run import Chat, Conversation, LengthBudgets
 from prime_envs import tools
 from prime_envs.base import Problem, Reply
 from prime_envs.chat import reply_frame
-from prime_envs.guess import Guess
+from prime_envs.environments.guess import Guess
 from prime_envs.tools import Observation, calculator, first_call, load_tools
 
 BUDGETS = LengthBudgets(targets=(10,), penalty_micro=0)

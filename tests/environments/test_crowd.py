@@ -12,8 +12,8 @@ import pytest
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import MICRO, LengthBudgets
 from prime_envs.base import TaskScore
-from prime_envs.crowd import CustomGrader, open_packed, pack, write_template
 from prime_envs.crowd_check import NAMES, Report, check
+from prime_envs.environments.crowd import CustomGrader, open_packed, pack, write_template
 from prime_envs.registry import environment_ref, load_environment
 from prime_envs.sandbox import kernel
 from prime_envs.sources import file_digest

@@ -24,7 +24,7 @@ from prime_core.errors import (
 from prime_core.run import MICRO, LengthBudgets
 from prime_core.transport.addresses import public_address
 from prime_envs import rows, sources
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.registry import environment_ref, load_environment
 from prime_envs.rows import Bounds, read_rows
 from prime_envs.sources import fetch, file_digest, locate

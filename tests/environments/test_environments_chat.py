@@ -17,8 +17,8 @@ from prime_core.run import MICRO, Chat, LengthBudgets
 from prime_engine.tiny import CHARACTERS, character_tokenizer
 from prime_envs.base import Problem, TaskScore
 from prime_envs.chat import TEMPLATE_FILE, chat_from, messages_of, prompt_of, thinking_tokens
-from prime_envs.procedural import ReasoningGym
-from prime_envs.reverse import Reverse
+from prime_envs.environments.reasoning_gym import ReasoningGym
+from prime_envs.environments.reverse import Reverse
 
 TEMPLATE = """{%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}

@@ -13,12 +13,12 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.run import BUDGET_WORDING, Chat, LengthBudgets
 from prime_envs.base import Grade
 from prime_envs.crowd_check import NAMES as FINDINGS
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.reverse import Reverse
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import BUILT_IN, Grader, grader_class
 from prime_envs.lengths import budgets_from
 from prime_envs.registry import BUILT_IN as ENVIRONMENTS
 from prime_envs.registry import environment_class
-from prime_envs.reverse import Reverse
 from prime_envs.sources import file_digest
 
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=1000, form="exact")
@@ -69,7 +69,7 @@ def test_every_built_in_name_is_a_class() -> None:
 def test_plugins_are_found_by_entry_point(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = {"prime_open.environments": "reverse:Reverse"}
+    plugin = {"prime_open.environments": "environments.reverse:Reverse"}
     base = plugin.get(kind, "graders.formats:FormatFollowing")
     module = base.partition(":")[0]
     name = f"plugin_{kind.rpartition('.')[2]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_core.run import LengthBudgets
-from prime_envs.procedural import ReasoningGym
+from prime_envs.environments.reasoning_gym import ReasoningGym
 from prime_envs.subprocess_grader import (
     Answered,
     GraderLimits,

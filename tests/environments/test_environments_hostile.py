@@ -14,12 +14,12 @@ import pytest
 
 from prime_core.errors import MalformedError
 from prime_core.run import MICRO, LengthBudgets
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.reasoning_gym import ReasoningGym
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.answers import last_json_object
 from prime_envs.graders.base import grader_class
 from prime_envs.graders.families import answers_in
 from prime_envs.graders.formats import RULES
-from prime_envs.procedural import ReasoningGym
 from prime_envs.reasoning import EVALUATED, only_data
 from prime_envs.sandbox import kernel
 from prime_envs.subprocess_grader import GradingRaisedError, SubprocessGrader
@@ -116,7 +116,7 @@ def test_an_answer_that_is_a_program_starts_nothing(
     """Nor does it where the first wall, the look at the answer, is not there."""
     pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
     if not walled:
-        monkeypatch.setattr("prime_envs.procedural.only_data", lambda *_: True)
+        monkeypatch.setattr("prime_envs.environments.reasoning_gym.only_data", lambda *_: True)
     mark = tmp_path / "was-here"
     environment = ReasoningGym({"family": "spiral_matrix", "seed": 1}, BUDGETS)
     try:

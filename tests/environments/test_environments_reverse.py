@@ -10,8 +10,8 @@ from prime_core.errors import MalformedError, PolicyError, UserError
 from prime_core.run import EnvironmentRef, LengthBudgets, LengthForm, RunDefinition
 from prime_core.task import Task
 from prime_envs.base import Environment
+from prime_envs.environments.reverse import Reverse, word_list
 from prime_envs.registry import environment_for, environment_ref, load_environment
-from prime_envs.reverse import Reverse, word_list
 
 TARGETS = (2, 6, 10, 14)
 

@@ -13,8 +13,8 @@ import pytest
 
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import MICRO, LengthBudgets
+from prime_envs.environments.reasoning_gym import ReasoningGym
 from prime_envs.graders.families import Families
-from prime_envs.procedural import ReasoningGym
 from prime_envs.reasoning import SIZES, UNFIT, only_data, reasoning_gym, score
 from prime_envs.sandbox import kernel
 from prime_envs.tasks import Task

@@ -14,10 +14,10 @@ import pytest
 
 from prime_core.errors import UserError
 from prime_core.run import MICRO, Conversation, LengthBudgets
-from prime_envs import verifiers_adapter
+from prime_envs.environments import verifiers as verifiers_adapter
+from prime_envs.environments.verifiers import VARIABLE, VerifiersEnvironment
 from prime_envs.registry import load_environment
 from prime_envs.tools import Observation
-from prime_envs.verifiers_adapter import VARIABLE, VerifiersEnvironment
 
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 ROOT = Path(__file__).resolve().parents[2]

@@ -60,7 +60,7 @@ from prime_core.signing import CONTRACT_NAMES, LocalSigner, Strict
 from prime_core.transport import problems, signatures
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Evidence, Verdict
-from prime_envs import crowd
+from prime_envs.environments import crowd
 from prime_envs.tasks import load_json, parse_task
 from prime_verify import audit, pages
 from prime_verify.proofs import activations, hardware, sketch, thresholds

@@ -19,7 +19,7 @@ from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_
 
 @pytest.fixture
 def panel_run() -> Iterator[RunDefinition]:
-    BUILT_IN["words"] = "bench.multiturn:Words"
+    BUILT_IN["words"] = "bench.multiturn"
     run = small_run()
     yield run.model_copy(
         update={

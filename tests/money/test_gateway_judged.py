@@ -30,8 +30,8 @@ from prime_core.signing import LocalSigner
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
 from prime_envs.base import Problem
+from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_ref
-from prime_envs.reverse import Reverse
 from prime_envs.tools import Observation
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
@@ -89,7 +89,7 @@ def bound() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def panel_run(bound: socket.socket) -> Iterator[RunDefinition]:
-    BUILT_IN["fetches"] = f"{__name__}:Fetches"
+    BUILT_IN["fetches"] = __name__
     run = small_run()
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     gateway = Gateway(url=url, key=GATEWAY.address, tools=("fetch-1",))

@@ -27,7 +27,7 @@ from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
 from prime_envs.base import Problem, TaskScore
-from prime_envs.reverse import Reverse
+from prime_envs.environments.reverse import Reverse
 from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_ATTEMPTS
 from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema

@@ -18,8 +18,8 @@ from prime_core.errors import FatalError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import EnvironmentPart, RunDefinition
 from prime_envs.base import Grade, Problem
-from prime_envs.crowd import pack, write_template
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.crowd import pack, write_template
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.families import Families
 from prime_envs.graders.mathematics import Mathematics
 from prime_envs.registry import environment_for, environment_ref, load_environment

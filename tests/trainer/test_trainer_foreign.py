@@ -20,7 +20,7 @@ import reasoning_gym
 from safetensors.torch import load_file
 
 from bench.textmodel import build_model, build_tokenizer
-from prime_envs.verifiers_adapter import VARIABLE
+from prime_envs.environments.verifiers import VARIABLE
 from prime_trainer import local as local_module
 from prime_trainer.config import load
 from prime_trainer.local import Options, run_local

@@ -27,8 +27,8 @@ from prime_core.run import MICRO
 from prime_core.run_file import read_run
 from prime_core.waiting import StoppedError
 from prime_envs.base import Problem
+from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for
-from prime_envs.reverse import Reverse
 from prime_envs.tools import TOOL_ERROR, Observation
 from prime_orchestrator.cli.run import define
 from prime_trainer import local as local_module
@@ -480,7 +480,7 @@ def test_a_run_with_a_gateway_trains_offline_from_a_cassette(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recorded request is answered; a row that makes another one ends as `tool_limit`."""
-    monkeypatch.setitem(BUILT_IN, "fetches_words", f"{__name__}:FetchesWords")
+    monkeypatch.setitem(BUILT_IN, "fetches_words", __name__)
     source = written(tmp_path / "in", GATEWAY)
     source.write_text(source.read_text().replace('"reverse"', '"fetches_words"'))
     tape = tmp_path / "tape.jsonl"

@@ -101,7 +101,7 @@ def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
 @pytest.fixture(scope="module")
 def talking(small: Any) -> Iterator[Any]:
     """The same world in conversations of three turns."""
-    BUILT_IN["words"] = "bench.multiturn:Words"
+    BUILT_IN["words"] = "bench.multiturn"
     run = small.run.model_copy(
         update={
             "environment": environment_ref(

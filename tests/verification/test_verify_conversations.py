@@ -19,8 +19,8 @@ from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.base import Generation
 from prime_envs.base import Problem
 from prime_envs.definition import run_from
+from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
-from prime_envs.reverse import Reverse
 from prime_envs.search import NOTHING
 from prime_envs.sources import file_digest
 from prime_envs.tools import Observation
@@ -66,7 +66,7 @@ class Searches(Words):
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     for environment in (Words, Searches):
-        BUILT_IN[environment.name] = f"{__name__}:{environment.__name__}"
+        BUILT_IN[environment.name] = __name__
     yield
     del BUILT_IN["words"], BUILT_IN["searches"]
 

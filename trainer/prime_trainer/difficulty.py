@@ -21,8 +21,8 @@ from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_envs.base import Environment, Problem
-from prime_envs.crowd import CrowdEnvironment
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.crowd import CrowdEnvironment
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.registry import environment_for, load_environment
 from prime_envs.tasks import Task
 from prime_trainer.sampling import Answered, Sampling, answer, keep, sampling_seed

@@ -31,8 +31,8 @@ from prime_core.errors import ConflictError, FatalError, NotFoundError, PolicyEr
 from prime_core.given import read_given
 from prime_core.ids import Digest
 from prime_core.signing import DigestField, Strict
-from prime_envs.crowd import open_packed, pack, write_template
 from prime_envs.crowd_check import Report, check
+from prime_envs.environments.crowd import open_packed, pack, write_template
 from prime_envs.graders.harbor import check_packages
 from prime_envs.harbor import packed, rows
 from prime_envs.sources import checked

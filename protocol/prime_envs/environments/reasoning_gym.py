@@ -72,7 +72,7 @@ class ReasoningGym(Environment):
         require_fit(family)
         require_reasoning_gym()
         self._family, self._seed = family, seed
-        here = "prime_envs.procedural"
+        here = "prime_envs.environments.reasoning_gym"
         self._grader = SubprocessGrader(
             f"{here}:work",
             GraderLimits(CPU_SECONDS, START_SECONDS),

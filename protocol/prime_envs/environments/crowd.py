@@ -28,7 +28,7 @@ from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.run import MICRO, LengthBudgets
 from prime_core.signing import Strict
 from prime_envs.base import TaskScore
-from prime_envs.dataset import TaskDataset
+from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import Grader
 from prime_envs.rows import Bounds, read_lines
 from prime_envs.sandbox.client import Limits, Program, Sandbox

@@ -1,0 +1,1 @@
+"""The built-in environments: each file defines the Environment whose name the file has."""
