@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from devnet.kinds import LIES
 from devnet.liars import known
 from devnet.plan import Plan, node_plans
 from devnet.processes import stop_recorded
@@ -30,7 +31,6 @@ from prime_core.errors import FatalError, PrimeError, UnavailableError, UserErro
 from prime_core.folders import make_folder
 from prime_core.messages import NodeInfo, Status
 from prime_core.printing import printable
-from prime_verify.canaries.lies import LIES
 
 ROOT = Path("var/devnet")
 MARK = ".devnet-run"

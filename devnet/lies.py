@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from devnet.findings import NodeFacts, liars_slashed
+from devnet.kinds import LIES, Ending
 from prime_core.ids import Digest
 from prime_core.messages import NodeInfo
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
-from prime_verify.canaries.lies import LIES, Ending
 
 HONEST = 2
 """Honest nodes next to the liars of each network."""
@@ -54,6 +54,7 @@ class JudgedFile:
 def sources(root: Path) -> str:
     """SHA-256 of what decides how a lie ends."""
     paths = [root / "node" / "prime_node" / "planting.py", root / "devnet" / "liars.py"]
+    paths.append(root / "devnet" / "kinds.py")
     for folder in SOURCES:
         found = (root / folder).glob("*")
         paths += sorted(path for path in found if path.suffix in (".py", ".json"))

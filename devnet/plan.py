@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from devnet.kinds import LIES, Ending
 from prime_core.deployment import DEMO_PERIODS, Periods
 from prime_core.ids import Digest
 from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
 from prime_core.task import Task
 from prime_envs.registry import environment_ref
-from prime_verify.canaries.lies import LIES, Ending
 
 TOKEN = 10**18
 HELDOUT = 256
@@ -25,12 +25,12 @@ CHALLENGE_SIZE = 512
 CHALLENGE_ROUNDS = 2
 
 LIARS = ("int4", "best_of_4", "copied_proof", "made_up_proof")
-"""Who lies unless others are named; prime_verify.canaries.lies has all kinds."""
+"""Who lies unless others are named; devnet.kinds has all."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node: its name, whether and how it lies (a name of prime_verify.canaries.lies), how many
+    """One node: its name, whether and how it lies (a name of devnet.kinds), how many
     times slower than this machine it is, whether it has no seat, whether its files are planted."""
 
     name: str

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from devnet import lies
+from devnet.kinds import LIES
 from devnet.lies import JudgedFile, Record
 from devnet.network import Network
 from devnet.observe import ChainFacts, audit, node_facts, published_leaves
@@ -27,7 +28,6 @@ from prime_core.messages import Status, SubmissionInfo
 from prime_core.signing import Domain
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
-from prime_verify.canaries.lies import LIES
 
 PERIODS = Periods(
     epoch_length=8, validity=90, slash_window=6, dispute_window=6, reward_delay=4, unbonding=120

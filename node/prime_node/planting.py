@@ -10,24 +10,22 @@ a cheater.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
-from prime_engine.base import Engine
 from prime_node.worker.__main__ import main as worker_main
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
-from prime_verify.canaries.lies import LIES, Make
+from prime_verify.canaries.lies import PLANTED, Make
 from prime_verify.canaries.planting import HONEST, kind, read_secret
 from prime_verify.canaries.scene import Scene
 from prime_verify.engines import FolderEngines, load_engine
-from prime_verify.rollout_file import FileError, FileRow, read_rollout_file
+from prime_verify.rollout_file import FileError
 
 
 class LyingBuilder(RolloutBuilder):
@@ -39,18 +37,14 @@ class LyingBuilder(RolloutBuilder):
         super().__init__(run, options)
         self._choose = choose
         self._variants: dict[str, FolderEngines] = {}
-        self._earlier: Sequence[FileRow] = ()
-        self.engines = self._loaded(None, keep=2)  # an older policy next to the leased one
+        self.engines = self._loaded(None, keep=1)
 
     def announce(self, bridge: BridgeClient) -> None:
         """Announces nothing: the attacks are made for leases that statistics judge."""
 
     def make(self, job: Job) -> bytes:
         lie = self._choose(job)
-        content = super().make(job) if lie is None else lie(self._scene(job))
-        with contextlib.suppress(FileError):  # some attacks produce no valid file
-            self._earlier = read_rollout_file(content).rows
-        return content
+        return super().make(job) if lie is None else lie(self._scene(job))
 
     def count(self, content: bytes) -> int:
         """Counts as the honest worker does, or returns 0: some attacks produce no valid file."""
@@ -61,10 +55,6 @@ class LyingBuilder(RolloutBuilder):
 
     def _scene(self, job: Job) -> Scene:
         version, policy = job.signed.policy_version, job.signed.lease.policy_digest
-
-        def older() -> Engine | None:
-            return next((engine for _, engine in self.engines.earlier(version)), None)
-
         return Scene(
             job.signed,
             job.lease_digest,
@@ -72,8 +62,6 @@ class LyingBuilder(RolloutBuilder):
             self.environment,
             self.engines.engine(version, policy),
             variant=lambda name: self._variant(name).engine(version, policy),
-            older=older,
-            earlier=self._earlier,
         )
 
     def _variant(self, name: str) -> FolderEngines:
@@ -99,7 +87,7 @@ class LyingBuilder(RolloutBuilder):
 def planted(secret: bytes, job: Job) -> Make | None:
     """Returns the attack for a job's lease, or None for an honest file."""
     name = kind(secret, job.lease_digest)
-    return None if name == HONEST else LIES[name].make
+    return None if name == HONEST else PLANTED[name]
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from devnet import lies, play
 from devnet.findings import NodeFacts
+from devnet.kinds import LIES
 from devnet.lies import JudgedFile
 from devnet.origin import ROOT
 from prime_core.errors import UnavailableError
@@ -19,7 +20,6 @@ from prime_core.ids import Digest, address, digest
 from prime_core.messages import NodeInfo
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
-from prime_verify.canaries.lies import LIES
 
 TX = "0x" + "ab" * 32
 LIAR = NodeFacts("liar", "0x1", True, (), 0, False, None, 0, 100, 100, 0)
@@ -187,6 +187,7 @@ def test_the_sources_are_those_that_make_and_judge_files(tmp_path: Path) -> None
     for name in (
         "node/prime_node/planting.py",
         "devnet/liars.py",
+        "devnet/kinds.py",
         "protocol/prime_verify/proofs/calibration.json",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

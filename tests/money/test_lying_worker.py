@@ -10,18 +10,17 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 from judging_kit import LIAR, JudgedPool
 
+from devnet.kinds import LIES
+from devnet.liars import Liar
 from prime_core.verdict import Outcome, Reason
-from prime_node.planting import LyingBuilder
 from prime_node.worker.rollout_builder import Job, Options
-from prime_verify.canaries.lies import LIES
 
 
 def test_a_worker_that_copies_from_its_earlier_file_is_slashed_and_the_audit_agrees(
     panel: JudgedPool, tmp_path: Path
 ) -> None:
     options = Options(socket=tmp_path / "s", policies=panel.policies, outbox=tmp_path)
-    lie = LIES["copied_earlier"].make
-    builder = LyingBuilder(lambda _: lie, panel.mgr.context.run, options)
+    builder = Liar(LIES["copied_earlier"].make, panel.mgr.context.run, options)
     first = panel.judged(lambda *lease: builder.make(Job(*lease)), LIAR)
     assert first.status == "accepted", "there was nothing to copy from"
     second = panel.judged(lambda *lease: builder.make(Job(*lease)), LIAR)
@@ -32,7 +31,6 @@ def test_a_worker_that_copies_from_its_earlier_file_is_slashed_and_the_audit_agr
 
 def test_a_lie_that_is_no_file_is_handed_in_all_the_same(panel: JudgedPool, tmp_path: Path) -> None:
     options = Options(socket=tmp_path / "s", policies=panel.policies, outbox=tmp_path)
-    lie = LIES["truncated"].make
-    builder = LyingBuilder(lambda _: lie, panel.mgr.context.run, options)
+    builder = Liar(LIES["truncated"].make, panel.mgr.context.run, options)
     found = panel.judged(lambda *lease: builder.build(Job(*lease)).path.read_bytes(), LIAR)
     assert (found.status, Reason(found.reason)) == ("void", Reason.MALFORMED)

@@ -19,8 +19,7 @@ from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.store import groups, leases, opinions, schema, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_verify.canaries import planting
-from prime_verify.canaries.lies import LIES
+from prime_verify.canaries import lies, planting
 
 NODE, OTHER = key(80), key(81)
 SECRET = bytes(range(32))
@@ -211,7 +210,7 @@ def test_half_of_the_planted_files_are_honest_and_the_rest_lie_in_every_way() ->
     honest = kinds.count(planting.HONEST)
     assert 1850 < honest < 2150
     assert set(kinds) == {planting.HONEST, *planting.PLANTED_LIES}
-    assert set(planting.PLANTED_LIES) <= set(LIES)
+    assert set(planting.PLANTED_LIES) == set(lies.PLANTED)
     assert kinds != [planting.kind(bytes(32), sha256(str(i).encode())) for i in range(4000)]
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from bench.attacks import ATTACKS
+from devnet.kinds import LIES, LongScene
 from prime_core.ids import digest
 from prime_core.run import Conversation
 from prime_core.verdict import Outcome, Reason
 from prime_engine.variants import VARIANTS
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
 from prime_verify.calibrate import HonestFile
-from prime_verify.canaries.lies import LIES
-from prime_verify.canaries.scene import Scene, Text
+from prime_verify.canaries.scene import Text
 from prime_verify.case import Case
 from prime_verify.engines import load_engine
 from prime_verify.finding import Finding
@@ -46,9 +46,9 @@ def _variant(name: str) -> Any:
     return load_engine(TRAINED, prepare=VARIANTS[name])
 
 
-def _scene(small: Any, number: int) -> Scene:
+def _scene(small: Any, number: int) -> LongScene:
     lease: HonestFile = small.lease(number)
-    return Scene(
+    return LongScene(
         lease.signed,
         lease.lease_digest,
         small.run,
@@ -63,7 +63,7 @@ def _rows(data: bytes) -> list[FileRow]:
     return list(read_rollout_file(data).rows)
 
 
-def _verified(small: Any, scene: Scene, data: bytes) -> Finding:
+def _verified(small: Any, scene: LongScene, data: bytes) -> Finding:
     return verify_file(
         Case(
             data,

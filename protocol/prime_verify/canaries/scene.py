@@ -1,12 +1,12 @@
 """Resources of an attacker: one lease, the true policy, altered copies of it, the honest builder.
 
-For tests, benchmarks, planted files and attacking nodes of the devnet; see lies.py.
+For planted files and attacking nodes of the devnet; see lies.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,14 +46,10 @@ Texts = Sequence[Text]
 Rows = list[FileRow]
 
 
-def _none_older() -> Engine | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Scene:
     """One lease to attack. `engine` holds its policy; `variant(name)` returns the same with altered
-    weights (prime_engine.variants); `older()` returns an earlier policy if one is available."""
+    weights (prime_engine.variants)."""
 
     signed: SignedLease
     digest: Digest
@@ -61,9 +57,6 @@ class Scene:
     environment: Environment
     engine: Engine
     variant: Callable[[str], Engine]
-    older: Callable[[], Engine | None] = field(default=_none_older)
-    earlier: Sequence[FileRow] = ()
-    """Rows of a previous file, for another lease."""
 
     @cached_property
     def plan(self) -> list[PlannedRow]:
