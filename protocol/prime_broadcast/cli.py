@@ -7,50 +7,31 @@
     diff OLD NEW        how large the delta between two checkpoint folders would be
 
 An Ethereum key in a file (mode 0600) identifies the publisher; a client that fetches names its
-address. In a pool, `trainer` and `orchestrator relay` do the same under the trainer's key.
+address. In a pool, `trainer` and `orchestrator relay` do the same under the trainer's key. Commands
+import what they need when they are called, so `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prime_broadcast import delta as deltas
-from prime_broadcast import layout
-from prime_broadcast.bars import transfer_bar, work_bar
-from prime_broadcast.chunks import PER_SOURCE
-from prime_broadcast.client import Base, fetch
-from prime_broadcast.durable import settle
-from prime_broadcast.manifest import (
-    MANIFEST_NAME,
-    Trust,
-    build_manifest,
-    parse_signed,
-    read_signed,
-    total_size,
-    verify_folder,
-)
-from prime_broadcast.publish import finalize, publish
-from prime_broadcast.relay import Relay, RelayEvent
-from prime_broadcast.server import Origin, Serving
-from prime_broadcast.sources import SourceBook, normal_url
-from prime_broadcast.transfer import Link
 from prime_core import ids
-from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
 from prime_core.command_line import program, run
-from prime_core.errors import ConflictError, PrimeError, UntrustedError, UserError
-from prime_core.given import read_given
+from prime_core.errors import PrimeError, UserError
 from prime_core.ids import ZERO_ADDRESS
-from prime_core.signing import Domain, LocalSigner, Signer
 from prime_core.waiting import until_stopped
+
+if TYPE_CHECKING:
+    from prime_broadcast.relay import RelayEvent
+    from prime_broadcast.transfer import Link
+    from prime_core.checkpoint import SignedManifest
 
 app = program(
     "prime-broadcast",
@@ -81,10 +62,16 @@ def serve_command(
     as_json: AsJson = False,
 ) -> None:
     """Publish FOLDER as the next version (unless it is the last one) and serve all versions."""
-    signer = _open_key(key)
+    from prime_broadcast.bars import work_bar
+    from prime_broadcast.commands import open_key, publish_next
+    from prime_broadcast.manifest import total_size
+    from prime_broadcast.server import Origin, Serving
+    from prime_core.signing import Domain
+
+    signer = open_key(key)
     domain = Domain(chain_id=chain_id, contract=ids.address(contract))
     with work_bar(shown=not as_json):
-        manifest = _publish(folder, data, version, pool, signer, domain)
+        manifest = publish_next(folder, data, version, pool, signer, domain)
     facts: dict[str, Any] = {
         "version": manifest.version,
         "digest": manifest.digest(),
@@ -120,7 +107,13 @@ def relay_command(
     as_json: AsJson = False,
 ) -> None:
     """Serve what UPSTREAM serves, chunk by chunk as it arrives, after checking it."""
-    trust = _trust(signer, chain_id, contract, pool)
+    from prime_broadcast.commands import read_index, trust_in
+    from prime_broadcast.relay import Relay, RelayEvent
+    from prime_broadcast.server import Serving
+    from prime_broadcast.sources import normal_url
+    from prime_broadcast.transfer import Link
+
+    trust = trust_in(signer, chain_id, contract, pool)
     urls = [normal_url(url) for url in upstream]
 
     def tell(event: RelayEvent) -> None:
@@ -136,7 +129,7 @@ def relay_command(
         while not stop.is_set():
             for link in links:
                 try:
-                    known[link] = _index(link, known.get(link))
+                    known[link] = read_index(link, known.get(link))
                     relay.offer(known[link][0], [[url] for url in urls])
                     break
                 except PrimeError as error:
@@ -154,18 +147,23 @@ def fetch_command(
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
     parallel: Annotated[int, typer.Option(help="Chunks under way at once.", min=1)] = 4,
-    per_source: Annotated[int, typer.Option(help="Connections to one server.", min=1)] = PER_SOURCE,
+    per_source: Annotated[int, typer.Option(help="Connections to one server.", min=1)] = 2,
     patience: Annotated[float, typer.Option(help="Seconds without progress.", min=1)] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Bring a version into DEST/<version>: by deltas from versions there where that is cheaper."""
+    from prime_broadcast.bars import transfer_bar
+    from prime_broadcast.client import fetch
+    from prime_broadcast.commands import look_up, on_disk, trust_in
+    from prime_broadcast.sources import SourceBook, normal_url
+
     if len(url) < 2:
         raise UserError("name at least one server and, last, the folder to fetch into")
     dest = Path(url[-1])
     sources = [normal_url(one) for one in url[:-1]]
-    trust = _trust(signer, chain_id, contract, pool)
-    known = _on_disk(dest, trust)
-    wanted, others = _look_up(sources, trust, version, max(known, default=None))
+    trust = trust_in(signer, chain_id, contract, pool)
+    known = on_disk(dest, trust)
+    wanted, others = look_up(sources, trust, version, max(known, default=None))
     with transfer_bar(f"policy {wanted.manifest.version}", shown=not as_json) as progress:
         stats = fetch(
             wanted,
@@ -194,9 +192,13 @@ def verify_command(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of FOLDER and check it against its manifest.json."""
+    from prime_broadcast.bars import work_bar
+    from prime_broadcast.commands import trust_in
+    from prime_broadcast.manifest import MANIFEST_NAME, read_signed, total_size, verify_folder
+
     signed = read_signed(folder / MANIFEST_NAME)
     if signer is not None:
-        _trust(signer, chain_id, contract, pool).check(signed)
+        trust_in(signer, chain_id, contract, pool).check(signed)
     with work_bar(shown=not as_json):
         verify_folder(folder, signed.manifest)
     manifest = signed.manifest
@@ -220,6 +222,10 @@ def diff_command(
     as_json: AsJson = False,
 ) -> None:
     """Make the delta from OLD to NEW and say how small it is."""
+    from prime_broadcast import delta as deltas
+    from prime_broadcast.bars import work_bar
+    from prime_broadcast.manifest import build_manifest, total_size, verify_folder
+
     with (
         work_bar(shown=not as_json),
         tempfile.TemporaryDirectory(prefix="broadcast-diff-") as scratch,
@@ -249,112 +255,6 @@ def diff_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. `arguments`: by default the process's own."""
     run(app, "prime-broadcast", None if arguments is None else list(arguments))
-
-
-def _publish(
-    folder: Path, data: Path, version: int | None, pool: int, signer: Signer, domain: Domain
-) -> Manifest:
-    present = layout.versions(data)
-    number = version if version is not None else (present[-1] + 1 if present else 0)
-    if version is None and present:
-        last = layout.manifest_of(data, present[-1]).manifest
-        same = build_manifest(
-            folder, pool=pool, version=last.version, step=last.step, chunk_size=last.chunk_size
-        )
-        if same.result_digest == last.result_digest:
-            return last
-    elif version is not None and present and version < present[-1]:
-        raise ConflictError(f"version {present[-1]} is published already; {version} is older")
-    manifest = publish(folder, data, pool=pool, version=number, step=number)
-    statement = PolicyStatement(pool=pool, version=number, manifest_digest=manifest.digest())
-    finalize(data, SignedManifest(manifest=manifest, signature=signer.sign(statement, domain)))
-    return manifest
-
-
-def _look_up(
-    sources: list[str], trust: Trust, version: int | None, have: int | None
-) -> tuple[SignedManifest, list[Manifest]]:
-    """The wanted signed manifest and all others that hold, from the first server that has it."""
-    failures: list[str] = []
-    for url in sources:
-        link = Link(url)
-        try:
-            offered = []
-            for signed in _index(link)[0]:
-                trust.check(signed)
-                offered.append(signed)
-            if version is None:
-                if not offered:
-                    raise UserError(f"{url} serves no version yet")
-                wanted = layout.newest_first(offered)[0]
-                newest = wanted.manifest.version
-                if have is not None and newest < have:
-                    raise UntrustedError(
-                        f"it offers version {newest} as the newest, and {have} is here already: "
-                        "it is behind, or replays old ones"
-                    )
-            else:
-                path = layout.address_of(version, MANIFEST_NAME)
-                wanted = parse_signed(link.read_small(path, layout.MAX_INDEX_BYTES))
-                trust.check(wanted)
-                if wanted.manifest.version != version:
-                    raise UntrustedError(f"it gave another version than {version}")
-            return wanted, [signed.manifest for signed in offered]
-        except PrimeError as error:
-            failures.append(f"{url}: {error}")
-            if url == sources[-1]:
-                raise type(error)("; ".join(failures)) from error
-        finally:
-            link.close()
-    raise UserError("no server was named")
-
-
-def _index(
-    link: Link, known: tuple[list[SignedManifest], str | None] | None = None
-) -> tuple[list[SignedManifest], str | None]:
-    """A server's index and its entity tag; `known`, without a body, if it is still that."""
-    address = f"/{layout.POLICIES}/{layout.INDEX_NAME}"
-    found = link.read_changed(address, layout.MAX_INDEX_BYTES, known[1] if known else None)
-    if found is None:
-        assert known is not None
-        return known
-    return layout.parse_index(found[0]), found[1]
-
-
-def _on_disk(dest: Path, trust: Trust) -> dict[int, Base]:
-    found: dict[int, Base] = {}
-    if dest.is_dir():
-        settle(dest)
-        for path in dest.iterdir():
-            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file():
-                signed = read_signed(path / MANIFEST_NAME)
-                found[int(path.name)] = Base(path, trust.check(signed))
-    return found
-
-
-def _trust(signer: str, chain_id: int, contract: str, pool: int) -> Trust:
-    domain = Domain(chain_id=chain_id, contract=ids.address(contract))
-    return Trust(ids.address(signer), domain, pool)
-
-
-def _open_key(path: Path) -> LocalSigner:
-    """The key in `path` (64 hex digits), made on first use. Raises UserError if it is readable by
-    others or holds something else."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise UserError(f"the key file {path} cannot be made: {error.strerror}") from error
-    hint = "name another file; one that is missing is made"
-    text = read_given(path, "key file", hint, limit=200).decode("ascii", "replace").strip()
-    if path.stat().st_mode & 0o077:
-        raise UserError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
-    if len(text) != 64 or not all(digit in "0123456789abcdef" for digit in text):
-        raise UserError(f"{path} holds no key: expected 64 lowercase hex digits", hint=hint)
-    return LocalSigner(bytes.fromhex(text))
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

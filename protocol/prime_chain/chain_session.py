@@ -25,14 +25,10 @@ import typer
 
 from prime_chain.amounts import ether, prime
 from prime_chain.errors import ChainRevertedError
-from prime_chain.keystore import keystore_address, open_keystore
-from prime_chain.networks import POLL_SECONDS
 from prime_core import ids
 from prime_core.command_line import Json, PasswordFd, PasswordFile, PollSeconds, Quorum
-from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.ids import Address
-from prime_core.signing import LocalSigner
 
 if TYPE_CHECKING:
     from prime_chain.client import Call, ChainClient
@@ -40,6 +36,8 @@ if TYPE_CHECKING:
     from prime_chain.costs import Cost
     from prime_chain.sender import Sender
     from prime_chain.transaction_queue import Intent
+    from prime_core.deployment import Deployment
+    from prime_core.signing import LocalSigner
 
 Mode = Literal["send", "dry-run", "calldata"]
 
@@ -175,6 +173,7 @@ def open_contracts(
     """The contracts that a deployment file names, for reading."""
     from prime_chain.client import ChainClient
     from prime_chain.contracts import Contracts
+    from prime_core.deployment import Deployment
 
     place = Deployment.load(deployment)
     client = ChainClient(rpc, place.chain_id, quorum=quorum)
@@ -245,7 +244,9 @@ def open_session(
     """The session that these flags describe. Raises UserError for what a person can mend."""
     from prime_chain.client import ChainClient
     from prime_chain.contracts import Contracts
+    from prime_chain.networks import POLL_SECONDS
     from prime_chain.sender import Sender
+    from prime_core.deployment import Deployment
 
     place = Deployment.load(deployment)
     mode: Mode = "calldata" if calldata else "dry-run" if dry_run else "send"
@@ -286,6 +287,8 @@ def open_session(
 def _signer(
     wallet: Path | None, sender: str, password_file: Path | None, password_fd: int | None
 ) -> LocalSigner:
+    from prime_chain.keystore import open_keystore
+
     if wallet is None:
         raise UserError(
             "no wallet is named",
@@ -301,6 +304,8 @@ def _signer(
 
 
 def _account(wallet: Path | None, sender: str) -> Address:
+    from prime_chain.keystore import keystore_address
+
     if sender:
         return ids.address(sender)
     found = keystore_address(wallet) if wallet is not None else None

@@ -17,7 +17,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from eth_hash.auto import keccak
 
 from prime_core.errors import UserError
@@ -183,6 +182,9 @@ def _derived(kdf: str, parameters: dict[str, Any], password: str) -> bytes:
 
 
 def _aes_ctr(key: bytes, iv: bytes, data: bytes) -> bytes:
+    # the import costs 0.1 s, and to read an address needs none
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
     cipher = Cipher(algorithms.AES(key), modes.CTR(iv)).encryptor()
     return cipher.update(data) + cipher.finalize()
 

@@ -10,8 +10,6 @@ import re
 from functools import lru_cache
 from typing import NewType
 
-from eth_hash.auto import keccak
-
 from prime_core.errors import MalformedError
 
 Address = NewType("Address", str)
@@ -54,6 +52,8 @@ def address(value: str | bytes) -> Address:
 
 @lru_cache(maxsize=65536)
 def _checksummed(lower: str) -> Address:
+    from eth_hash.auto import keccak  # most commands' --help needs none
+
     marks = keccak(lower[2:].encode()).hex()
     pairs = zip(lower[2:], marks, strict=False)
     return Address("0x" + "".join(c.upper() if mark > "7" else c for c, mark in pairs))

@@ -22,13 +22,10 @@ import typer
 from prime_core.command_line import Json, program
 from prime_core.command_line import run as run_program
 from prime_core.errors import MalformedError, UnavailableError
-from prime_core.ids import Digest, digest
-from prime_core.rollout import MAX_FILE_BYTES
-from prime_core.run import RunDefinition
-from prime_core.run_file import read_run
-from prime_core.verdict import Outcome
 
 if TYPE_CHECKING:
+    from prime_core.ids import Digest
+    from prime_core.run import RunDefinition
     from prime_engine.base import Engine
 
 app = program("prime-verify", "Proves rollout files and verifies them, given a model folder.")
@@ -96,6 +93,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Judge a rollout file: every check that a pool's validator makes, on freshly drawn rows."""
+    from prime_core.ids import digest
+    from prime_core.rollout import MAX_FILE_BYTES
+    from prime_core.verdict import Outcome
     from prime_envs.registry import environment_for
     from prime_verify.case import Case
     from prime_verify.engines import load_engine
@@ -142,6 +142,7 @@ def verify(
 
 
 def _run(path: Path | None, tokens: int) -> RunDefinition:
+    from prime_core.run_file import read_run
     from prime_verify.setups import synthetic_run
 
     return synthetic_run(tokens) if path is None else read_run(path)

@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_core.errors import UserError
-from prime_core.rollout import Rollout
-from prime_core.run import EnvironmentRef
-from prime_trainer.config import Settings
 from prime_trainer.disk import writing
+
+if TYPE_CHECKING:
+    from prime_core.rollout import Rollout
+    from prime_core.run import EnvironmentRef
+    from prime_trainer.config import Settings
 
 
 class Stopwatch:

@@ -45,7 +45,6 @@ from prime_core.command_line import (
 )
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
-from prime_core.settings import load_settings, settings_file
 from prime_core.times import utc
 
 if TYPE_CHECKING:
@@ -128,6 +127,7 @@ def run(
 ) -> None:
     """Judge the files that are assigned to this validator (may use a GPU) until SIGTERM."""
     flags: dict[str, object] = dict(locals())
+    from prime_core.settings import load_settings, settings_file
     from prime_validator.run import run as judge
     from prime_validator.settings import Settings
 
@@ -153,6 +153,7 @@ def doctor(
     """Check machine, network, appointment and bond; needs no password. Exits with 1 if the
     validator could not judge."""
     flags: dict[str, object] = dict(locals())
+    from prime_core.settings import load_settings, settings_file
     from prime_validator.doctor import examine
     from prime_validator.settings import Settings
 
@@ -462,6 +463,7 @@ def juror_run(
     """Replay the disputed slashes that this juror is drawn for (may use a GPU), vote, and collect
     the pay, until SIGTERM."""
     flags: dict[str, object] = dict(locals())
+    from prime_core.settings import load_settings, settings_file
     from prime_validator.juror import run as judge
     from prime_validator.settings import JurorSettings
 

@@ -2,7 +2,8 @@
 
 Every signed request covers method, authority, path, query and body digest, and carries created,
 expires, nonce and the Ed25519 session key that signed (its digest text is the `keyid`). There is no
-negotiation: any other profile is refused.
+negotiation: any other profile is refused. `cryptography` is imported when a key is used: commands
+that only read need none.
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-    Ed25519PrivateKey,
-    Ed25519PublicKey,
-)
 
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Digest, digest, to_bytes
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 COMPONENTS = '("@method" "@authority" "@path" "@query" "content-digest")'
 LIFETIME_SECONDS = 60
@@ -58,6 +57,8 @@ class SessionKey:
 
     @classmethod
     def generate(cls) -> SessionKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         return cls(Ed25519PrivateKey.generate())
 
     def sign(self, message: bytes) -> bytes:
@@ -119,6 +120,9 @@ def verify_headers(
     the raw path with its query; `headers` has lower-case names. Raises MalformedError if the
     headers do not follow the profile, UntrustedError if they do not verify.
     """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     given = _INPUT.match(headers.get("signature-input", ""))
     signed = _SIGNATURE.match(headers.get("signature", ""))
     if given is None or signed is None:
