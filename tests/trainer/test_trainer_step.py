@@ -20,7 +20,7 @@ from prime_trainer.learner import learning_rate, train_step
 from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.model import Policy
-from prime_trainer.parallel import World
+from prime_trainer.parallel import World, published_state
 
 
 def batch(rollouts: list[kit.Rollout]) -> TrainingBatch:
@@ -88,6 +88,31 @@ def test_training_makes_good_answers_likelier_and_bad_ones_less(
     good = [value for value, row in zip(change, rollouts, strict=True) if row.reward == 1.0]
     bad = [value for value, row in zip(change, rollouts, strict=True) if row.reward == 0.0]
     assert sum(good) / len(good) > 0 > sum(bad) / len(bad)
+
+
+def test_a_step_computes_with_the_weights_that_nodes_have_and_steps_from_its_own(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    # The rate is so small that bf16 shows most of a step's changes only after many steps.
+    learner = kit.learner(model, tmp_path, world, learning_rate=1e-5)
+    for step in range(3):
+        node = load_policy(model, learner.run.temperature)
+        node.lm.load_state_dict(published_state(learner.policy, world))
+        rollouts = kit.rows(seed=step, version=step)
+        zeros = [0.0] * len(rollouts)
+        order = [[number] for number in range(len(rollouts))]
+        packed, _ = learner_module.collate(order, rollouts, zeros, zeros, world.device)
+        with torch.no_grad():
+            parts = node(packed)[0].split([len(row.output_tokens) for row in rollouts])
+        rollouts = [
+            replace(row, logprobs=tuple(part.tolist()))
+            for row, part in zip(rollouts, parts, strict=True)
+        ]
+        line = train_step(learner, replace(batch(rollouts), step=Step(step)), Stopwatch())
+        assert line["kl_mismatch"] < 1e-10
+        assert line["clipped"] == 0.0
+    masters = full_state(learner.policy)
+    assert any(not torch.equal(m, m.to(torch.bfloat16).to(m.dtype)) for m in masters.values())
 
 
 def test_the_line_of_metrics_tells_staleness_rewards_and_every_wait(

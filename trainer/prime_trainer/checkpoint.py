@@ -171,9 +171,9 @@ def begin(
 ) -> Saving:
     """Writes the state in a thread (DCP); a collective operation.
 
-    Training may continue when it returns; on the CPU `optimizer` waits for the write before it
-    steps. Only one checkpoint may be in progress: call `finish` on the previous one first, on every
-    rank. Raises UnavailableError on a disk error.
+    Training may continue when it returns; on the CPU the write is waited for before weights change
+    (`wait_for_write`). Only one checkpoint may be in progress: call `finish` on the previous one
+    first, on every rank. Raises UnavailableError on a disk error.
     """
     final = _folder(data) / str(state.step)
     staging = _folder(data) / f".staging-{state.step}"
@@ -218,12 +218,14 @@ _written_from: WeakKeyDictionary[torch.optim.Optimizer, Future[Any]] = WeakKeyDi
 def _wait_before_next_step(optimizer: torch.optim.Optimizer, written: Future[Any]) -> None:
     """Makes the next step wait until `written` is done; its errors are for `Saving.finish`."""
     if optimizer not in _written_from:
-        optimizer.register_step_pre_hook(_wait_for_write)
+        optimizer.register_step_pre_hook(lambda one, *_: wait_for_write(one))
     _written_from[optimizer] = written
 
 
-def _wait_for_write(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    wait([_written_from[optimizer]])
+def wait_for_write(optimizer: torch.optim.Optimizer) -> None:
+    """Waits until no checkpoint is being written from the live state."""
+    if written := _written_from.get(optimizer):
+        wait([written])
 
 
 def save(

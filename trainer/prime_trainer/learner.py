@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from prime_core.errors import FatalError, UserError
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
 from prime_trainer.advantages import Judged, judge
+from prime_trainer.checkpoint import wait_for_write
 from prime_trainer.config import ObjectiveSettings, Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.loading import empty_policy, fill_weights
@@ -30,7 +32,7 @@ from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import objective_of
 from prime_trainer.packing import Extra, Plan, collate, plan, quality
-from prime_trainer.parallel import World, all_finite, clip_gradients, shard
+from prime_trainer.parallel import World, all_finite, clip_gradients, rounded, shard
 
 log = logging.getLogger(__name__)
 
@@ -297,6 +299,20 @@ def shares_of(groups: int, steps: int) -> list[list[int]]:
     return [list(range(number, groups, steps)) for number in range(steps)]
 
 
+def as_published(learner: Learner) -> AbstractContextManager[None]:
+    """Within the block the policy computes with its weights as they are published, in bf16.
+
+    A small learning rate changes master weights by less than bf16 resolves. A loss that is computed
+    with the masters then sees a policy that leads the one that generates: their ratios reach the
+    clip bound, gradients vanish, and the published weights never follow. With `bf16` FSDP rounds
+    the weights itself. Adapters are merged before they are rounded, so they stay as they are.
+    """
+    if learner.settings.bf16 or learner.settings.lora_rank:
+        return nullcontext()
+    wait_for_write(learner.optimizer)
+    return rounded(learner.policy, learner.optimizer)
+
+
 def train_step(
     learner: Learner,
     batch: TrainingBatch,
@@ -316,18 +332,19 @@ def train_step(
     shares = shares_of(len(batch.groups), learner.settings.optimizer_steps)
     proximal = None
     if learner.objective.ratio == "proximal" and len(shares) > 1:
-        with watch.timed("proximal"):
+        with watch.timed("proximal"), as_published(learner):
             proximal = proximal_logprobs(learner, rollouts)
     lines: list[dict[str, Any]] = []
     for number, share in enumerate(shares):
         chosen = [group * size + sample for group in share for sample in range(size)]
-        statistics = backward(
-            learner,
-            [rollouts[i] for i in chosen],
-            before if number == 0 else None,
-            None if proximal is None else [proximal[i] for i in chosen],
-            watch,
-        )
+        with as_published(learner):
+            statistics = backward(
+                learner,
+                [rollouts[i] for i in chosen],
+                before if number == 0 else None,
+                None if proximal is None else [proximal[i] for i in chosen],
+                watch,
+            )
         with watch.timed("optimizer"):
             lines.append(statistics | optimizer_step(learner, statistics["loss"], batch.step))
     lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -173,6 +174,26 @@ def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
             width = whole.dtype if is_adapted(name) else torch.bfloat16
             state[name] = whole.detach().to("cpu", width, copy=True)
     return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
+
+
+@contextmanager
+def rounded(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within the block the trained weights are rounded to bf16, as nodes load them; afterwards they
+    have their former values again."""
+    kept = []
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # a forward pass without a backward pass leaves gathered weights
+    with torch.no_grad():
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            kept.append((local, local.clone()))
+            local.copy_(local.to(torch.bfloat16))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for local, whole in kept:
+                local.copy_(whole)
 
 
 def clip_gradients(policy: nn.Module, limit: float) -> float:
