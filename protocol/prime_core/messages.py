@@ -549,6 +549,27 @@ class TargetShare(Answer):
     """Whether its leases expire more than twice as often as those of the other targets."""
 
 
+class EvaluationInfo(Answer):
+    """An evaluation of a policy on held-out problems by the pool's nodes, with its results so far.
+    Times in Unix seconds."""
+
+    id: int
+    policy_version: int
+    problems: int
+    """How many it asks."""
+    answered: int
+    """Problems with an accepted file."""
+    rows: int
+    """Accepted answers to them."""
+    reward: float | None
+    """Mean over the answered problems of their answers' mean reward; None without one."""
+    interval: float | None
+    """Half of its 95 % interval over problems; None with fewer than two."""
+    started_at: int
+    ended_at: int | None
+    """None: it goes on."""
+
+
 class Status(Answer):
     """A snapshot of the pool, for tables and pages."""
 
@@ -579,6 +600,8 @@ class Status(Answer):
     files."""
     targets: tuple[TargetShare, ...] = ()
     """All target lengths of the run, ascending."""
+    evaluations: tuple[EvaluationInfo, ...] = ()
+    """The newest evaluations on held-out problems, oldest first, at most 20."""
     activity: Literal["running", "stalled", "ended"] = "running"
     """Stalled: no batch was sealed and no policy published for a lease duration, and for three
     times the longest pause between recent batches. Ended: the pool ended on chain."""

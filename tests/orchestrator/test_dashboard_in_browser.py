@@ -19,7 +19,7 @@ from prime_orchestrator.api import status
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager import settlement
 from prime_orchestrator.serve import bind
-from prime_orchestrator.store import batches, intents, schema
+from prime_orchestrator.store import batches, evaluations, intents, schema
 from prime_orchestrator.store.batches import BatchRow
 
 if TYPE_CHECKING:
@@ -126,6 +126,12 @@ def test_page_draws_what_happens_without_a_reload(world: World, browser: Browser
         )
         assert page.locator("#reach-to").inner_text() == "2.0 s after publication"
         assert page.locator("#reach polyline").count() == 1
+        assert not page.locator("#held-out").is_visible()
+        with world.backend.store.begin() as connection:
+            evaluations.start(connection, 0, 3, now=world.clock())
+        page.wait_for_selector("#evaluations tr")
+        assert "0 of 3" in page.locator("#evaluations").inner_text()
+        assert "goes on" in page.locator("#evaluations").inner_text()
         page.close()
     assert trouble == []
 

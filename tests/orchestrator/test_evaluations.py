@@ -19,6 +19,7 @@ from prime_core.messages import LeaseAnswer, LeaseRequest
 from prime_core.task import SignedLease
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import evaluating
+from prime_orchestrator.api.status import status
 from prime_orchestrator.manager import reviews, standing
 from prime_orchestrator.store import evaluations, groups, leases, submissions
 from prime_verify.build import problem_indices
@@ -93,6 +94,7 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     assert leased(world, one).heldout is None
     assert listed(pool)[0]["ended_at"] == world.clock()
     assert "0.500 ± 0.566" in pool.orchestrator("evaluations", "list")
+    assert [one.model_dump() for one in status(world.backend).evaluations] == listed(pool)
 
     with world.backend.store.read() as connection:
         free = groups.free(connection, step=0, max_staleness=2)

@@ -35,6 +35,7 @@ from prime_orchestrator.store import (
     Connection,
     batches,
     chain,
+    evaluations,
     intents,
     leases,
     meta,
@@ -59,6 +60,7 @@ batches, and at the earliest after a lease's duration."""
 _EXPLORERS = {network.chain_id: network.explorer for network in NETWORKS}
 LEASES_SHOWN = 1000
 MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
+MAX_EVALUATIONS = 20
 
 
 def pool_info(backend: Backend, host: str) -> PoolInfo:
@@ -114,6 +116,10 @@ def status(backend: Backend) -> Status:
             ),
             compute_share=submissions.mean_compute_share(connection),
             targets=targets.shares_of(connection, run, now),
+            evaluations=tuple(
+                evaluations.info(connection, row)
+                for row in reversed(evaluations.newest(connection, MAX_EVALUATIONS))
+            ),
             activity=activity,
             activity_since=since,
             owed=None if money is None else str(money.owed),

@@ -6,42 +6,17 @@ Evaluation leases are judged and paid like any other, and their files are never 
 from __future__ import annotations
 
 import json
-import math
 import time
-from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prime_core.command_line import ConfigFile, Json, group
 from prime_core.errors import NotFoundError, UserError
-from prime_core.run import MICRO
 from prime_core.times import utc
 from prime_orchestrator.cli.storage import Data, Database, opened
 
-if TYPE_CHECKING:
-    from prime_orchestrator.store import Connection
-    from prime_orchestrator.store.evaluations import EvaluationRow
-
 app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
-
-
-@dataclass(frozen=True)
-class Shown:
-    """An evaluation and its results so far. `reward`: mean over problems of their rows' mean
-    reward; `interval`: half of its 95 % interval over problems. Both None without enough results.
-    `ended_at`, `started_at`: Unix seconds."""
-
-    id: int
-    policy: int
-    problems: int
-    answered: int
-    rows: int
-    reward: float | None
-    interval: float | None
-    started_at: float
-    ended_at: float | None
 
 
 @app.command()
@@ -83,7 +58,7 @@ def start(
             )
         number = evaluations.start(connection, version, wanted, now=time.time())
     if json_output:
-        typer.echo(json.dumps({"id": number, "policy": version, "problems": wanted}))
+        typer.echo(json.dumps({"id": number, "policy_version": version, "problems": wanted}))
         return
     typer.echo(
         f"evaluation {number}: policy {version} on {wanted} held-out problems, "
@@ -104,9 +79,9 @@ def list_evaluations(
     from prime_orchestrator.store import evaluations
 
     with opened(flags, config) as (_, store), store.read() as connection:
-        found = [shown(connection, row) for row in evaluations.newest(connection, last)]
+        found = [evaluations.info(connection, row) for row in evaluations.newest(connection, last)]
     if json_output:
-        typer.echo(json.dumps({"evaluations": [asdict(one) for one in found]}))
+        typer.echo(json.dumps({"evaluations": [one.model_dump() for one in found]}))
         return
     if not found:
         typer.echo("no evaluation was started: orchestrator evaluations start")
@@ -119,8 +94,9 @@ def list_evaluations(
         if one.interval is not None:
             reward += f" ± {one.interval:.3f}"
         ended = "goes on" if one.ended_at is None else utc(one.ended_at)
+        answered = f"{one.answered}/{one.problems}"
         typer.echo(
-            f"{one.id:>5}{one.policy:>8}{f'{one.answered}/{one.problems}':>12}{one.rows:>8}  "
+            f"{one.id:>5}{one.policy_version:>8}{answered:>12}{one.rows:>8}  "
             f"{reward:17}{utc(one.started_at):22}{ended}"
         )
 
@@ -143,28 +119,8 @@ def end(
         evaluations.end(connection, number, now=time.time())
         row = evaluations.get(connection, number)
         assert row is not None
-        one = shown(connection, row)
+        one = evaluations.info(connection, row)
     if json_output:
-        typer.echo(json.dumps(asdict(one)))
+        typer.echo(one.model_dump_json())
         return
     typer.echo(f"evaluation {number} has ended with {one.answered} of {one.problems} problems")
-
-
-def shown(connection: Connection, row: EvaluationRow) -> Shown:
-    """Returns an evaluation with the results of its accepted files."""
-    from prime_orchestrator.store import evaluations
-
-    found = evaluations.results(connection, row.id, row.problems)
-    means = [one.reward_micro_sum / one.rows / MICRO for one in found]
-    several = len(means) > 1
-    return Shown(
-        id=row.id,
-        policy=row.policy_version,
-        problems=row.problems,
-        answered=len(found),
-        rows=sum(one.rows for one in found),
-        reward=fmean(means) if means else None,
-        interval=1.96 * stdev(means) / math.sqrt(len(means)) if several else None,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-    )

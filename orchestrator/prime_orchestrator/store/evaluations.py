@@ -6,13 +6,17 @@ groups of accepted files are its results (`groups.HELD_OUT`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Digest
+from prime_core.messages import EvaluationInfo
+from prime_core.run import MICRO
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import record, records
 
@@ -147,3 +151,20 @@ def results(connection: Connection, number: int, problems: int) -> list[ProblemR
         .order_by(problem)
     )
     return [ProblemResult(*(int(value) for value in row)) for row in connection.execute(query)]
+
+
+def info(connection: Connection, row: EvaluationRow) -> EvaluationInfo:
+    """Returns an evaluation with the results of its accepted files."""
+    found = results(connection, row.id, row.problems)
+    means = [one.reward_micro_sum / one.rows / MICRO for one in found]
+    return EvaluationInfo(
+        id=row.id,
+        policy_version=row.policy_version,
+        problems=row.problems,
+        answered=len(found),
+        rows=sum(one.rows for one in found),
+        reward=fmean(means) if means else None,
+        interval=1.96 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        started_at=int(row.started_at),
+        ended_at=None if row.ended_at is None else int(row.ended_at),
+    )

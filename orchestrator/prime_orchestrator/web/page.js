@@ -146,6 +146,23 @@ function drawTargets(targets) {
   }));
 }
 
+function drawEvaluations(status) {
+  at("held-out").hidden = status.evaluations.length === 0;
+  at("evaluations").replaceChildren(...status.evaluations.slice().reverse().map((one) => {
+    const row = document.createElement("tr");
+    const reward = one.reward === null ? "–" : one.reward.toFixed(3);
+    row.append(
+      element("td", one.policy_version),
+      element("td", `${one.answered} of ${one.problems}`),
+      element("td", one.rows),
+      element("td", one.interval === null ? reward : `${reward} ± ${one.interval.toFixed(3)}`),
+      element("td", clock(one.started_at, status.time)),
+      element("td", one.ended_at === null ? "goes on" : "", "warn"),
+    );
+    return row;
+  }));
+}
+
 function drawValidators(validators) {
   const share = (wrong, all) => (all ? `${wrong} of ${all}` : "–");
   at("validators").replaceChildren(...validators.map((one) => {
@@ -207,6 +224,7 @@ function draw(status) {
   drawReach(status.reach);
   drawNodes(status);
   drawTargets(status.targets);
+  drawEvaluations(status);
   drawValidators(status.validators);
   at("share").textContent = status.compute_share === null ? "–" : status.compute_share.toFixed(2);
   drawList("slashes", status.slashes, (item) => [
