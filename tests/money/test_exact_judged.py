@@ -510,8 +510,9 @@ def test_leases_name_a_class_only_if_two_live_validators_of_several_announced_it
     assert leased() is None, "until it has announced its class again"
 
 
-def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_cannot_fulfil(
-    exact: ExactPool,
+@pytest.mark.parametrize("differs", ["facts", "fingerprint"])
+def test_a_worker_that_starts_in_another_class_is_freed_of_a_lease_that_it_cannot_fulfil(
+    exact: ExactPool, differs: str
 ) -> None:
     """Once a day, without a record; the groups go to another provider."""
     mgr, policy = exact.panel.mgr, exact.panel.engines.digest(0)
@@ -530,13 +531,20 @@ def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_canno
         return answer.lease
 
     same = dict(exact.numeric.facts)
-    other = same | {"threads": "64"}
+
+    def ask_as_another() -> None:
+        if differs == "facts":
+            ask(same | {"threads": "64"})
+        else:
+            ask(same)
+            ask(same, "0x" + "ab" * 32)
+
     ask(same, exact.numeric.fingerprint)
     held = leased()
     assert held.numeric_class() == exact.numeric.digest()
     ask(same)
     assert leased() == held, "a worker of the same facts goes on with it"
-    ask(other)
+    ask_as_another()
     after = leased()
     assert after.lease.index != held.lease.index
     assert after.numeric_class() is None
@@ -546,7 +554,7 @@ def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_canno
     assert node is not None
     assert (node.missed, node.misses, node.rests_until) == (0, 0, 0)
     assert [row.digest for row in again] == [held.lease.digest(mgr.context.domain(held.lease))]
-    ask(other)
+    ask_as_another()
     assert leased() == after, "it names no class"
 
     with mgr.store.begin() as connection:
@@ -554,7 +562,7 @@ def test_a_worker_that_starts_with_other_facts_is_freed_of_a_lease_that_it_canno
     ask(same, exact.numeric.fingerprint)
     second = leased()
     assert second.numeric_class() == exact.numeric.digest()
-    ask(other)
+    ask_as_another()
     assert leased() == second, "not twice in a day"
 
 

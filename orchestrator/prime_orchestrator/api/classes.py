@@ -65,9 +65,9 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
         sound = exact_classes.without_suspects(connection, known, calibration)
         wanted = bool(held_by_enough(connection, sound, appointed, now))
         before = exact_classes.of_accounts(connection, [account]).get((account, version))
-        held = leases.open_among(connection, [account]) if request.fingerprint is None else {}
+        held = leases.open_among(connection, [account])
     if held:
-        _take_back(backend, account, numeric.key, now)
+        _take_back(backend, account, numeric, version, now)
     # A question comes from a worker that starts: what an earlier one announced may be wrong now.
     mine = known if wanted and request.fingerprint is not None else []
     if mine != ([] if before is None else [before]):
@@ -77,16 +77,22 @@ def announce(backend: Backend, account: Address, request: ClassRequest) -> Class
     return ClassAnswer(wanted=wanted)
 
 
-def _take_back(backend: Backend, account: Address, key: Digest, now: float) -> None:
-    """Ends a node's open leases that name a class of other facts than `key`, which its new worker
-    cannot fulfil; they leave no record, and their groups go to other providers. At most one in
-    TAKEN_BACK_SECONDS: a node could otherwise choose among leases by changing its facts."""
+def _take_back(
+    backend: Backend, account: Address, numeric: NumericClass, version: int, now: float
+) -> None:
+    """Ends a node's open leases of a class that its new worker cannot have: one of other facts, or
+    of another fingerprint with policy `version` if `numeric` has one. They leave no record, and
+    their groups go to other providers. At most one in TAKEN_BACK_SECONDS: a node could otherwise
+    choose among leases by changing what it announces."""
     with backend.store.begin() as connection:
         for row in leases.lock_open(connection, account):
             name = row.signed().numeric_class()
             found = None if name is None else exact_classes.get(connection, name)
-            if found is None or found.key == key or row.upload_sha256 is not None:
+            if found is None or row.upload_sha256 is not None:
                 continue  # or its file is made, and on its way
+            measured = numeric.fingerprint != ZERO_DIGEST and found.policy_version == version
+            if found.key == numeric.key and not (measured and name != numeric.digest()):
+                continue
             if leases.excused_since(connection, account, now - TAKEN_BACK_SECONDS):
                 return
             standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
