@@ -186,7 +186,7 @@ def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
             assert call.is_alive()
             relay.offer([signed], [[url]])
             call.join()
-        assert relay.complete() == [0]
+        wait_until(lambda: relay.complete() == [0], "the relay has checked what it serves")
         assert set(looks[:-1]) == {None}
         said = capfd.readouterr()
         assert said.out == f"policy 0: {signed.manifest.digest()}\n"
