@@ -232,7 +232,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
         draws=DrawBoard(random.Random("draws").randbytes),
     )
     with (
-        mock.patch("prime_core.transport.signatures.Ed25519PrivateKey", SessionKeys()),
+        mock.patch(f"{Ed25519PrivateKey.__module__}.Ed25519PrivateKey", SessionKeys()),
         mock.patch("prime_orchestrator.api.kept.EVERY_SECONDS", 0.0),
         TestClient(create_app(backend), base_url=AUDIENCE) as http,
     ):
