@@ -135,6 +135,9 @@ def run(
     progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
     head_fp32: Annotated[bool | None, typer.Option(help="With bf16: fp32 logits.")] = None,
+    round_weights: Annotated[
+        bool | None, typer.Option(help="Without bf16: compute with the weights that nodes have.")
+    ] = None,
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
     delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,

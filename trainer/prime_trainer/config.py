@@ -27,7 +27,8 @@ TRAINING_FILE = "trainer.json"
 """File in a policy's folder with the configuration that the policy was trained with."""
 TRAINING = (
     "objective", "optimizer", "learning_rate", "warmup_steps", "beta1", "beta2", "weight_decay",
-    "gradient_clip", "optimizer_steps", "bf16", "head_fp32", "lora_rank", "lora_alpha",
+    "gradient_clip", "optimizer_steps", "bf16", "head_fp32", "round_weights", "lora_rank",
+    "lora_alpha",
 )  # fmt: skip
 """The settings that determine how a batch changes the weights."""
 
@@ -131,6 +132,11 @@ class Settings(ChainSettings):
     head_fp32: bool = False
     """With bf16: compute logits in fp32, which is slower and needs an extra copy of the head. By
     default, like the engines, logits are rounded to bf16 before the softmax."""
+    round_weights: bool = False
+    """Without bf16: compute the loss with the trained weights rounded to bf16, as nodes have them
+    (with bf16 FSDP rounds them). Steps that bf16 does not show otherwise carry the fp32 masters
+    away from the policy that generates until the clip stops them: needed for learning rates far
+    below 2⁻⁹ of a weight. Adapters are merged before they are rounded, so they stay as they are."""
     recompute: bool = False
     """Recompute activations in the backward pass instead of storing them (activation
     checkpointing)."""

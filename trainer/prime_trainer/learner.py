@@ -300,14 +300,10 @@ def shares_of(groups: int, steps: int) -> list[list[int]]:
 
 
 def as_published(learner: Learner) -> AbstractContextManager[None]:
-    """Within the block the policy computes with its weights as they are published, in bf16.
-
-    A small learning rate changes master weights by less than bf16 resolves. A loss that is computed
-    with the masters then sees a policy that leads the one that generates: their ratios reach the
-    clip bound, gradients vanish, and the published weights never follow. With `bf16` FSDP rounds
-    the weights itself. Adapters are merged before they are rounded, so they stay as they are.
-    """
-    if learner.settings.bf16 or learner.settings.lora_rank:
+    """Within the block the policy has its weights as they are published, if `round_weights` asks
+    for it."""
+    settings = learner.settings
+    if not settings.round_weights or settings.bf16 or settings.lora_rank:
         return nullcontext()
     wait_for_write(learner.optimizer)
     return rounded(learner.policy, learner.optimizer)
