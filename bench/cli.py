@@ -76,15 +76,15 @@ def run(quick: bool) -> list[Row]:
             node = ("status", "--data", scratch, "--wallet", str(wallet), "--orchestrator", url)
             return [
                 *(
-                    Row(f"help_{name}", _cpu(module, "--help", tries=tries), "CPU s", 0.3)
+                    Row(f"help_{name}", _cpu(module, "--help", tries=tries), "CPU s", 0.4)
                     for name, module in PROGRAMS.items()
                 ),
-                Row("status", _cpu("prime_node.cli", *node, "--json", tries=tries), "CPU s", 0.5),
+                Row("status", _cpu("prime_node.cli", *node, "--json", tries=tries), "CPU s", 0.8),
                 Row(
                     "trainer_status",
                     _cpu("prime_trainer.cli", "status", "--data", scratch, tries=tries),
                     "CPU s",
-                    0.5,
+                    0.8,
                 ),
             ]
     finally:
