@@ -177,7 +177,7 @@ def play(root: Path, steps: int = STEPS) -> list[Row]:
         walk.bring_up()
         reached("policy_0")
         for step in range(1, steps + 1):
-            walk.until(f"policy {step}", _published(step), WAIT_SECONDS)
+            walk.until(f"policy {step}", published(step), WAIT_SECONDS)
             reached(f"policy_{step}")
         walk.wait_for_slashes()
         reached("slashed")
@@ -217,7 +217,8 @@ def rows(
     ]
 
 
-def _published(version: int) -> Callable[[Status], bool]:
+def published(version: int) -> Callable[[Status], bool]:
+    """Whether a status says that policy `version` is published."""
     return lambda status: status.latest_version is not None and status.latest_version >= version
 
 
