@@ -61,10 +61,9 @@ def origin_process(run: Run, port: int, rate: float | None) -> Iterator[subproce
     start = [sys.executable, "-m", "prime_broadcast"]
     if rate is not None:
         slow = (
-            "import sys,functools;from prime_broadcast import cli;"
-            "from prime_broadcast.server import Limits;"
-            f"limits=Limits(bytes_per_second={rate});"
-            "cli.Serving=functools.partial(cli.Serving,limits=limits);"
+            "import sys,functools;from prime_broadcast import cli,server;"
+            f"limits=server.Limits(bytes_per_second={rate});"
+            "server.Serving=functools.partial(server.Serving,limits=limits);"
         )
         start = [sys.executable, "-c", slow + "cli.main(sys.argv[1:])"]
     child = subprocess.Popen(
