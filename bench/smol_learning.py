@@ -34,7 +34,7 @@ SOURCE = ROOT / "docs/examples/run-local-guess.toml"
 STEPS, PROBLEMS = 40, 64
 STEP_SECONDS = 1800.0
 PERIODS = Periods(
-    epoch_length=60, validity=1200, slash_window=6, dispute_window=6, reward_delay=4, unbonding=1300
+    epoch_length=8, validity=1200, slash_window=6, dispute_window=6, reward_delay=4, unbonding=1300
 )
 TASK = (
     "schema_version", "environment", "conversation", "chat", "budgets", "max_output_tokens",
