@@ -147,12 +147,15 @@ def fetch_command(
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
     parallel: Annotated[int, typer.Option(help="Chunks under way at once.", min=1)] = 4,
-    per_source: Annotated[int, typer.Option(help="Connections to one server.", min=1)] = 2,
+    per_source: Annotated[
+        int | None, typer.Option(help="Connections to one server (default: two).", min=1)
+    ] = None,
     patience: Annotated[float, typer.Option(help="Seconds without progress.", min=1)] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Bring a version into DEST/<version>: by deltas from versions there where that is cheaper."""
     from prime_broadcast.bars import transfer_bar
+    from prime_broadcast.chunks import PER_SOURCE
     from prime_broadcast.client import fetch
     from prime_broadcast.commands import look_up, on_disk, trust_in
     from prime_broadcast.sources import SourceBook, normal_url
@@ -173,7 +176,7 @@ def fetch_command(
             chain={m.version: m for m in others},
             book=SourceBook(),
             parallel=parallel,
-            per_source=per_source,
+            per_source=per_source or PER_SOURCE,
             patience=patience,
             progress=progress,
         )

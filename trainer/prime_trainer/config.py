@@ -133,10 +133,10 @@ class Settings(ChainSettings):
     """With bf16: compute logits in fp32, which is slower and needs an extra copy of the head. By
     default, like the engines, logits are rounded to bf16 before the softmax."""
     round_weights: bool = False
-    """Without bf16: compute the loss with the trained weights rounded to bf16, as nodes have them
-    (with bf16 FSDP rounds them). Steps that bf16 does not show otherwise carry the fp32 masters
-    away from the policy that generates until the clip stops them: needed for learning rates far
-    below 2⁻⁹ of a weight. Adapters are merged before they are rounded, so they stay as they are."""
+    """Without bf16: round the trained weights to bf16 before the loss is computed, so that the loss
+    sees the policy that nodes run. (With bf16, FSDP rounds them.) Needed for small learning rates:
+    one step is then less than bf16 resolves, so it changes the fp32 masters but not the published
+    policy. Ignored with adapters, which are merged before they are rounded."""
     recompute: bool = False
     """Recompute activations in the backward pass instead of storing them (activation
     checkpointing)."""

@@ -300,8 +300,7 @@ def shares_of(groups: int, steps: int) -> list[list[int]]:
 
 
 def as_published(learner: Learner) -> AbstractContextManager[None]:
-    """Within the block the policy has its weights as they are published, if `round_weights` asks
-    for it."""
+    """Rounds the policy's weights to bf16 for the block, if `round_weights` is set and applies."""
     settings = learner.settings
     if not settings.round_weights or settings.bf16 or settings.lora_rank:
         return nullcontext()

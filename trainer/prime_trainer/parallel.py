@@ -178,8 +178,8 @@ def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
 
 @contextmanager
 def rounded(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the block the trained weights are rounded to bf16, as nodes load them; afterwards they
-    have their former values again."""
+    """Rounds the optimizer's parameters to bf16, in place, and restores them when the block ends.
+    Keeps a copy of this rank's part of them meanwhile."""
     kept = []
     if isinstance(policy, FSDPModule):
         policy.reshard()  # a forward pass without a backward pass leaves gathered weights
