@@ -14,6 +14,8 @@ import what they need when they are called, so `--help` answers at once.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,9 +31,11 @@ from prime_core.ids import ZERO_ADDRESS
 from prime_core.waiting import until_stopped
 
 if TYPE_CHECKING:
+    from prime_broadcast.manifest import Trust
     from prime_broadcast.relay import RelayEvent
     from prime_broadcast.transfer import Link
     from prime_core.checkpoint import SignedManifest
+    from prime_core.signing import LocalSigner
 
 app = program(
     "prime-broadcast",
@@ -63,12 +67,12 @@ def serve_command(
 ) -> None:
     """Publish FOLDER as the next version (unless it is the last one) and serve all versions."""
     from prime_broadcast.bars import work_bar
-    from prime_broadcast.commands import open_key, publish_next
     from prime_broadcast.manifest import total_size
+    from prime_broadcast.publish import publish_next
     from prime_broadcast.server import Origin, Serving
     from prime_core.signing import Domain
 
-    signer = open_key(key)
+    signer = _open_key(key)
     domain = Domain(chain_id=chain_id, contract=ids.address(contract))
     with work_bar(shown=not as_json):
         manifest = publish_next(folder, data, version, pool, signer, domain)
@@ -107,13 +111,13 @@ def relay_command(
     as_json: AsJson = False,
 ) -> None:
     """Serve what UPSTREAM serves, chunk by chunk as it arrives, after checking it."""
-    from prime_broadcast.commands import read_index, trust_in
+    from prime_broadcast.client import read_index
     from prime_broadcast.relay import Relay, RelayEvent
     from prime_broadcast.server import Serving
     from prime_broadcast.sources import normal_url
     from prime_broadcast.transfer import Link
 
-    trust = trust_in(signer, chain_id, contract, pool)
+    trust = _trust(signer, chain_id, contract, pool)
     urls = [normal_url(url) for url in upstream]
 
     def tell(event: RelayEvent) -> None:
@@ -156,15 +160,15 @@ def fetch_command(
     """Bring a version into DEST/<version>: by deltas from versions there where that is cheaper."""
     from prime_broadcast.bars import transfer_bar
     from prime_broadcast.chunks import PER_SOURCE
-    from prime_broadcast.client import fetch
-    from prime_broadcast.commands import look_up, on_disk, trust_in
+    from prime_broadcast.client import fetch, look_up
+    from prime_broadcast.folder import on_disk
     from prime_broadcast.sources import SourceBook, normal_url
 
     if len(url) < 2:
         raise UserError("name at least one server and, last, the folder to fetch into")
     dest = Path(url[-1])
     sources = [normal_url(one) for one in url[:-1]]
-    trust = trust_in(signer, chain_id, contract, pool)
+    trust = _trust(signer, chain_id, contract, pool)
     known = on_disk(dest, trust)
     wanted, others = look_up(sources, trust, version, max(known, default=None))
     with transfer_bar(f"policy {wanted.manifest.version}", shown=not as_json) as progress:
@@ -196,12 +200,11 @@ def verify_command(
 ) -> None:
     """Read every byte of FOLDER and check it against its manifest.json."""
     from prime_broadcast.bars import work_bar
-    from prime_broadcast.commands import trust_in
     from prime_broadcast.manifest import MANIFEST_NAME, read_signed, total_size, verify_folder
 
     signed = read_signed(folder / MANIFEST_NAME)
     if signer is not None:
-        trust_in(signer, chain_id, contract, pool).check(signed)
+        _trust(signer, chain_id, contract, pool).check(signed)
     with work_bar(shown=not as_json):
         verify_folder(folder, signed.manifest)
     manifest = signed.manifest
@@ -258,6 +261,37 @@ def diff_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. `arguments`: by default the process's own."""
     run(app, "prime-broadcast", None if arguments is None else list(arguments))
+
+
+def _trust(signer: str, chain_id: int, contract: str, pool: int) -> Trust:
+    from prime_broadcast.manifest import Trust
+    from prime_core.signing import Domain
+
+    domain = Domain(chain_id=chain_id, contract=ids.address(contract))
+    return Trust(ids.address(signer), domain, pool)
+
+
+def _open_key(path: Path) -> LocalSigner:
+    """The key in `path` (64 hex digits), made on first use. Raises UserError if it is readable by
+    others or holds something else."""
+    from prime_core.given import read_given
+    from prime_core.signing import LocalSigner
+
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UserError(f"the key file {path} cannot be made: {error.strerror}") from error
+    hint = "name another file; one that is missing is made"
+    text = read_given(path, "key file", hint, limit=200).decode("ascii", "replace").strip()
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
+    if len(text) != 64 or not all(digit in "0123456789abcdef" for digit in text):
+        raise UserError(f"{path} holds no key: expected 64 lowercase hex digits", hint=hint)
+    return LocalSigner(bytes.fromhex(text))
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

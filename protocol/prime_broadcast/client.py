@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_broadcast import delta as deltas
+from prime_broadcast import layout
 from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Hooks, Pace
 from prime_broadcast.durable import appear
 from prime_broadcast.files import (
@@ -36,7 +37,9 @@ from prime_broadcast.files import (
 from prime_broadcast.layout import Item, delta_items, file_items
 from prime_broadcast.manifest import (
     MANIFEST_NAME,
+    Trust,
     check_manifest,
+    parse_signed,
     read_signed,
     signed_bytes,
     total_size,
@@ -44,8 +47,15 @@ from prime_broadcast.manifest import (
 from prime_broadcast.plans import Base, Plan, plan_from_anchor, plan_route
 from prime_broadcast.sources import Fault, SourceBook
 from prime_broadcast.tasks import ChunkStats, GoneError
+from prime_broadcast.transfer import Link
 from prime_core.checkpoint import Manifest, SignedManifest
-from prime_core.errors import MalformedError, UnavailableError, UntrustedError
+from prime_core.errors import (
+    MalformedError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
 
 __all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
 
@@ -263,3 +273,53 @@ def _locked(dest: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def look_up(
+    sources: list[str], trust: Trust, version: int | None, have: int | None
+) -> tuple[SignedManifest, list[Manifest]]:
+    """The wanted signed manifest and all others that hold, from the first server that has it."""
+    failures: list[str] = []
+    for url in sources:
+        link = Link(url)
+        try:
+            offered = []
+            for signed in read_index(link)[0]:
+                trust.check(signed)
+                offered.append(signed)
+            if version is None:
+                if not offered:
+                    raise UserError(f"{url} serves no version yet")
+                wanted = layout.newest_first(offered)[0]
+                newest = wanted.manifest.version
+                if have is not None and newest < have:
+                    raise UntrustedError(
+                        f"it offers version {newest} as the newest, and {have} is here already: "
+                        "it is behind, or replays old ones"
+                    )
+            else:
+                path = layout.address_of(version, MANIFEST_NAME)
+                wanted = parse_signed(link.read_small(path, layout.MAX_INDEX_BYTES))
+                trust.check(wanted)
+                if wanted.manifest.version != version:
+                    raise UntrustedError(f"it gave another version than {version}")
+            return wanted, [signed.manifest for signed in offered]
+        except PrimeError as error:
+            failures.append(f"{url}: {error}")
+            if url == sources[-1]:
+                raise type(error)("; ".join(failures)) from error
+        finally:
+            link.close()
+    raise UserError("no server was named")
+
+
+def read_index(
+    link: Link, known: tuple[list[SignedManifest], str | None] | None = None
+) -> tuple[list[SignedManifest], str | None]:
+    """A server's index and its entity tag; `known`, without a body, if it is still that."""
+    address = f"/{layout.POLICIES}/{layout.INDEX_NAME}"
+    found = link.read_changed(address, layout.MAX_INDEX_BYTES, known[1] if known else None)
+    if found is None:
+        assert known is not None
+        return known
+    return layout.parse_index(found[0]), found[1]

@@ -192,3 +192,16 @@ def _log_bad_data(fault: Fault) -> None:
         fault.reason,
         BAN,
     )
+
+
+def on_disk(dest: Path, trust: Trust) -> dict[int, Base]:
+    """Returns the whole versions in `dest`, by number. Raises UntrustedError for one that `trust`
+    does not cover."""
+    found: dict[int, Base] = {}
+    if dest.is_dir():
+        settle(dest)
+        for path in dest.iterdir():
+            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file():
+                signed = read_signed(path / MANIFEST_NAME)
+                found[int(path.name)] = Base(path, trust.check(signed))
+    return found

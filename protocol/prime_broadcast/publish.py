@@ -32,8 +32,9 @@ from prime_broadcast.manifest import (
     policy_files,
     signed_bytes,
 )
-from prime_core.checkpoint import DeltaEntry, Manifest, SignedManifest
+from prime_core.checkpoint import DeltaEntry, Manifest, PolicyStatement, SignedManifest
 from prime_core.errors import ConflictError
+from prime_core.signing import Domain, Signer
 
 WORTHWHILE = 0.9
 """A delta larger than this share of the whole is not published."""
@@ -159,3 +160,26 @@ def delta_entry(path: Path, base: Manifest, manifest: Manifest) -> DeltaEntry | 
         digest=digest,
         chunks=chunks,
     )
+
+
+def publish_next(
+    folder: Path, data: Path, version: int | None, pool: int, signer: Signer, domain: Domain
+) -> Manifest:
+    """Publishes and signs `folder` as `version`, by default the next one, and returns its manifest.
+    Without `version`, a folder with the newest version's content is not published again. Raises
+    ConflictError if `version` is older than the newest one."""
+    present = layout.versions(data)
+    number = version if version is not None else (present[-1] + 1 if present else 0)
+    if version is None and present:
+        last = layout.manifest_of(data, present[-1]).manifest
+        same = build_manifest(
+            folder, pool=pool, version=last.version, step=last.step, chunk_size=last.chunk_size
+        )
+        if same.result_digest == last.result_digest:
+            return last
+    elif version is not None and present and version < present[-1]:
+        raise ConflictError(f"version {present[-1]} is published already; {version} is older")
+    manifest = publish(folder, data, pool=pool, version=number, step=number)
+    statement = PolicyStatement(pool=pool, version=number, manifest_digest=manifest.digest())
+    finalize(data, SignedManifest(manifest=manifest, signature=signer.sign(statement, domain)))
+    return manifest
