@@ -18,6 +18,7 @@ from prime_broadcast.chunks import PATIENCE
 from prime_broadcast.client import Base, FetchStats, Progress, fetch
 from prime_broadcast.durable import settle
 from prime_broadcast.files import remove_folder
+from prime_broadcast.layout import complete_in
 from prime_broadcast.manifest import MANIFEST_NAME, History, Trust, read_signed, verify_folder
 from prime_broadcast.sources import BAN, Fault, SourceBook
 from prime_core.checkpoint import Manifest, SignedManifest
@@ -59,11 +60,7 @@ class PolicyFolder:
 
     def versions(self) -> list[int]:
         """Versions on disk, ascending."""
-        return sorted(
-            int(path.name)
-            for path in self.root.iterdir()
-            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file()
-        )
+        return complete_in(self.root)
 
     def latest(self) -> int | None:
         """The newest version on disk."""
@@ -197,11 +194,11 @@ def _log_bad_data(fault: Fault) -> None:
 def on_disk(dest: Path, trust: Trust) -> dict[int, Base]:
     """Returns the whole versions in `dest`, by number. Raises UntrustedError for one that `trust`
     does not cover."""
-    found: dict[int, Base] = {}
     if dest.is_dir():
         settle(dest)
-        for path in dest.iterdir():
-            if path.name.isascii() and path.name.isdigit() and (path / MANIFEST_NAME).is_file():
-                signed = read_signed(path / MANIFEST_NAME)
-                found[int(path.name)] = Base(path, trust.check(signed))
-    return found
+    return {
+        number: Base(
+            dest / str(number), trust.check(read_signed(dest / str(number) / MANIFEST_NAME))
+        )
+        for number in complete_in(dest)
+    }

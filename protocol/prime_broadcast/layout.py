@@ -126,8 +126,13 @@ def version_folder(root: Path, version: int) -> Path:
 
 
 def versions(root: Path) -> list[int]:
-    """Complete versions, ascending."""
-    folder = root / POLICIES
+    """Returns the complete versions that an origin or relay serves from `root`, ascending."""
+    return complete_in(root / POLICIES)
+
+
+def complete_in(folder: Path) -> list[int]:
+    """Returns the versions that lie complete in a folder of policies, ascending; none if there is
+    no such folder."""
     if not folder.is_dir():
         return []
     return sorted(
