@@ -11,7 +11,7 @@ from typing import Any
 from bench import seats
 from bench.form import Row
 from devnet.chain import CHAIN_ID, Anvil, dev_signer
-from devnet.faulty import KINDS, Fault, FaultyRpc
+from devnet.faulty import KINDS, FaultyRpc, RpcFault
 from prime_chain import client as chain_client
 from prime_chain import codec
 from prime_chain.client import Call, ChainClient
@@ -166,7 +166,7 @@ def _endpoints(anvil: Anvil) -> list[Row]:
     account = dev_signer(1).address
     spare = FaultyRpc(anvil.url)
     for kind in KINDS:
-        bad = FaultyRpc(anvil.url, [Fault(kind, seconds=0.05 if kind == "delay" else 60)])
+        bad = FaultyRpc(anvil.url, [RpcFault(kind, seconds=0.05 if kind == "delay" else 60)])
         client = ChainClient([bad.url, anvil.url, spare.url], CHAIN_ID, timeout=0.5)
         number = client.block_number()
         truth = ChainClient([anvil.url], CHAIN_ID).agreed_block(number)
@@ -174,7 +174,7 @@ def _endpoints(anvil: Anvil) -> list[Row]:
         survived += same and client.agree(lambda one: one.balance(account, 0)) > 0
         client.close()
         bad.close()
-    hung = FaultyRpc(anvil.url, [Fault("hang")])
+    hung = FaultyRpc(anvil.url, [RpcFault("hang")])
     clock = [0.0]
     client = ChainClient([hung.url, anvil.url], CHAIN_ID, timeout=1.0, now=lambda: clock[0])
     began = time.monotonic()
@@ -193,7 +193,7 @@ def _endpoints(anvil: Anvil) -> list[Row]:
 
 def _hidden_receipts(anvil: Anvil, root: Path) -> Row:
     """Payments made by one intent while an endpoint hides receipts and transactions."""
-    proxy = FaultyRpc(anvil.url, [Fault("omit")])
+    proxy = FaultyRpc(anvil.url, [RpcFault("omit")])
     client = ChainClient([proxy.url], CHAIN_ID)
     clock = [time.time()]
     sender = Sender(client, dev_signer(3), root / "sender.sqlite", clock=Clock(lambda: clock[0]))

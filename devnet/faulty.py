@@ -40,7 +40,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
-class Fault:
+class RpcFault:
     """What goes wrong, in which share of the requests, and for which methods (all if empty)."""
 
     kind: Kind
@@ -54,9 +54,9 @@ class FaultyRpc:
     `asked` counts requests by method, `injected` faults by kind."""
 
     def __init__(
-        self, target: str, faults: Sequence[Fault] = (), *, seed: int = 0, port: int = 0
+        self, target: str, faults: Sequence[RpcFault] = (), *, seed: int = 0, port: int = 0
     ) -> None:
-        self.faults: tuple[Fault, ...] = tuple(faults)
+        self.faults: tuple[RpcFault, ...] = tuple(faults)
         self.asked: Counter[str] = Counter()
         self.injected: Counter[str] = Counter()
         self._target = target
@@ -154,7 +154,7 @@ class FaultyRpc:
             return
         _send(handler, 200, raw)
 
-    def _forward(self, request: dict[str, Any], kinds: dict[Kind, Fault]) -> dict[str, Any]:
+    def _forward(self, request: dict[str, Any], kinds: dict[Kind, RpcFault]) -> dict[str, Any]:
         method, params = request["method"], list(request.get("params", []))
         if "deaf" in kinds and method == "eth_sendRawTransaction":
             self._count("deaf")
@@ -181,7 +181,7 @@ class FaultyRpc:
         answer: dict[str, Any] = self._http.post(self._target, json=body).json()
         return answer
 
-    def _falsified(self, method: str, result: Any, kinds: dict[Kind, Fault]) -> Any:
+    def _falsified(self, method: str, result: Any, kinds: dict[Kind, RpcFault]) -> Any:
         if "null" in kinds:
             self._count("null")
             return None
@@ -240,7 +240,7 @@ def main() -> None:
         kind, _, chance = text.partition(":")
         if kind not in KINDS:
             parser.error(f"{kind!r} is not a kind of fault")
-        faults.append(Fault(kind, float(chance or 1)))
+        faults.append(RpcFault(kind, float(chance or 1)))
     proxy = FaultyRpc(given.target, faults, seed=given.seed, port=given.port)
     print(proxy.url, flush=True)
     try:

@@ -151,7 +151,7 @@ def paid(payments: Sequence[Payment], rebuilt_roots_match: bool) -> Finding:
 
 
 @dataclass(frozen=True)
-class Replay:
+class AuditReplay:
     """One `prime-node audit replay`: what it was asked of, what it must say, what it said."""
 
     subject: str
@@ -159,7 +159,7 @@ class Replay:
     said: str
 
 
-def replayed(replays: Sequence[Replay], slashes: int) -> Finding:
+def replayed(replays: Sequence[AuditReplay], slashes: int) -> Finding:
     """The audit of every slash says match, of an accepted file accepted."""
     wrong = [f"{r.subject}: {r.said} instead of {r.expected}" for r in replays]
     wrong = [w for w, r in zip(wrong, replays, strict=True) if r.said != r.expected]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devnet.chain import Anvil, free_port
-from devnet.faulty import KINDS, Fault, FaultyRpc
+from devnet.faulty import KINDS, FaultyRpc, RpcFault
 from devnet.foreign import ForeignEvents
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
 from devnet.processes import Child, Supervisor
@@ -93,7 +93,7 @@ class FaultyEndpoints:
             kinds.pop()
             victim = self._dice.choice(self._proxies)
             seconds = 0.2 if kind == "delay" else 20.0
-            victim.faults = (Fault(kind, self._dice.choice([0.3, 1.0]), seconds=seconds),)
+            victim.faults = (RpcFault(kind, self._dice.choice([0.3, 1.0]), seconds=seconds),)
             self._stop.wait(self._dice.uniform(SHORT_SECONDS, LONG_SECONDS))
             victim.faults = ()
 

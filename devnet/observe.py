@@ -16,11 +16,11 @@ from rich.table import Table
 from devnet import findings
 from devnet.findings import (
     Arrival,
+    AuditReplay,
     Evaluation,
     Finding,
     NodeFacts,
     Payment,
-    Replay,
     TrainedBatch,
     TrainedFile,
 )
@@ -74,7 +74,7 @@ class Observation:
     nodes: list[NodeFacts] = field(default_factory=list)
     payments: list[Payment] = field(default_factory=list)
     roots_match: bool = False
-    replays: list[Replay] = field(default_factory=list)
+    replays: list[AuditReplay] = field(default_factory=list)
     batches: list[TrainedBatch] = field(default_factory=list)
     files: list[TrainedFile] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
@@ -295,7 +295,7 @@ def _payments(
 # -- replayed -------------------------------------------------------------------------------------
 
 
-def _replays(network: Network, seen: Observation) -> list[Replay]:
+def _replays(network: Network, seen: Observation) -> list[AuditReplay]:
     """`prime-node audit replay` of every executed slash, and of one accepted file."""
     asked = [(event.tx_hash, "match") for event in seen.chain.of(events.SlashExecuted)]
     with network.client() as client:
@@ -304,7 +304,7 @@ def _replays(network: Network, seen: Observation) -> list[Replay]:
         asked.append((accepted, "accepted"))
     said = audit(network, [subject for subject, _ in asked]) if asked else []
     return [
-        Replay(subject, expected, said[i] if i < len(said) else "no answer")
+        AuditReplay(subject, expected, said[i] if i < len(said) else "no answer")
         for i, (subject, expected) in enumerate(asked)
     ]
 

@@ -47,8 +47,8 @@ from prime_orchestrator.store.engine import Store
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Sessions, Setup, Validator
-from prime_validator.pool import Pool, Runs
+from prime_validator.judging import JudgingSetup, Sessions, Validator
+from prime_validator.pool import PoolOnChain, Runs
 from prime_verify.engines import EngineProvider
 from prime_verify.proofs.thresholds import Calibration, shipped
 
@@ -97,10 +97,12 @@ def commitment(
     return SignedDrawCommitment(commitment=statement, validator=signer.address, signature=signature)
 
 
-def pool_of(backend: Backend) -> Pool:
+def pool_of(backend: Backend) -> PoolOnChain:
     """The backend's pool as a validator finds it on chain."""
     context = backend.context
-    return Pool(context.deployment, context.pool, context.manager, backend.trainer, context.run)
+    return PoolOnChain(
+        context.deployment, context.pool, context.manager, backend.trainer, context.run
+    )
 
 
 def revisions_of(backend: Backend) -> list[tuple[int, Digest]]:
@@ -287,7 +289,7 @@ def arm(
         made.folder,
         pool_of(backend),
         made.signer,
-        Setup(
+        JudgingSetup(
             engines,
             Runs(pool_of(backend), made.api, lambda: revisions_of(backend)),
             Policies(PolicyFolder(policies, trust), made.api),

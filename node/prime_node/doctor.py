@@ -34,7 +34,7 @@ MAX_SKEW_SECONDS = 5
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One finding. `fix` is what to type or do; empty if nothing."""
 
     name: str
@@ -43,7 +43,7 @@ class Check:
     fix: str = ""
 
 
-def examine(settings: Settings) -> list[Check]:
+def examine(settings: Settings) -> list[DoctorCheck]:
     """Runs every check possible with these settings, in order."""
     checks = [_python(), _disk(settings), _memory(), _gpu(settings), _keystore(settings)]
     pool, run = None, None
@@ -55,7 +55,9 @@ def examine(settings: Settings) -> list[Check]:
                 checks.append(_clock(client))
     else:
         checks.append(
-            Check("orchestrator", "warning", "none is named", "add --orchestrator URL to check it")
+            DoctorCheck(
+                "orchestrator", "warning", "none is named", "add --orchestrator URL to check it"
+            )
         )
     checks.append(_runtime(settings, run))
     if run is not None:
@@ -66,57 +68,59 @@ def examine(settings: Settings) -> list[Check]:
     return checks
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if platform.system() != "Linux":
-        return Check("python", "warning", found, "agents are tested on Linux only")
-    return Check("python", "ok", found)
+        return DoctorCheck("python", "warning", found, "agents are tested on Linux only")
+    return DoctorCheck("python", "ok", found)
 
 
-def _disk(settings: Settings) -> Check:
+def _disk(settings: Settings) -> DoctorCheck:
     folder = settings.data
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free // MIB
     found = f"{free} MiB free at {settings.data}"
     if free < MIN_DISK_MB:
-        return Check("disk", "failed", found, "free some space, or name another --data DIR")
-    return Check("disk", "ok", found)
+        return DoctorCheck("disk", "failed", found, "free some space, or name another --data DIR")
+    return DoctorCheck("disk", "ok", found)
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     import psutil
 
     memory = psutil.virtual_memory()
     found = f"{memory.available // MIB} MiB available of {memory.total // MIB} MiB"
     if memory.available < 1024 * MIB:
-        return Check("memory", "warning", found, "end other programs before joining")
-    return Check("memory", "ok", found)
+        return DoctorCheck("memory", "warning", found, "end other programs before joining")
+    return DoctorCheck("memory", "ok", found)
 
 
-def _gpu(settings: Settings) -> Check:
+def _gpu(settings: Settings) -> DoctorCheck:
     try:
         gpus = read_gpus(settings.gpus)
     except UserError as error:
         return _failed("gpu", error, "nvidia-smi -L")
     if not gpus:
-        return Check("gpu", "ok", "none seen (fine for pools that ask for none)")
-    return Check("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
+        return DoctorCheck("gpu", "ok", "none seen (fine for pools that ask for none)")
+    return DoctorCheck("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
 
 
-def _keystore(settings: Settings) -> Check:
+def _keystore(settings: Settings) -> DoctorCheck:
     if settings.wallet is None:
         fix = "make one: prime-node wallet new --out FILE; name it: --wallet FILE"
-        return Check("wallet", "warning", "none is named", fix)
+        return DoctorCheck("wallet", "warning", "none is named", fix)
     try:
-        return Check("wallet", "ok", f"{keystore_address(settings.wallet)} in {settings.wallet}")
+        return DoctorCheck(
+            "wallet", "ok", f"{keystore_address(settings.wallet)} in {settings.wallet}"
+        )
     except PrimeError as error:
         return _failed("wallet", error, "prime-node wallet new --out FILE")
 
 
 def _orchestrator(
     client: OrchestratorClient,
-) -> tuple[Check, PoolInfo | None, RunDefinition | None]:
+) -> tuple[DoctorCheck, PoolInfo | None, RunDefinition | None]:
     try:
         pool = client.pool()
         run = RunDefinition.parse(client.request("GET", "/v1/run", b"", signed=False))
@@ -124,21 +128,21 @@ def _orchestrator(
         fix = "check --orchestrator URL and that it is up (its /healthz answers)"
         return _failed("orchestrator", error, fix), None, None
     found = f"{client.base_url} serves pool {pool.pool} ({pool.name}) on chain {pool.chain_id}"
-    return Check("orchestrator", "ok", found), pool, run
+    return DoctorCheck("orchestrator", "ok", found), pool, run
 
 
-def _clock(client: OrchestratorClient) -> Check:
+def _clock(client: OrchestratorClient) -> DoctorCheck:
     before = time.time()
     server = client.get("/v1/status", Status).time
     after = time.time()
     skew = server + 0.5 - (before + after) / 2
     found = f"within {abs(skew):.0f} s of the orchestrator's"
     if abs(skew) > MAX_SKEW_SECONDS + (after - before):
-        return Check("clock", "failed", f"{skew:+.0f} s off", "sudo timedatectl set-ntp true")
-    return Check("clock", "ok", found)
+        return DoctorCheck("clock", "failed", f"{skew:+.0f} s off", "sudo timedatectl set-ntp true")
+    return DoctorCheck("clock", "ok", found)
 
 
-def _runtime(settings: Settings, run: RunDefinition | None) -> Check:
+def _runtime(settings: Settings, run: RunDefinition | None) -> DoctorCheck:
     try:
         runtime = make_runtime(settings, DataFolder(settings.data), "doctor")
         said = runtime.check(run.task if run is not None else None)
@@ -148,8 +152,8 @@ def _runtime(settings: Settings, run: RunDefinition | None) -> Check:
     missing = _missing_packages() if runtime.name == "process" else []
     if missing:
         fix = "pip install 'prime-open[node,torch]'"
-        return Check("runtime", "failed", f"missing: {', '.join(missing)}", fix)
-    return Check("runtime", outcome, said)
+        return DoctorCheck("runtime", "failed", f"missing: {', '.join(missing)}", fix)
+    return DoctorCheck("runtime", outcome, said)
 
 
 def _missing_packages() -> list[str]:
@@ -158,20 +162,20 @@ def _missing_packages() -> list[str]:
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
-def _requirements(settings: Settings, run: RunDefinition) -> Check:
+def _requirements(settings: Settings, run: RunDefinition) -> DoctorCheck:
     try:
         missing = run.requirements.shortfalls(read_hardware(settings.data, settings.gpus))
     except UserError as error:
         return _failed("requirements", error, "")
     if missing:
-        return Check(
+        return DoctorCheck(
             "requirements", "failed", "the pool asks for " + "; ".join(missing),
             "use another machine, or another pool",
         )  # fmt: skip
-    return Check("requirements", "ok", "this machine meets the pool's")
+    return DoctorCheck("requirements", "ok", "this machine meets the pool's")
 
 
-def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[Check]:
+def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorCheck]:
     """What the pool measured of this node's cards, if the run asks for a proof of them."""
     if run is None or run.cards is None or settings.wallet is None:
         return
@@ -186,24 +190,26 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[Check]:
         return
     if found is None:
         fix = "prime-node join proves this machine's cards, all at once"
-        yield Check("passport", "warning", "the pool has not measured this node's cards", fix)
+        yield DoctorCheck("passport", "warning", "the pool has not measured this node's cards", fix)
         return
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.measured_at))
-    yield Check("passport", "ok", f"{found.sentence}, measured on {when}")
+    yield DoctorCheck("passport", "ok", f"{found.sentence}, measured on {when}")
 
 
-def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[Check]:
+def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[DoctorCheck]:
     if not settings.rpc:
-        yield Check("rpc", "warning", "none is named", "add --rpc URL to check stake and rewards")
+        yield DoctorCheck(
+            "rpc", "warning", "none is named", "add --rpc URL to check stake and rewards"
+        )
         return
     if pool is None:
-        yield Check("rpc", "warning", "not checked: the orchestrator did not name the chain")
+        yield DoctorCheck("rpc", "warning", "not checked: the orchestrator did not name the chain")
         return
     client = settings.open_chain(pool.chain_id, timeout=5.0)
     try:
         block = client.block("latest")
         name = client.network.name
-        yield Check("rpc", "ok", f"chain {pool.chain_id} ({name}) at block {block.number}")
+        yield DoctorCheck("rpc", "ok", f"chain {pool.chain_id} ({name}) at block {block.number}")
         if settings.wallet is not None:
             yield from _balance(settings, client)
     except PrimeError as error:
@@ -212,7 +218,7 @@ def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[Check]:
         client.close()
 
 
-def _balance(settings: Settings, client: ChainClient) -> Iterator[Check]:
+def _balance(settings: Settings, client: ChainClient) -> Iterator[DoctorCheck]:
     assert settings.wallet is not None
     try:
         account = keystore_address(settings.wallet)
@@ -229,11 +235,11 @@ def _balance(settings: Settings, client: ChainClient) -> Iterator[Check]:
     found = f"{account} has {wei / 1e18:.4f} ETH"
     if wei == 0 and provider in (None, account):
         fix = "send it a little ETH, or name the owner that pays: --provider ADDRESS"
-        yield Check("balance", "warning", found, fix)
+        yield DoctorCheck("balance", "warning", found, fix)
     else:
-        yield Check("balance", "ok", found)
+        yield DoctorCheck("balance", "ok", found)
 
 
-def _failed(name: str, error: PrimeError, otherwise: str) -> Check:
+def _failed(name: str, error: PrimeError, otherwise: str) -> DoctorCheck:
     hint = error.hint if isinstance(error, UserError) else ""
-    return Check(name, "failed", str(error), hint or otherwise)
+    return DoctorCheck(name, "failed", str(error), hint or otherwise)

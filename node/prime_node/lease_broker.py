@@ -60,7 +60,7 @@ UNFIT = (
 )
 
 
-class Policies(Protocol):
+class PoliciesOnDisk(Protocol):
     """The policies on disk, as the lease broker uses them."""
 
     def newest(self) -> int | None:
@@ -125,7 +125,7 @@ class LeaseBroker:
         self,
         connections: Connections,
         revisions: Revisions,
-        policies: Policies,
+        policies: PoliciesOnDisk,
         deliveries: Deliveries,
         open_lease: OpenLease,
         *,

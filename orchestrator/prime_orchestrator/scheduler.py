@@ -39,7 +39,7 @@ MIN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Rules:
+class SchedulingRules:
     """Sizes in groups and staleness in publications, from the run definition."""
 
     groups_per_batch: int
@@ -101,7 +101,7 @@ class Wait:
     reason: str
 
 
-def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
+def decide(asker: Asker, supply: Supply, rules: SchedulingRules) -> Grant | Wait:
     """Returns what a node without an open lease gets.
 
     A lease for step s is made with a policy v where v ≤ s ≤ v + max_staleness, so its groups are
@@ -130,14 +130,14 @@ def decide(asker: Asker, supply: Supply, rules: Rules) -> Grant | Wait:
     return Grant(step=step, policy_version=version)
 
 
-def newcomers_room(supply: Supply, rules: Rules) -> int:
+def newcomers_room(supply: Supply, rules: SchedulingRules) -> int:
     """Returns how many leases nodes without a record may hold while others have one: half of the
     leases that fill every batch within reach of a policy, at least one."""
     groups = (rules.max_staleness + 1) * (rules.groups_per_batch + rules.surplus)
     return max(1, int(groups / (rules.groups_per_lease * supply.share) / 2))
 
 
-def first_lacking(supply: Supply, rules: Rules) -> int | None:
+def first_lacking(supply: Supply, rules: SchedulingRules) -> int | None:
     """Returns the first unsealed step whose batch the expected supply does not fill, or None.
 
     Batches take the oldest policy's groups first, as `manager.batches` does; the rest is available
@@ -158,7 +158,7 @@ def first_lacking(supply: Supply, rules: Rules) -> int | None:
     return None
 
 
-def _expected_groups(supply: Supply, rules: Rules) -> dict[int, float]:
+def _expected_groups(supply: Supply, rules: SchedulingRules) -> dict[int, float]:
     expected: dict[int, float] = {}
     for version, groups in supply.free:
         expected[version] = expected.get(version, 0.0) + groups

@@ -39,8 +39,8 @@ from prime_broadcast.tasks import (
     TOO_SLOW,
     Asked,
     ChunkStats,
+    ChunkTask,
     Counting,
-    Task,
     all_silent,
     missing_chunks_error,
 )
@@ -108,9 +108,9 @@ class ChunkFetcher:
         self._hooks = hooks
         self._change = threading.Condition()
         self._over = threading.Event()
-        self._queue: deque[Task] = deque()
-        self._open: set[Task] = set()
-        self._missing: dict[tuple[str, int], Task] = {}
+        self._queue: deque[ChunkTask] = deque()
+        self._open: set[ChunkTask] = set()
+        self._missing: dict[tuple[str, int], ChunkTask] = {}
         self._error: BaseException | None = None
         self._links: list[Link] = []
         self._total = sum(item.size for item in items)
@@ -177,7 +177,7 @@ class ChunkFetcher:
                     self._hooks.on_chunk(item, index)
                 else:
                     left = 0 if fresh else beginning(path, *item.span(index))
-                    task = Task(item, index, left)
+                    task = ChunkTask(item, index, left)
                     self._missing[item.name, index] = task
                     self._queue.append(task)
                     self._open.add(task)
@@ -244,7 +244,7 @@ class ChunkFetcher:
         links: dict[str, Link] = {}
         largest = max(min(item.chunk_size, item.size) for item in self._items)
         buffer = memoryview(bytearray(min(PIECE, largest)))
-        choice: tuple[Task, Source] | None = None
+        choice: tuple[ChunkTask, Source] | None = None
         try:
             while True:
                 choice = self._next()
@@ -265,7 +265,7 @@ class ChunkFetcher:
             for link in links.values():
                 link.close()
 
-    def _next(self) -> tuple[Task, Source] | None:
+    def _next(self) -> tuple[ChunkTask, Source] | None:
         """Returns the next chunk and its source; None when no work is left."""
         with self._change:
             while True:
@@ -283,7 +283,7 @@ class ChunkFetcher:
                     return None
                 self._change.wait(0.05)
 
-    def _choose(self) -> tuple[Task, Source] | None:
+    def _choose(self) -> tuple[ChunkTask, Source] | None:
         for position, task in enumerate(self._queue):
             source = self._pick(task)
             if source is not None:
@@ -295,7 +295,7 @@ class ChunkFetcher:
             return None
         return self._hedge()
 
-    def _pick(self, task: Task, *, unproven: bool = False) -> Source | None:
+    def _pick(self, task: ChunkTask, *, unproven: bool = False) -> Source | None:
         return self._book.pick(
             self._urls,
             task.excluded,
@@ -312,7 +312,7 @@ class ChunkFetcher:
         asked = (asked for task in self._open for asked in task.running.values())
         return self.idle_seconds > STARVING and all_silent(asked, time.monotonic())
 
-    def _hedge(self) -> tuple[Task, Source] | None:
+    def _hedge(self) -> tuple[ChunkTask, Source] | None:
         """Returns a chunk in flight that is late, and one more source to ask for it."""
         now, limit = time.monotonic(), max(HEDGE_AFTER, 3 * self._usual)
         for task in self._open:
@@ -337,7 +337,7 @@ class ChunkFetcher:
 
     # One chunk
 
-    def _attempt(self, task: Task, source: Source, link: Link, buffer: memoryview) -> None:
+    def _attempt(self, task: ChunkTask, source: Source, link: Link, buffer: memoryview) -> None:
         offset, length = task.item.span(task.index)
         asked = task.running[source.url]
         begun = asked.since
@@ -376,7 +376,7 @@ class ChunkFetcher:
         except TransferError as error:
             self._note_failure(task, source, asked, error)
 
-    def _stream(self, task: Task, source: Source, link: Link, asked: Asked) -> None:
+    def _stream(self, task: ChunkTask, source: Source, link: Link, asked: Asked) -> None:
         """Reads the whole file that contains the chunk `task` and keeps every chunk that is still
         missing."""
         item, begun, index = task.item, time.monotonic(), 0
@@ -412,7 +412,7 @@ class ChunkFetcher:
             source, min(item.size, (index + 1) * item.chunk_size), time.monotonic() - begun
         )
 
-    def _unneeded(self, task: Task, source: Source, begun: float) -> bool:
+    def _unneeded(self, task: ChunkTask, source: Source, begun: float) -> bool:
         """Returns true once another source delivered the chunk. Raises TransferError if the source
         is much slower than usual while others deliver."""
         spent, usual = time.monotonic() - begun, self._usual
@@ -421,7 +421,7 @@ class ChunkFetcher:
         return task.done or self._error is not None
 
     def _store(
-        self, task: Task, source: Source, landing: Landing, received: int, seconds: float
+        self, task: ChunkTask, source: Source, landing: Landing, received: int, seconds: float
     ) -> None:
         """Records a verified chunk and writes the rest of it, unless another fetch was first."""
         with self._change:
@@ -451,7 +451,9 @@ class ChunkFetcher:
             done = self._done
         self._hooks.progress(done, self._total)
 
-    def _note_failure(self, task: Task, source: Source, asked: Asked, error: TransferError) -> None:
+    def _note_failure(
+        self, task: ChunkTask, source: Source, asked: Asked, error: TransferError
+    ) -> None:
         now = time.monotonic()
         silent = asked.silent(now)
         if task.done or self._error is not None:
@@ -484,7 +486,7 @@ class ChunkFetcher:
                     task.excluded.add(source.url)
                     task.gone = True
 
-    def _note_bad_data(self, task: Task, source: Source, had: int = 0) -> None:
+    def _note_bad_data(self, task: ChunkTask, source: Source, had: int = 0) -> None:
         reason = f"it sent a wrong chunk {task.index} of {task.item.address}"
         with self._change:
             self.stats.refetched += 1
@@ -498,7 +500,7 @@ class ChunkFetcher:
             self._book.sent_bad_data(source, reason)
         self._put_back(task, source)
 
-    def _put_back(self, task: Task, source: Source) -> None:
+    def _put_back(self, task: ChunkTask, source: Source) -> None:
         with self._change:
             task.running.pop(source.url, None)
             if not task.claimed and not task.running and task not in self._queue:

@@ -34,7 +34,7 @@ MARGIN = 64 << 10
 """The last bytes before a hole are fetched again: their block may have been half written."""
 
 
-class Claim:
+class ChunkClaim:
     """Who may write a chunk: the first fetch as it arrives, then the one that verified it."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Landing:
         self,
         path: Path,
         span: tuple[int, int],
-        claim: Claim,
+        claim: ChunkClaim,
         begun: int,
         buffer: memoryview,
         *,

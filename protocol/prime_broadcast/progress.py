@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 
-class Watcher(Protocol):
+class ProgressWatcher(Protocol):
     """Receives the parts of the work in order, and the bytes done in the current one."""
 
     def part(self, name: str, total: int) -> None: ...
@@ -19,11 +19,11 @@ class Watcher(Protocol):
     def went(self, count: int) -> None: ...
 
 
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_watcher: ContextVar[ProgressWatcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def watched_by(watcher: ProgressWatcher) -> Iterator[None]:
     """Within this context, `watcher` receives the progress of this thread's work."""
     token = _watcher.set(watcher)
     try:

@@ -77,7 +77,7 @@ class Counters:
     by_status: dict[int, int] = field(default_factory=dict)
 
 
-class Sender:
+class PacedSender:
     """Sends at the pace of readers and limits. A reader that stalls is cut off."""
 
     def __init__(
@@ -299,7 +299,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, Bucket] = {}
         self.counters = Counters()
-        self._sender = Sender(content, self._limits, self.counters, clock)
+        self._sender = PacedSender(content, self._limits, self.counters, clock)
 
     @property
     def url(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_broadcast.landing import Claim, Landing
+from prime_broadcast.landing import ChunkClaim, Landing
 from prime_broadcast.layout import Item
 from prime_broadcast.sources import Fault, SourceBook
 from prime_broadcast.transfer import SLOWEST, Sink
@@ -74,7 +74,7 @@ class Counting:
 
 
 @dataclass(eq=False)
-class Task:
+class ChunkTask:
     """One chunk that is still missing. `beginning`: bytes of it that an earlier fetch left, not yet
     verified; `running`: its requests by URL; `claimed` once it is verified, `done` once it is
     written."""
@@ -85,7 +85,7 @@ class Task:
     excluded: set[str] = field(default_factory=set)
     running: dict[str, Asked] = field(default_factory=dict)
     gone: bool = False
-    claim: Claim = field(default_factory=Claim)
+    claim: ChunkClaim = field(default_factory=ChunkClaim)
     done: bool = False
 
     @property
@@ -99,7 +99,7 @@ class Task:
 
 
 def missing_chunks_error(
-    missing: Collection[Task], urls: Sequence[str], book: SourceBook
+    missing: Collection[ChunkTask], urls: Sequence[str], book: SourceBook
 ) -> UnavailableError:
     """The error of a fetch that no source can continue, with each source's last answer."""
     answers = [f"{url}: {book.get(url).last_error or 'no answer yet'}" for url in urls[:8]]

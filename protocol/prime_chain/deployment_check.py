@@ -45,7 +45,7 @@ _IMPORT = re.compile(r"""^\s*import\s+(?:[^"';]*?from\s+)?["']([^"']+)["']\s*;""
 
 
 @dataclass(frozen=True)
-class Check:
+class DeploymentCheck:
     """One thing that was looked at. `fault`: it is wrong (a note otherwise, where not `ok`)."""
 
     name: str
@@ -61,7 +61,7 @@ def verify(client: ChainClient, deployment: Deployment) -> None:
             raise FatalError(f"{check.name}: {check.found}")
 
 
-def check_deployment(client: ChainClient, deployment: Deployment) -> Iterator[Check]:
+def check_deployment(client: ChainClient, deployment: Deployment) -> Iterator[DeploymentCheck]:
     """Every check, in the order of the module's docstring. Raises UnavailableError."""
     missing = False
     for name in CONTRACT_NAMES:
@@ -76,34 +76,40 @@ def check_deployment(client: ChainClient, deployment: Deployment) -> Iterator[Ch
     yield from _roles(contracts)
 
 
-def _code(client: ChainClient, deployment: Deployment, name: ContractName) -> Iterator[Check]:
+def _code(
+    client: ChainClient, deployment: Deployment, name: ContractName
+) -> Iterator[DeploymentCheck]:
     solidity, account = SOLIDITY_NAMES[name], deployment.address(name)
     title = f"code of {solidity}"
     found = client.code(account)
     if not found:
-        yield Check(title, False, f"there is no {solidity} at {account}")
+        yield DeploymentCheck(title, False, f"there is no {solidity} at {account}")
         return
     artifact = codec.artifact(solidity)
     if masked(found, artifact) != masked(artifact.runtime, artifact):
-        yield Check(title, False, f"at {account} lies other code than this program's {solidity}")
+        yield DeploymentCheck(
+            title, False, f"at {account} lies other code than this program's {solidity}"
+        )
         return
     recorded = deployment.code.get(name)
     here = code_hash(found)
     if recorded is not None and recorded != here:
-        yield Check(title, False, f"its hash is {here}, the file says {recorded}")
+        yield DeploymentCheck(title, False, f"its hash is {here}, the file says {recorded}")
         return
     strange = _unexplained(client, deployment, name, found)
     if strange is None:
-        yield Check(title, True, f"{here}; immutables not checked: the file keeps no arguments")
+        yield DeploymentCheck(
+            title, True, f"{here}; immutables not checked: the file keeps no arguments"
+        )
     elif strange:
-        yield Check(
+        yield DeploymentCheck(
             title, False, f"its constructor was given other arguments (at byte {strange[0]})"
         )
     else:
-        yield Check(title, True, here)
+        yield DeploymentCheck(title, True, here)
     given = deployment.abi.get(name)
     if given is not None and given != artifact.digest:
-        yield Check(
+        yield DeploymentCheck(
             f"ABI of {solidity}", False, "the file was made with another committed ABI", fault=False
         )
 
@@ -160,7 +166,7 @@ def _unexplained(
     ]
 
 
-def _wiring(contracts: Contracts) -> Iterator[Check]:
+def _wiring(contracts: Contracts) -> Iterator[DeploymentCheck]:
     c, places = contracts, contracts.deployment.contracts
     expected = (
         (c.registry, "vault"), (c.registry, "pools"), (c.vault, "token"), (c.vault, "registry"),
@@ -172,40 +178,50 @@ def _wiring(contracts: Contracts) -> Iterator[Check]:
     )  # fmt: skip
     for contract, name in expected:
         (found,) = contract.read(name)
-        yield Check(f"{contract.NAME} knows {name}", found == getattr(places, name), found)
+        yield DeploymentCheck(
+            f"{contract.NAME} knows {name}", found == getattr(places, name), found
+        )
 
 
-def _parameters(contracts: Contracts) -> Iterator[Check]:
+def _parameters(contracts: Contracts) -> Iterator[DeploymentCheck]:
     deployment = contracts.deployment
     periods = contracts.work.periods()
     same = periods == deployment.periods
     said = "as the file says" if same else f"on chain {periods.as_tuple()}"
-    yield Check("periods", same, said)
+    yield DeploymentCheck("periods", same, said)
     problem = periods.problem()
-    yield Check("stake outlasts its liability", not problem, problem or f"{periods.unbonding} s")
+    yield DeploymentCheck(
+        "stake outlasts its liability", not problem, problem or f"{periods.unbonding} s"
+    )
     trap, whole = periods.trap(), periods.self_help == periods.validity
     helped = f"for {periods.self_help} s of a validity of {periods.validity} s"
-    yield Check("a node can root forgotten work", whole, trap or helped, fault=False)
+    yield DeploymentCheck("a node can root forgotten work", whole, trap or helped, fault=False)
     if (testnet := contracts.token.is_testnet()) and not contracts.client.network.testnet:
-        yield Check("no faucet where value is real", not testnet, "the token has a faucet")
+        yield DeploymentCheck(
+            "no faucet where value is real", not testnet, "the token has a faucet"
+        )
     deposit, bond = contracts.slasher.dispute_deposit(), contracts.slasher.validator_bond()
-    yield Check("dispute deposit", deposit > 0, prime(deposit), fault=False)
-    yield Check("validators' bond", bond > 0, prime(bond), fault=False)
+    yield DeploymentCheck("dispute deposit", deposit > 0, prime(deposit), fault=False)
+    yield DeploymentCheck("validators' bond", bond > 0, prime(bond), fault=False)
     stake = contracts.court.juror_bond()
-    yield Check("jurors' bond", stake > 0, prime(stake))
+    yield DeploymentCheck("jurors' bond", stake > 0, prime(stake))
 
 
-def _roles(contracts: Contracts) -> Iterator[Check]:
+def _roles(contracts: Contracts) -> Iterator[DeploymentCheck]:
     deployment, client = contracts.deployment, contracts.client
     arbiter = contracts.slasher.arbiter()
     if (said := deployment.roles) is not None:
         (treasury,) = contracts.vault.read("treasury")
-        yield Check("treasury as the file says", treasury == said.treasury, treasury)
+        yield DeploymentCheck("treasury as the file says", treasury == said.treasury, treasury)
         # the role is handed on behind a delay: that is not a fault of the deployment
-        yield Check("arbiter as at deployment", arbiter == said.arbiter, arbiter, fault=False)
+        yield DeploymentCheck(
+            "arbiter as at deployment", arbiter == said.arbiter, arbiter, fault=False
+        )
         governor = contracts.slasher.governor() or ZERO_ADDRESS
         # the role may be handed on, by its holder alone: that is not a fault of the deployment
-        yield Check("governor as at deployment", governor == said.governor, governor, fault=False)
+        yield DeploymentCheck(
+            "governor as at deployment", governor == said.governor, governor, fault=False
+        )
     held = {
         "arbiter": arbiter,
         "governor": contracts.slasher.governor() or ZERO_ADDRESS,
@@ -215,10 +231,12 @@ def _roles(contracts: Contracts) -> Iterator[Check]:
         name = f"deployer is not {role}"
         mine = account == deployment.deployer
         # on a test network one key may be all: said, not refused
-        yield Check(name, not mine, account, fault=mine and not client.network.testnet)
+        yield DeploymentCheck(name, not mine, account, fault=mine and not client.network.testnet)
         if account != ZERO_ADDRESS and not client.network.testnet:
             kind = "a contract" if client.code(account) else "a single key"
-            yield Check(f"{role} is a multisig", bool(client.code(account)), kind, fault=False)
+            yield DeploymentCheck(
+                f"{role} is a multisig", bool(client.code(account)), kind, fault=False
+            )
 
 
 def standard_input(root: Path) -> bytes:

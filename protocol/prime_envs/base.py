@@ -23,7 +23,7 @@ from prime_envs.chat import THINK, prompt_around, prompt_of, reply_around, think
 from prime_envs.lengths import length_reward
 from prime_envs.search import SearchIndex
 from prime_envs.tasks import Task
-from prime_envs.tools import Call, Observation
+from prime_envs.tools import Observation, ToolCall
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
@@ -249,7 +249,7 @@ class Environment(ABC):
         output_tokens: Sequence[int],
         spans: Sequence[int],
         tokenizer: Tokenizer,
-        ask: Callable[[Call], GatewayAnswer | None] | None = None,
+        ask: Callable[[ToolCall], GatewayAnswer | None] | None = None,
     ) -> Reply:
         """Returns the environment's tokens after a model span that ended with an end token. The
         message of `observe` is truncated to the run's limit, and special tokens in it are not

@@ -17,7 +17,7 @@ from prime_core.ids import Digest
 from prime_core.run import Conversation, LengthBudgets
 from prime_envs.base import Environment, Grade, Problem, Reply, TaskScore, Tokenizer
 from prime_envs.tasks import MAX_ID, Task
-from prime_envs.tools import Call
+from prime_envs.tools import ToolCall
 
 
 class Mixture(Environment):
@@ -101,7 +101,7 @@ class Mixture(Environment):
         output_tokens: Sequence[int],
         spans: Sequence[int],
         tokenizer: Tokenizer,
-        ask: Callable[[Call], GatewayAnswer | None] | None = None,
+        ask: Callable[[ToolCall], GatewayAnswer | None] | None = None,
     ) -> Reply:
         part, own = self._own(problem)
         return part.reply(own, target_length, output_tokens, spans, tokenizer, ask)

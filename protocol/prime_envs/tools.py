@@ -36,7 +36,7 @@ class Observation:
     text: str
     exact: bool = True
     limit: Literal["", "near", "reached"] = ""
-    call: Call | None = None
+    call: ToolCall | None = None
     """A call that only the pool's gateway can answer; `text` is then what is said without one."""
 
 
@@ -55,7 +55,7 @@ _FENCE = re.compile(r"```[a-zA-Z0-9]{0,16}[ ]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call. If it is invalid, `problem` says why, and nothing is run."""
 
     tool: str
@@ -63,7 +63,7 @@ class Call:
     problem: str = ""
 
 
-def first_call(text: str, conversation: Conversation) -> Call | None:
+def first_call(text: str, conversation: Conversation) -> ToolCall | None:
     """The first call in a model turn, or None. Text after it is ignored."""
     if conversation.calls == "hermes-1":
         return _hermes_call(text)
@@ -86,7 +86,7 @@ def answer(
     if problem:
         return Observation(TOOL_ERROR + problem)
     if conversation.gateway is not None and names[last.tool] in conversation.gateway.tools:
-        return _for_gateway(Call(names[last.tool], last.arguments))
+        return _for_gateway(ToolCall(names[last.tool], last.arguments))
     same = [
         call.arguments
         for call in calls
@@ -99,7 +99,7 @@ def answer(
     return TOOLS[names[last.tool]](same)
 
 
-def _for_gateway(call: Call) -> Observation:
+def _for_gateway(call: ToolCall) -> Observation:
     arguments = [*call.arguments, *call.arguments.values()]
     if sum(map(len, arguments)) > MAX_ARGUMENTS or len(call.arguments) > 16:
         return Observation(f"{TOOL_ERROR}a call has at most {MAX_ARGUMENTS} characters")
@@ -146,7 +146,7 @@ def _word(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def _problem(call: Call, names: Mapping[str, str]) -> str:
+def _problem(call: ToolCall, names: Mapping[str, str]) -> str:
     if call.problem:
         return call.problem
     if call.tool not in names:
@@ -156,7 +156,7 @@ def _problem(call: Call, names: Mapping[str, str]) -> str:
     return ""
 
 
-def _tagged_call(text: str, words: Sequence[str]) -> Call | None:
+def _tagged_call(text: str, words: Sequence[str]) -> ToolCall | None:
     if not words:
         return None
     opening = re.search("<(" + "|".join(map(re.escape, words)) + ")>", text)
@@ -165,35 +165,35 @@ def _tagged_call(text: str, words: Sequence[str]) -> Call | None:
     word = opening[1]
     argument, closing, _ = text[opening.end() :].partition(f"</{word}>")
     if not closing:
-        return Call(word, {}, f"the call has no </{word}>")
-    return Call(word, {"input": argument.strip()})
+        return ToolCall(word, {}, f"the call has no </{word}>")
+    return ToolCall(word, {"input": argument.strip()})
 
 
-def _fenced_call(text: str, word: str) -> Call | None:
+def _fenced_call(text: str, word: str) -> ToolCall | None:
     found = _FENCE.search(text)
-    return None if found is None else Call(word, {"input": found[1].strip()})
+    return None if found is None else ToolCall(word, {"input": found[1].strip()})
 
 
-def _hermes_call(text: str) -> Call | None:
+def _hermes_call(text: str) -> ToolCall | None:
     _, opening, rest = text.partition("<tool_call>")
     if not opening:
         return None
     body, closing, _ = rest.partition("</tool_call>")
     if not closing:
-        return Call("", {}, "the call has no </tool_call>")
+        return ToolCall("", {}, "the call has no </tool_call>")
     if len(body) > 2 * MAX_ARGUMENT:
-        return Call("", {}, f"a call has at most {MAX_ARGUMENT} characters")
+        return ToolCall("", {}, f"a call has at most {MAX_ARGUMENT} characters")
     wrong = 'a call is {"name": …, "arguments": {…}} with texts or whole numbers as arguments'
     try:
         value = json.loads(body, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
-        return Call("", {}, wrong)
+        return ToolCall("", {}, wrong)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Call("", {}, wrong)
+        return ToolCall("", {}, wrong)
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict) or not all(isinstance(v, str) for v in arguments.values()):
-        return Call("", {}, wrong)
-    return Call(value["name"], arguments)
+        return ToolCall("", {}, wrong)
+    return ToolCall(value["name"], arguments)
 
 
 class _ToolError(Exception):

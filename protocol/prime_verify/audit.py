@@ -71,7 +71,7 @@ class Library(Protocol):
         ...
 
 
-class Accusation(Protocol):
+class RecordedSlash(Protocol):
     """A slash as recorded on chain: the accused node, the leaf, the reason, and where the evidence
     is."""
 
@@ -113,7 +113,7 @@ class Setting:
     calibration: Calibration | None = None
 
 
-def audit_slash(slash: Accusation, setting: Setting, library: Library) -> Audit:
+def audit_slash(slash: RecordedSlash, setting: Setting, library: Library) -> Audit:
     """Replays a slash's evidence. The result is *match* if this machine makes the same finding on
     the same file."""
     expected = Reason(slash.reason)
@@ -205,7 +205,7 @@ def _parse_evidence(raw: bytes) -> Evidence:
         raise MalformedError("the evidence object does not parse") from error
 
 
-def _check_evidence(evidence: Evidence, slash: Accusation, setting: Setting) -> None:
+def _check_evidence(evidence: Evidence, slash: RecordedSlash, setting: Setting) -> None:
     """Raises UntrustedError unless the evidence belongs to this slash and pool, and is signed."""
     _check_pair(evidence.submission, evidence.lease, slash.leaf, setting)
     for name, said, due in (

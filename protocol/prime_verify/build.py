@@ -31,7 +31,7 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
 from prime_envs.base import Environment, Problem, Reply
-from prime_envs.tools import Call
+from prime_envs.tools import ToolCall
 from prime_verify.proofs import activations, exact, sketch
 from prime_verify.rollout_file import FileMetadata, FileRow, write_rollout_file
 
@@ -129,7 +129,7 @@ def reply_to(
     if run.conversation is None or len(spans) // 2 + 1 >= run.conversation.turns:
         return Reply()
 
-    def ask(call: Call) -> GatewayAnswer | None:
+    def ask(call: ToolCall) -> GatewayAnswer | None:
         if answers is None:
             return None
         return answers.answer(

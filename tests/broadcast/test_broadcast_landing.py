@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prime_broadcast import chunks, landing
 from prime_broadcast.chunks import ChunkFetcher, Hooks, Pace
 from prime_broadcast.client import fetch
-from prime_broadcast.landing import EARLY_SECONDS, MARGIN, Claim, Landing, beginning
+from prime_broadcast.landing import EARLY_SECONDS, MARGIN, ChunkClaim, Landing, beginning
 from prime_broadcast.layout import file_items
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook
@@ -108,7 +108,7 @@ def test_nothing_is_written_over_a_chunk_that_another_verified(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(CHUNK))
-    claim = Claim()
+    claim = ChunkClaim()
     now = [0.0]
     monkeypatch.setattr("prime_broadcast.landing.monotonic", lambda: now[0])
 
@@ -226,7 +226,7 @@ def test_a_chunk_arrives_whole_in_any_pieces(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(b"...." + data[:begun] + bytes(size - begun) + b"....")
-        claim = Claim()
+        claim = ChunkClaim()
         buffer = memoryview(bytearray(room))
         with Landing(path, (4, size), claim, begun, buffer, early=early) as landing:
             at, number = begun, 0

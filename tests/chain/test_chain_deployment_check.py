@@ -16,7 +16,7 @@ from prime_chain.amounts import ETHER
 from prime_chain.client import ChainClient
 from prime_chain.deployer import Options, deploy, dry_run
 from prime_chain.deployment_check import (
-    Check,
+    DeploymentCheck,
     check_deployment,
     code_hash,
     masked,
@@ -88,7 +88,7 @@ def test_a_deployment_killed_at_every_one_of_its_transactions_is_finished_withou
     assert faults(deployed, again) == []
 
 
-def faults(deployed: Deployed, deployment: Deployment) -> list[Check]:
+def faults(deployed: Deployed, deployment: Deployment) -> list[DeploymentCheck]:
     return [
         one for one in check_deployment(deployed.client, deployment) if not one.ok and one.fault
     ]

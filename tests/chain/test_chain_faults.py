@@ -14,7 +14,7 @@ from sender_kit import FakeTime, Make, target, transfer
 
 from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
-from devnet.faulty import KINDS, Fault, FaultyRpc, Kind
+from devnet.faulty import KINDS, FaultyRpc, Kind, RpcFault
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.errors import RangeTooLargeError
@@ -34,7 +34,7 @@ SILENT = {"hang", "deaf", "drip"}
 def proxy(deployed: Deployed) -> Iterator[Open]:
     made: list[FaultyRpc] = []
 
-    def build(*faults: Fault) -> FaultyRpc:
+    def build(*faults: RpcFault) -> FaultyRpc:
         made.append(FaultyRpc(deployed.url, faults))
         return made[-1]
 
@@ -69,7 +69,7 @@ def test_any_fault_of_one_endpoint_changes_nothing_of_what_is_read(
     true = _read_all(Watcher(deployed.client, deployed.deployment))
     assert sum(isinstance(event, ProviderRegistered) for event in true) == 3
     bad = proxy()
-    fault = Fault(kind, seconds=0.05 if kind == "delay" else 60)  # type: ignore[arg-type]
+    fault = RpcFault(kind, seconds=0.05 if kind == "delay" else 60)  # type: ignore[arg-type]
     urls = [deployed.url, proxy().url]
     urls.insert(place, bad.url)
     timeout = 3.0 if kind in SILENT else 30.0
@@ -95,12 +95,12 @@ def test_of_two_endpoints_one_that_leaves_logs_out_is_found_out_and_a_forged_log
     for at in range(1, 5):
         deployed.send(signer, deployed.contracts.registry.set_revoked_before(signer.address, at))
     true = _read_all(Watcher(deployed.client, deployed.deployment))
-    bad = proxy(Fault("omit", methods=("eth_getLogs",)))
+    bad = proxy(RpcFault("omit", methods=("eth_getLogs",)))
     client = ChainClient([bad.url, deployed.url], CHAIN_ID)
     assert _read_all(Watcher(client, deployed.deployment)) == true
     assert bad.injected["omit"] > 0
     client.close()
-    bad.faults = (Fault("forge"),)
+    bad.faults = (RpcFault("forge"),)
     client = ChainClient([bad.url, deployed.url], CHAIN_ID)
     with pytest.raises(UnavailableError, match="disagree"):
         _read_all(Watcher(client, deployed.deployment))
@@ -110,7 +110,7 @@ def test_of_two_endpoints_one_that_leaves_logs_out_is_found_out_and_a_forged_log
 def test_an_endpoint_that_hangs_costs_one_time_out(deployed: Deployed, proxy: Open) -> None:
     """The background alone tests it again, at any time."""
     clock = [0.0]
-    bad = proxy(Fault("hang"))
+    bad = proxy(RpcFault("hang"))
     client = ChainClient([bad.url, deployed.url], CHAIN_ID, timeout=2, now=lambda: clock[0])
     caller = threading.get_ident()
     waited: list[int] = []
@@ -156,7 +156,7 @@ def test_a_range_that_no_answer_can_hold_is_halved_until_one_does(
 def test_an_intent_whose_receipt_is_hidden_for_long_is_not_sent_again(
     deployed: Deployed, proxy: Open, make: Make, clock: FakeTime
 ) -> None:
-    hiding = proxy(Fault("omit"))
+    hiding = proxy(RpcFault("omit"))
     sender: Sender = make(ChainClient([hiding.url], CHAIN_ID))
     to = target(70)
     sender.submit("pay", transfer(to, 100))
@@ -201,7 +201,7 @@ def test_confirmed_does_not_survive_a_reorganisation_in_which_a_stranger_takes_t
 def test_a_lying_refusal_of_one_endpoint_fails_no_intent(
     deployed: Deployed, proxy: Open, make: Make
 ) -> None:
-    lying = [proxy(Fault(kind)) for kind in ("lie", "deaf")]  # type: ignore[arg-type]
+    lying = [proxy(RpcFault(kind)) for kind in ("lie", "deaf")]  # type: ignore[arg-type]
     client = ChainClient([*(one.url for one in lying), deployed.url, proxy().url, proxy().url],
                          CHAIN_ID)  # fmt: skip
     sender: Sender = make(client)
@@ -213,7 +213,7 @@ def test_a_lying_refusal_of_one_endpoint_fails_no_intent(
 
 
 def test_a_view_is_believed_only_as_a_quorum_gives_it(deployed: Deployed, proxy: Open) -> None:
-    lying, honest = proxy(Fault("lie", methods=("eth_call",))), proxy()
+    lying, honest = proxy(RpcFault("lie", methods=("eth_call",))), proxy()
     client = ChainClient([lying.url, honest.url, proxy().url], CHAIN_ID)
     token = Contracts(client, deployed.deployment).token
     account = deployed.accounts[1].address
@@ -226,7 +226,7 @@ def test_a_view_is_believed_only_as_a_quorum_gives_it(deployed: Deployed, proxy:
 class WrongTime(FaultyRpc):
     """An endpoint whose blocks are a day old."""
 
-    def _falsified(self, method: str, result: Any, kinds: dict[Kind, Fault]) -> Any:
+    def _falsified(self, method: str, result: Any, kinds: dict[Kind, RpcFault]) -> Any:
         if method == "eth_getBlockByNumber" and result:
             return result | {"timestamp": hex(int(result["timestamp"], 16) - 86_400)}
         return result
@@ -239,7 +239,7 @@ def test_code_and_the_times_of_events_are_believed_only_as_a_quorum_gives_them(
     deployed.send(signer, deployed.contracts.registry.set_revoked_before(signer.address, 1))
     truth = read_events(deployed.client, deployed.deployment)
     token = deployed.deployment.address("token")
-    lying, late = proxy(Fault("lie", methods=("eth_getCode",))), WrongTime(deployed.url)
+    lying, late = proxy(RpcFault("lie", methods=("eth_getCode",))), WrongTime(deployed.url)
     for first, wrong in ((lying.url, lying), (late.url, late)):
         client = ChainClient([first, proxy().url, proxy().url], CHAIN_ID)
         assert client.code(token) == deployed.client.code(token)

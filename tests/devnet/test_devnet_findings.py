@@ -18,7 +18,7 @@ EVALUATIONS = [
 HONEST = f.NodeFacts("honest-1", "0x1", False, (), 0, False, None, 0, 100, 100, 0)
 LIAR = f.NodeFacts("liar-1", "0x2", True, ("0xabc",), 50, True, True, 0, 100, 50, 1)
 PAYMENTS = [f.Payment("honest-1", 7, 7, True), f.Payment("liar-1", 0, 3, False)]
-REPLAYS = [f.Replay("0xabc", "match", "match"), f.Replay("file", "accepted", "accepted")]
+REPLAYS = [f.AuditReplay("0xabc", "match", "match"), f.AuditReplay("file", "accepted", "accepted")]
 BATCHES = [f.TrainedBatch(s, f"d{s}", f"d{s}", True, 512) for s in range(3)]
 FILES = [f.TrainedFile(s, f"file{s}", (0, 1), max(0, s - 2), True) for s in range(3)]
 ARRIVALS = [f.Arrival("honest-1", v, v > 0, True, True) for v in range(3)]
@@ -90,7 +90,7 @@ def test_paid_fails_if_a_unit_is_missing(payments: list[f.Payment], roots: bool)
     ],
 )
 def test_replayed_fails_if_an_audit_disagrees_or_is_missing(
-    replays: list[f.Replay], slashes: int
+    replays: list[f.AuditReplay], slashes: int
 ) -> None:
     assert not f.replayed(replays, slashes).ok
 

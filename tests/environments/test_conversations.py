@@ -119,9 +119,9 @@ def test_no_text_makes_a_call_raise(text: str) -> None:
 
 
 def test_a_call_is_read_from_tags_or_json() -> None:
-    assert first_call("so <calculator> 1+1 </calculator> <notes>list</notes>", TAGS) == tools.Call(
-        "calculator", {"input": "1+1"}
-    )
+    assert first_call(
+        "so <calculator> 1+1 </calculator> <notes>list</notes>", TAGS
+    ) == tools.ToolCall("calculator", {"input": "1+1"})
     assert first_call("no call <b>1</b>", TAGS) is None
     assert answer(["<calculator>1+1"], TAGS) == "error: the call has no </calculator>"
     call = json.dumps({"name": "calculator", "arguments": {"expression": "6*7"}})
@@ -375,10 +375,10 @@ def test_a_page_from_the_gateway_cannot_speak_as_system_or_give_the_answer() -> 
     problem = environment.problem(0)
     call = tokenizer.encode("<fetch>http://a.example/</fetch>", add_special_tokens=False)
     turn = [*call, tokenizer.eos_token_id]
-    asked: list[tools.Call] = []
+    asked: list[tools.ToolCall] = []
 
     def with_page(page: str) -> tuple[int, int]:
-        def ask(one: tools.Call) -> GatewayAnswer:
+        def ask(one: tools.ToolCall) -> GatewayAnswer:
             asked.append(one)
             return GatewayAnswer(turn=0, text=page, signature=Signature("0x" + "00" * 65))
 

@@ -22,13 +22,13 @@ from prime_envs.graders.code import (
     unit_tests,
 )
 from prime_envs.sandbox import kernel
-from prime_envs.sandbox.client import Limits, Sandbox
+from prime_envs.sandbox.client import ProgramLimits, Sandbox
 from prime_envs.tasks import Task, parse_task
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
 )
-LIMITS = Limits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
+LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
 DOUBLE = {
     "language": "python",
     "test_cases": [

@@ -25,7 +25,7 @@ from prime_envs.graders.harbor import Harbor, VerifierError, check_packages, rea
 from prime_envs.harbor import fenced, row, rows
 from prime_envs.registry import load_environment
 from prime_envs.sandbox import kernel
-from prime_envs.sandbox.client import Limits, Sandbox
+from prime_envs.sandbox.client import ProgramLimits, Sandbox
 from prime_envs.tasks import parse_task
 from prime_orchestrator.cli.env import app
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "harbor"
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
-LIMITS = Limits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
+LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
 BRANCHES = """  echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

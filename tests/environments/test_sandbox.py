@@ -12,13 +12,15 @@ import pytest
 
 from prime_core.errors import UnavailableError
 from prime_envs.sandbox import client, kernel
-from prime_envs.sandbox.client import Level, Limits, Outcome, Program, Sandbox
+from prime_envs.sandbox.client import Level, Program, ProgramLimits, ProgramOutcome, Sandbox
 
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
 )
 LEVELS: tuple[Level, ...] = ("namespaces", "bubblewrap", "limits")
-SHORT = Limits(cpu_seconds=0.4, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16, threads=8)
+SHORT = ProgramLimits(
+    cpu_seconds=0.4, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16, threads=8
+)
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -37,7 +39,9 @@ def available(level: Level) -> Level:
     return level
 
 
-def run(sandbox: Sandbox, source: str, stdin: str = "", limits: Limits = SHORT) -> Outcome:
+def run(
+    sandbox: Sandbox, source: str, stdin: str = "", limits: ProgramLimits = SHORT
+) -> ProgramOutcome:
     return sandbox.run(Program(source, stdin=stdin), limits)
 
 
@@ -86,7 +90,7 @@ def test_a_thread_bomb_is_stopped(sandbox: Sandbox) -> None:
         "for i in range(10000):\n"
         "    threading.Thread(target=wait, daemon=True).start()\n    print(i, flush=True)\n"
     )
-    outcome = run(sandbox, bomb, limits=Limits(threads=8, memory_mb=256))
+    outcome = run(sandbox, bomb, limits=ProgramLimits(threads=8, memory_mb=256))
     assert outcome.status in ("failed", "threads")  # counted by the kernel, or by us
     assert outcome.uncertain(SHORT)
 
@@ -213,7 +217,7 @@ def test_exits_and_exceptions_are_distinguished(sandbox: Sandbox) -> None:
 
 def test_output_of_threads_is_kept_and_waited_for(sandbox: Sandbox) -> None:
     source = "import threading\nt = threading.Thread(target=lambda: print('late'))\nt.start()"
-    assert run(sandbox, source, limits=Limits()).output == "late\n"
+    assert run(sandbox, source, limits=ProgramLimits()).output == "late\n"
 
 
 def test_the_server_ends_with_its_owner_and_is_started_again_when_it_died() -> None:

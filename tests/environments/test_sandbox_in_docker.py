@@ -32,9 +32,9 @@ PROGRAMS = {
 INSIDE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from prime_envs.sandbox.client import Limits, Program, Sandbox
+from prime_envs.sandbox.client import ProgramLimits, Program, Sandbox
 with Sandbox() as box:
-    found = {n: box.run(Program(s), Limits(cpu_seconds=0.5)) for n, s in json.loads(sys.argv[2]).items()}
+    found = {n: box.run(Program(s), ProgramLimits(cpu_seconds=0.5)) for n, s in json.loads(sys.argv[2]).items()}
     print(json.dumps({"level": box.level, **{n: [o.status, o.output] for n, o in found.items()}}))
 """  # noqa: E501
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prime_core.batch import FreeGroup, choose
 from prime_core.encoding import sha256
-from prime_orchestrator.scheduler import Rules, Supply, first_lacking
+from prime_orchestrator.scheduler import SchedulingRules, Supply, first_lacking
 
 
 def group(number: int, reward_micro: int, version: int = 0, informative: bool = True) -> FreeGroup:
@@ -62,12 +62,12 @@ def test_the_choice_is_full_without_repetition_and_the_orders_play_no_part(
 
 
 def test_the_scheduler_asks_for_the_surplus_too_but_no_more() -> None:
-    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=0, surplus=2)
+    rules = SchedulingRules(groups_per_batch=4, groups_per_lease=2, max_staleness=0, surplus=2)
     for groups, lacking in ((5, 0), (6, None)):
         supply = Supply(next_step=0, latest_version=0, free=((0, groups),))
         assert first_lacking(supply, rules) == lacking
     # What one batch leaves over serves the next.
-    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=1, surplus=2)
+    rules = SchedulingRules(groups_per_batch=4, groups_per_lease=2, max_staleness=1, surplus=2)
     supply = Supply(next_step=0, latest_version=0, free=((0, 9),))
     assert first_lacking(supply, rules) == 1
     supply = Supply(next_step=0, latest_version=0, free=((0, 10),))

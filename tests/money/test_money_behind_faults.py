@@ -17,7 +17,7 @@ from money_kit import MANAGER, RUN, TOKEN
 from walk_kit import HONEST, LIAR, OTHER, OWNER, rebuild_root, settled
 
 from devnet.chain import CHAIN_ID
-from devnet.faulty import KINDS, Fault, FaultyRpc
+from devnet.faulty import KINDS, FaultyRpc, RpcFault
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.events import RootPosted, SlashProposed
@@ -67,7 +67,7 @@ def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once
         for one in proxies:
             one.faults = ()
         seconds = 0.2 if kind == "delay" else 20
-        victim.faults = (Fault(kind, dice.choice([0.3, 1.0]), seconds=seconds),)
+        victim.faults = (RpcFault(kind, dice.choice([0.3, 1.0]), seconds=seconds),)
         for _ in range(dice.randint(0, 2)):
             row = mgr.submit(HONEST)
             mgr.judge(row)

@@ -18,7 +18,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_engine.base import cpu_name
 from prime_node.audit import run_calibration as named_by
 from prime_orchestrator.context import PoolContext
-from prime_validator.pool import Pool, check_replay, run_calibration
+from prime_validator.pool import PoolOnChain, check_replay, run_calibration
 from prime_verify.proofs.thresholds import parse_signed, shipped
 from prime_verify.setups import synthetic_run
 
@@ -68,7 +68,9 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
         (moved, "is not signed by"),
     ]
     library: Any = _Library(objects)
-    pool = Pool(context.deployment, context.pool, context.manager, TRAINER.address, context.run)
+    pool = PoolOnChain(
+        context.deployment, context.pool, context.manager, TRAINER.address, context.run
+    )
     api: Any = _Published(objects)
     assert run_calibration(pool, api) is None
     for object_, refused in cases:

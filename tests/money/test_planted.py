@@ -52,7 +52,7 @@ def of_kind(mgr: ManagerSide, honest: bool) -> SubmissionRow:
     raise AssertionError
 
 
-def record(mgr: ManagerSide) -> opinions.Record:
+def record(mgr: ManagerSide) -> opinions.TrackRecord:
     with mgr.store.read() as connection:
         (found,) = opinions.track_records(connection)
     assert found.validator == VALIDATOR.address

@@ -31,7 +31,7 @@ from prime_orchestrator.api.pool_view import supply_of
 from prime_orchestrator.api.shadow import Load
 from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.speed import Turns
-from prime_orchestrator.scheduler import Grant, Rules, Wait
+from prime_orchestrator.scheduler import Grant, SchedulingRules, Wait
 from prime_orchestrator.store import Store, intents, jobs, leases, nodes, schema, shadows
 from prime_verify.proofs import hardware
 
@@ -136,7 +136,7 @@ def test_few_shadow_files_are_under_way_at_once_in_the_whole_pool(world: World) 
 
 
 def test_shadow_work_gets_its_share_of_an_hour_and_no_more() -> None:
-    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
+    rules = SchedulingRules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
 
     def decide(shadow_given: int, paid: int) -> Grant | Wait:
         return shadow.decide(3, Load(3, 0, (shadow_given, paid)), rules)
@@ -148,7 +148,7 @@ def test_shadow_work_gets_its_share_of_an_hour_and_no_more() -> None:
 
 @pytest.mark.parametrize(("has", "latest"), [(0, None), (0, 3)])
 def test_a_shadow_lease_asks_for_a_fresh_policy(has: int, latest: int | None) -> None:
-    rules = Rules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
+    rules = SchedulingRules(groups_per_batch=4, groups_per_lease=2, max_staleness=2)
     assert isinstance(shadow.decide(has, Load(latest, 0, (0, 0)), rules), Wait)
 
 

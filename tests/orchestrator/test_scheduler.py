@@ -20,7 +20,7 @@ from prime_orchestrator.manager.speed import TURN_SECONDS, Turns, class_of
 from prime_orchestrator.scheduler import (
     Asker,
     Grant,
-    Rules,
+    SchedulingRules,
     Supply,
     TargetCounts,
     Wait,
@@ -30,12 +30,12 @@ from prime_orchestrator.scheduler import (
     window,
 )
 
-RULES = Rules(groups_per_batch=8, groups_per_lease=2, max_staleness=2)
+RULES = SchedulingRules(groups_per_batch=8, groups_per_lease=2, max_staleness=2)
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> Rules:
-    return Rules(
+def rules(draw: st.DrawFn) -> SchedulingRules:
+    return SchedulingRules(
         groups_per_batch=draw(st.integers(1, 40)),
         groups_per_lease=draw(st.integers(1, 8)),
         max_staleness=draw(st.integers(0, 4)),
@@ -65,7 +65,7 @@ ASKERS = st.builds(
 
 @given(ASKERS, supplies(), rules())
 def test_a_grant_goes_to_an_active_node_and_is_fresh_when_trained(
-    asker: Asker, supply: Supply, limits: Rules
+    asker: Asker, supply: Supply, limits: SchedulingRules
 ) -> None:
     choice = decide(asker, supply, limits)
     if isinstance(choice, Grant):
@@ -82,7 +82,7 @@ def test_a_grant_goes_to_an_active_node_and_is_fresh_when_trained(
 
 @given(ASKERS, supplies(), rules())
 def test_more_supply_never_calls_for_an_earlier_batch(
-    asker: Asker, supply: Supply, limits: Rules
+    asker: Asker, supply: Supply, limits: SchedulingRules
 ) -> None:
     before = first_lacking(supply, limits)
     if supply.latest_version is None:
@@ -101,7 +101,7 @@ def test_more_supply_never_calls_for_an_earlier_batch(
 
 @given(rules(), st.integers(0, 10), st.integers(0, 4), st.integers(0, 300), st.integers(0, 300))
 def test_leases_under_way_are_bounded_by_the_lead(
-    limits: Rules, latest: int, ahead: int, informative: int, other: int
+    limits: SchedulingRules, latest: int, ahead: int, informative: int, other: int
 ) -> None:
     """However many nodes ask, work stops being given out once the batches within reach of the
     newest policy are expected to fill."""
@@ -327,7 +327,7 @@ def test_nodes_behind_one_address_are_measured_one_at_a_time_and_none_blocks_the
 class Pool:
     """A toy pool: nodes take leases, files are judged, batches sealed, policies published."""
 
-    limits: Rules
+    limits: SchedulingRules
     rng: random.Random
     latest: int = 0
     next_step: int = 0
@@ -379,7 +379,7 @@ class Pool:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.floats(0.2, 1.0), rules())
 def test_a_pool_under_this_scheduler_goes_on_and_wastes_little(
-    seed: int, nodes: int, share: float, limits: Rules
+    seed: int, nodes: int, share: float, limits: SchedulingRules
 ) -> None:
     pool = Pool(limits, random.Random(seed))
     working: dict[int, Grant] = {}

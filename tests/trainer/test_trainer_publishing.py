@@ -31,7 +31,7 @@ from prime_trainer.data import BadBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.parallel import World
-from prime_trainer.publish import Origin, Publishing
+from prime_trainer.publish import Publishing, TrainerOrigin
 from prime_trainer.run import new_origin, new_publisher, publish_by_hand
 from prime_trainer.train import Trainer
 
@@ -50,7 +50,7 @@ def settings(pool: Pool, data: Path, **changes: object) -> Settings:
 @contextmanager
 def trainer_of(
     pool: Pool, data: Path, world: World, **changes: object
-) -> Iterator[tuple[Trainer, Origin]]:
+) -> Iterator[tuple[Trainer, TrainerOrigin]]:
     """A trainer as `trainer run` wires it, whose batches a test hands in itself."""
     set_ = settings(pool, data)
     with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
@@ -83,7 +83,7 @@ def test_a_bad_batch_after_a_gap_is_skipped_once_by_its_own_number(
         assert trainer.train(bad, state, Stopwatch())["step"] == 3
 
 
-def begins(origin: Origin, version: int) -> None:
+def begins(origin: TrainerOrigin, version: int) -> None:
     """A relay begins to fetch a version."""
     httpx.get(f"{origin.url}/policies/{version}/manifest.json").raise_for_status()
 

@@ -31,7 +31,7 @@ from prime_core.run import MICRO
 from prime_envs.base import Grade, Problem, TaskScore
 from prime_envs.graders.code import PythonCode
 from prime_envs.rows import Bounds, read_rows
-from prime_envs.sandbox.client import Limits
+from prime_envs.sandbox.client import ProgramLimits
 from prime_envs.subprocess_grader import (
     GraderLimits,
     GradingCrashError,
@@ -50,7 +50,7 @@ MEMORY_BYTES = 8 << 30
 """Address space of the child that scores."""
 MAX_TESTS_BYTES = 512 << 20
 """Unpacked tests of one LiveCodeBench problem."""
-PROGRAM_LIMITS = Limits(cpu_seconds=6.0, memory_mb=1024)
+PROGRAM_LIMITS = ProgramLimits(cpu_seconds=6.0, memory_mb=1024)
 """Of one test of LiveCodeBench, whose own harness also allows 6 s."""
 _STARRED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",

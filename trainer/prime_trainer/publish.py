@@ -211,7 +211,7 @@ class _Asked(DirectoryContent):
             return self._change.wait_for(lambda: self._newest >= version, seconds)
 
 
-class Origin:
+class TrainerOrigin:
     """Serves `root` over HTTP and announces its address to the orchestrator until stopped."""
 
     def __init__(
@@ -233,7 +233,7 @@ class Origin:
         """The URL for relays."""
         return self._server.url
 
-    def __enter__(self) -> Origin:
+    def __enter__(self) -> TrainerOrigin:
         layout.write_index(self._root)
         self._server.start()
         self._thread.start()
@@ -292,7 +292,7 @@ class Publishing:
     them."""
 
     publisher: Publisher
-    origin: Origin
+    origin: TrainerOrigin
 
 
 def take_part(policy: Policy, world: World, base: Path, training: str) -> Part:

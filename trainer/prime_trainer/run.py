@@ -32,7 +32,7 @@ from prime_trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, re
 if TYPE_CHECKING:
     from prime_core.run import RunDefinition
     from prime_trainer.dryrun import Estimate
-    from prime_trainer.publish import Origin, Publisher
+    from prime_trainer.publish import Publisher, TrainerOrigin
 
 log = logging.getLogger(__name__)
 KNOWN_RUN = "run.json"
@@ -89,10 +89,10 @@ def new_publisher(
     return Publisher(root, facts, signer, client, delta_from=settings.delta_from)
 
 
-def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
+def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> TrainerOrigin:
     """The origin over `root`, not yet serving."""
     from prime_broadcast.server import Limits, Serving
-    from prime_trainer.publish import Origin
+    from prime_trainer.publish import TrainerOrigin
 
     url = settings.need("orchestrator")
     serving = Serving(
@@ -101,7 +101,7 @@ def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> Origin:
         settings.origin_url or None,
         Limits(connections_per_address=settings.origin_connections_each),
     )
-    return Origin(root, serving, lambda: OrchestratorClient(url, signer, "relay"))
+    return TrainerOrigin(root, serving, lambda: OrchestratorClient(url, signer, "relay"))
 
 
 def run_trainer(settings: Settings, stop: threading.Event) -> None:

@@ -18,7 +18,13 @@ from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.ids import Address
 from prime_core.transport.client import OrchestratorClient
 from prime_validator.api import ValidatorApi
-from prime_validator.pool import Pool, check_replay, find_pool, load_environment, run_calibration
+from prime_validator.pool import (
+    PoolOnChain,
+    check_replay,
+    find_pool,
+    load_environment,
+    run_calibration,
+)
 from prime_validator.settings import Settings
 from prime_verify.proofs.thresholds import shipped
 
@@ -26,7 +32,7 @@ FREE_MB = 1024
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorCheck:
     """One check; `said` is the result, or what to do about it."""
 
     name: str
@@ -34,23 +40,23 @@ class Finding:
     said: str
 
 
-def examine(settings: Settings) -> list[Finding]:
+def examine(settings: Settings) -> list[DoctorCheck]:
     """Runs all checks; those that depend on a failed one are skipped."""
-    found: list[Finding] = []
+    found: list[DoctorCheck] = []
 
     def check(name: str, ask: Callable[[], str]) -> bool:
         try:
-            found.append(Finding(name, True, ask()))
+            found.append(DoctorCheck(name, True, ask()))
         except PrimeError as error:
             hint = f" ({error.hint})" if isinstance(error, UserError) and error.hint else ""
-            found.append(Finding(name, False, f"{error}{hint}"))
+            found.append(DoctorCheck(name, False, f"{error}{hint}"))
         return found[-1].ok
 
     check("torch", _torch)
     check("folder", lambda: _folder(settings.data))
     client = OrchestratorClient(settings.need("orchestrator"))
     api = ValidatorApi(client, "doctor")
-    pools: list[Pool] = []
+    pools: list[PoolOnChain] = []
     try:
         if check("pool", lambda: _pool(api, settings, pools)):
             pool = pools[0]
@@ -79,14 +85,14 @@ def _folder(path: Path) -> str:
     return f"{path} takes files; {free} MiB free"
 
 
-def _pool(api: ValidatorApi, settings: Settings, pools: list[Pool]) -> str:
+def _pool(api: ValidatorApi, settings: Settings, pools: list[PoolOnChain]) -> str:
     with tempfile.TemporaryDirectory() as nowhere:  # ignores what the folder remembers
         pool = find_pool(api, settings, Path(nowhere))
     pools.append(pool)
     return f"pool {pool.number} of chain {pool.deployment.chain_id}, run {pool.run.name!r}"
 
 
-def _replay(pool: Pool, api: ValidatorApi, settings: Settings) -> str:
+def _replay(pool: PoolOnChain, api: ValidatorApi, settings: Settings) -> str:
     calibration = run_calibration(pool, api) or shipped()
     check_replay(calibration, settings.dtype, settings.device)
     return f"{settings.dtype} on {settings.device} is calibrated"
@@ -100,7 +106,7 @@ def _account(settings: Settings) -> Address:
     return found
 
 
-def _appointed(pool: Pool, settings: Settings) -> str:
+def _appointed(pool: PoolOnChain, settings: Settings) -> str:
     account = _account(settings)
     client = settings.open_chain(pool.deployment.chain_id)
     try:
@@ -115,7 +121,7 @@ def _appointed(pool: Pool, settings: Settings) -> str:
     return f"{account} is appointed"
 
 
-def _bond(pool: Pool, settings: Settings) -> str:
+def _bond(pool: PoolOnChain, settings: Settings) -> str:
     account = _account(settings)
     client = settings.open_chain(pool.deployment.chain_id)
     try:
@@ -132,7 +138,7 @@ def _bond(pool: Pool, settings: Settings) -> str:
     return f"{prime(view.active)} bonded, {prime(needed)} needed"
 
 
-def _mirror(pool: Pool, settings: Settings) -> str:
+def _mirror(pool: PoolOnChain, settings: Settings) -> str:
     """Evidence is also served without a mirror, by the manager: its absence is not a failure."""
     account = _account(settings)
     client = settings.open_chain(pool.deployment.chain_id)

@@ -29,7 +29,7 @@ from prime_core.signing import Signer
 from prime_core.validator_messages import Job
 from prime_validator.api import ValidatorApi
 from prime_validator.folder import Folder
-from prime_validator.pool import Pool
+from prime_validator.pool import PoolOnChain
 
 EPOCHS_AHEAD = 8
 
@@ -52,7 +52,7 @@ class Draws:
         self,
         folder: Folder,
         api: ValidatorApi,
-        pool: Pool,
+        pool: PoolOnChain,
         signer: Signer,
         *,
         random: Callable[[int], bytes],

@@ -46,7 +46,7 @@ from prime_core.verdict import (
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draw, Draws
 from prime_validator.folder import Folder, Sealed
-from prime_validator.pool import Pool, Runs
+from prime_validator.pool import PoolOnChain, Runs
 from prime_verify.case import Case
 from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding
@@ -76,7 +76,7 @@ class _LaterError(_AbstainError):
 
 
 @dataclass(frozen=True)
-class Setup:
+class JudgingSetup:
     """What an opinion is formed with: engines that replay rows, the runs and policies of leases,
     the draws of rows, this program's version, which is part of the law, and the limits (None: the
     shipped ones). `hold` keeps the bytes that an opinion accuses with, before it is signed."""
@@ -105,9 +105,9 @@ class Validator:
         self,
         sessions: Sessions,
         folder: Folder,
-        pool: Pool,
+        pool: PoolOnChain,
         signer: Signer,
-        setup: Setup,
+        setup: JudgingSetup,
         *,
         now: Callable[[], float],
     ) -> None:

@@ -35,9 +35,9 @@ from prime_broadcast.pool import Policies, PoolNames
 from prime_broadcast.sources import SourceBook
 from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import (
-    Case,
     CaseStatus,
     Contracts,
+    CourtCase,
     Proposal,
     ProposalState,
     Vote,
@@ -136,7 +136,7 @@ class Juror:
         """Does what is due in every case; of replays it only starts them, and looks whether they
         ended. Raises UnavailableError if no endpoint answers."""
         self._read_cases()
-        waiting: list[tuple[Digest, Case]] = []
+        waiting: list[tuple[Digest, CourtCase]] = []
         for leaf, verification_class in list(self._open.items()):
             case, proposal = (
                 self.contracts.court.case_of(leaf),
@@ -175,7 +175,9 @@ class Juror:
                 self._open[event.leaf] = event.verification_class
         self._next = head + 1
 
-    def _draw(self, leaf: Digest, verification_class: Digest, case: Case, found: Proposal) -> None:
+    def _draw(
+        self, leaf: Digest, verification_class: Digest, case: CourtCase, found: Proposal
+    ) -> None:
         """Fixes the seed's block, or draws. Every juror of the class may be the first to send."""
         court = self.contracts.court
         window = self.contracts.deployment.periods.dispute_window
@@ -192,7 +194,7 @@ class Juror:
         if case.seed_block == 0 or head > case.seed_block:
             self._send(f"draw/{leaf}/{case.seed_block}", court.draw(leaf))
 
-    def _act(self, leaf: Digest, case: Case, proposal: Proposal) -> bool:
+    def _act(self, leaf: Digest, case: CourtCase, proposal: Proposal) -> bool:
         """Commits, reveals or settles; returns whether a replay is due."""
         court = self.contracts.court
         now, ballot = court.window_time(), court.ballot_of(leaf, self.account)
@@ -215,7 +217,7 @@ class Juror:
             self._send(f"reveal/{leaf}", court.reveal(leaf, vote, kept.digest, kept.salt))
         return False
 
-    def _decide(self, leaf: Digest, case: Case) -> None:
+    def _decide(self, leaf: Digest, case: CourtCase) -> None:
         """Has the slash replayed and keeps the vote; abstains when the time to commit runs out."""
         court = self.contracts.court
         audit = self._replayed(leaf, case, court.window_time())
@@ -233,7 +235,7 @@ class Juror:
         mine = commitment_of(leaf, self.account, Vote(kept.vote), kept.digest, kept.salt)
         self._send(f"commit/{leaf}", court.commit(leaf, mine))
 
-    def _replayed(self, leaf: Digest, case: Case, now: int) -> Audit | None:
+    def _replayed(self, leaf: Digest, case: CourtCase, now: int) -> Audit | None:
         """Returns what a replay that ended found; None if one runs, starts now, or has to wait for
         another."""
         mine = self._running.get(leaf)
@@ -274,7 +276,7 @@ class Juror:
             log.warning("%s", error)
 
 
-def _last_try(case: Case) -> int:
+def _last_try(case: CourtCase) -> int:
     """Returns the time (Unix seconds) from which on a replay without a result is an abstention: a
     quarter of the time to commit is left then."""
     return case.reveal_from - (case.reveal_until - case.reveal_from) // 4

@@ -34,7 +34,7 @@ FILE = "pool.json"
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolOnChain:
     """One pool on one chain."""
 
     deployment: Deployment
@@ -48,7 +48,7 @@ class Pool:
         return self.deployment.domain_of(statement)
 
 
-def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
+def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> PoolOnChain:
     """The orchestrator's pool, from `folder` or else from the chain.
 
     Raises UserError if no trusted source names the contracts, UntrustedError if the orchestrator
@@ -57,7 +57,7 @@ def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
     kept = folder / FILE
     if kept.exists():
         saved = json.loads(kept.read_text())
-        return Pool(
+        return PoolOnChain(
             Deployment.model_validate_json(json.dumps(saved["deployment"])),
             int(saved["pool"]),
             ids.address(saved["manager"]),
@@ -78,7 +78,7 @@ def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> Pool:
         raise UntrustedError("the orchestrator serves another run definition than the chain names")
     run = RunDefinition.parse(raw)
     place.check_run(run)
-    pool = Pool(place, info.pool, facts.manager, facts.trainer, run)
+    pool = PoolOnChain(place, info.pool, facts.manager, facts.trainer, run)
     saved = {
         "deployment": place.model_dump(mode="json"),
         "pool": info.pool,
@@ -105,7 +105,7 @@ class Runs:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: PoolOnChain,
         api: ValidatorApi,
         revisions: Callable[[], Iterable[tuple[int, Digest]]],
     ) -> None:
@@ -136,7 +136,7 @@ class Runs:
         return self._pool.run.raw() if digest == self._pool.run.digest() else self._api.run(digest)
 
 
-def run_calibration(pool: Pool, api: ValidatorApi) -> Calibration | None:
+def run_calibration(pool: PoolOnChain, api: ValidatorApi) -> Calibration | None:
     """Returns the run's own calibration object; None if it uses the shipped one.
 
     Raises UserError if the orchestrator lacks the object, or the manager did not sign it.

@@ -40,7 +40,7 @@ from prime_core.waiting import StoppedError, until_answered, until_stopped
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
-from prime_validator.judging import Sessions, Setup, Validator
+from prime_validator.judging import JudgingSetup, Sessions, Validator
 from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibration
 from prime_validator.settings import Settings
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
@@ -116,7 +116,7 @@ def run(settings: Settings) -> None:
                 HttpSource(session().client),
                 max_bytes=int(settings.mirror_gb * 10**9),
             )
-        setup = Setup(engines, runs, policies, draws, version(), calibration)
+        setup = JudgingSetup(engines, runs, policies, draws, version(), calibration)
         if mirror is not None:
             setup = replace(setup, hold=mirror.hold)
         sessions = Sessions(judging=api, keeping=session())

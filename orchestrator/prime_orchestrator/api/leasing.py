@@ -29,7 +29,7 @@ from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.manager import speed, standing, uploads
 from prime_orchestrator.manager.standing import PATIENCE, pause_of
-from prime_orchestrator.scheduler import Asker, Grant, Rules, Wait
+from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
 from prime_orchestrator.store import leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
@@ -53,10 +53,12 @@ class Ask:
     evaluates: bool = False
 
 
-def rules_of(backend: Backend) -> Rules:
+def rules_of(backend: Backend) -> SchedulingRules:
     """Returns the scheduler's part of the run definition."""
     run = backend.context.run
-    return Rules(run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups)
+    return SchedulingRules(
+        run.groups_per_batch, run.groups_per_lease, run.max_staleness, run.surplus_groups
+    )
 
 
 def lease(

@@ -30,7 +30,7 @@ from prime_orchestrator.store import (
     submissions,
 )
 from prime_orchestrator.store.drift import DriftRow
-from prime_orchestrator.store.opinions import Record
+from prime_orchestrator.store.opinions import TrackRecord
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -221,7 +221,7 @@ def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
         yield from (mean, files, beyond)
 
 
-def _validators(records: Sequence[Record]) -> Iterator[Metric]:
+def _validators(records: Sequence[TrackRecord]) -> Iterator[Metric]:
     """Yields each validator's opinions, and its judgements of planted files by kind."""
     judged = GaugeMetricFamily(
         "prime_validator_opinions", "Opinions by validator. Unit: opinions.", labels=["validator"]

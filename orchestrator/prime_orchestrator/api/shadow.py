@@ -22,7 +22,7 @@ from prime_core.errors import MalformedError, NotFoundError, PolicyError, Unavai
 from prime_core.ids import Address
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_orchestrator.context import MAX_OBJECT_BYTES
-from prime_orchestrator.scheduler import Grant, Rules, Wait
+from prime_orchestrator.scheduler import Grant, SchedulingRules, Wait
 from prime_orchestrator.store import Connection, Store, challenges, leases, nodes, policies, shadows
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def load_of(connection: Connection, now: float) -> Load:
     )
 
 
-def decide(policy_version: int, load: Load, rules: Rules) -> Grant | Wait:
+def decide(policy_version: int, load: Load, rules: SchedulingRules) -> Grant | Wait:
     """Returns what a shadow node without an open lease gets; `policy_version` is the newest it can
     load.
 

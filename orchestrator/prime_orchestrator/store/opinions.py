@@ -192,7 +192,7 @@ def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[
 
 
 @dataclass(frozen=True)
-class Record:
+class TrackRecord:
     """One validator's known track record. `honest` and `lying`: planted files it judged; `accused`:
     honest ones it rejected; `missed`: lying ones it accepted; `opinions`: its share of the newest
     RECENT opinions; `overruled`: those contradicted by the file's verdict."""
@@ -206,7 +206,7 @@ class Record:
     missed: int
 
 
-def track_records(connection: Connection) -> list[Record]:
+def track_records(connection: Connection) -> list[TrackRecord]:
     """Returns one record per validator, by address."""
     newest = (
         sa.select(_opinions.validator, _opinions.overruled)
@@ -234,7 +234,7 @@ def track_records(connection: Connection) -> list[Record]:
     counted = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(recent)}
     truth = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(planted) if row[0]}
     return [
-        Record(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
+        TrackRecord(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
         for name in sorted({*counted, *truth})
     ]
 

@@ -12,21 +12,21 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts.base import Contract
 from prime_chain.contracts.court import (
     Ballot,
-    Case,
     CaseStatus,
     Court,
-    Juror,
+    CourtCase,
+    JurorRecord,
     JurorSeat,
     Vote,
     commitment_of,
 )
 from prime_chain.contracts.pools import (
     Appointment,
+    JoinRules,
     Pool,
     PoolConfig,
     PoolJudgement,
     Pools,
-    Rules,
     Seat,
 )
 from prime_chain.contracts.registry import Registry
@@ -38,11 +38,11 @@ from prime_chain.contracts.work import Work, WorkRoot
 from prime_core.deployment import Deployment
 
 __all__ = [
-    "ETHER", "AnnouncedTerms", "Appointment", "Ballot", "Binding", "Case", "CaseStatus", "Claim",
-    "Contract", "Contracts", "Court", "Juror", "JurorSeat", "Pool", "PoolConfig", "PoolFunds",
-    "PoolJudgement", "Pools", "Proposal", "ProposalState", "Registry", "RewardRoot", "Rewards",
-    "Rules", "Seat", "Slasher", "Token", "Unbonding", "Vault", "Vote", "Work", "WorkRoot",
-    "commitment_of", "prime",
+    "ETHER", "AnnouncedTerms", "Appointment", "Ballot", "Binding", "CaseStatus", "Claim",
+    "Contract", "Contracts", "Court", "CourtCase", "JoinRules", "JurorRecord", "JurorSeat",
+    "Pool", "PoolConfig", "PoolFunds", "PoolJudgement", "Pools", "Proposal", "ProposalState",
+    "Registry", "RewardRoot", "Rewards", "Seat", "Slasher", "Token", "Unbonding", "Vault",
+    "Vote", "Work", "WorkRoot", "commitment_of", "prime",
 ]  # fmt: skip
 
 

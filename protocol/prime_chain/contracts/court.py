@@ -44,7 +44,7 @@ class JurorSeat:
 
 
 @dataclass(frozen=True)
-class Juror:
+class JurorRecord:
     """`bond` in wei. `seated`: it can be drawn. `drawn`: cases that are not settled."""
 
     bond: int
@@ -53,7 +53,7 @@ class Juror:
 
 
 @dataclass(frozen=True)
-class Case:
+class CourtCase:
     """`jurors` is empty before the draw. They commit before `reveal_from` and reveal before
     `reveal_until` (Unix seconds). `seed_block`: its hash chooses the jurors; 0 if not fixed."""
 
@@ -103,14 +103,14 @@ class Court(Contract):
 
     def juror_of(
         self, verification_class: Digest, account: Address, block: BlockId = "latest"
-    ) -> Juror:
+    ) -> JurorRecord:
         bond, seat, drawn = self._one("jurorOf", verification_class, account, block=block)
-        return Juror(bond, seat != 0, drawn)
+        return JurorRecord(bond, seat != 0, drawn)
 
-    def case_of(self, leaf: Digest, block: BlockId = "latest") -> Case | None:
+    def case_of(self, leaf: Digest, block: BlockId = "latest") -> CourtCase | None:
         """The case about a submission; None if no provider asked for the court."""
         case, jurors = self.read("caseOf", leaf, block=block)
-        found = Case(*(*case, tuple(jurors)))
+        found = CourtCase(*(*case, tuple(jurors)))
         if found.status == CaseStatus.NONE:
             return None
         return replace(found, status=CaseStatus(found.status))

@@ -78,7 +78,7 @@ class Revision:
 
 
 @dataclass(frozen=True)
-class Rules:
+class JoinRules:
     """Who may join now. `ended_at`: Unix seconds, 0 while the pool runs."""
 
     paused: bool
@@ -139,9 +139,9 @@ class Pools(Contract):
         seat = Seat(*self._one("seatOf", pool, node, block=block))
         return seat if or_none(seat.provider) is not None else None
 
-    def rules_of(self, pool: int, block: BlockId = "latest") -> Rules:
+    def rules_of(self, pool: int, block: BlockId = "latest") -> JoinRules:
         """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
-        return Rules(*self.read("rulesOf", pool, block=block))
+        return JoinRules(*self.read("rulesOf", pool, block=block))
 
     def allows(self, provider: Address, pool: int, block: BlockId = "latest") -> bool:
         """Whether the provider lets the pool seat its nodes."""

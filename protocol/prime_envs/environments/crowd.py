@@ -31,7 +31,7 @@ from prime_envs.base import TaskScore
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import Grader
 from prime_envs.rows import Bounds, read_lines
-from prime_envs.sandbox.client import Limits, Program, Sandbox
+from prime_envs.sandbox.client import Program, ProgramLimits, Sandbox
 from prime_envs.tasks import Task, load_json
 
 CUSTOM = "custom"
@@ -80,7 +80,7 @@ def grade(task, answer):
 
 MAX_SOURCE = 1 << 18
 MAX_PARTS = 16
-LIMITS = Limits(cpu_seconds=4.0, memory_mb=256, output_bytes=1 << 16)
+LIMITS = ProgramLimits(cpu_seconds=4.0, memory_mb=256, output_bytes=1 << 16)
 
 
 class CustomGrader(Grader):

@@ -23,7 +23,7 @@ from prime_core.run import MICRO
 from prime_envs.base import TaskScore
 from prime_envs.graders.answers import final_section, python_code
 from prime_envs.graders.base import Grader
-from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
+from prime_envs.sandbox.client import Program, ProgramLimits, ProgramOutcome, Sandbox
 from prime_envs.tasks import Task, load_json
 
 MAX_TESTS = 32
@@ -70,7 +70,7 @@ class PythonCode(Grader):
     def __init__(
         self,
         sandbox: Sandbox | None = None,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         *,
         most_tests: int | None = MAX_TESTS,
         prelude: str = "",
@@ -78,7 +78,7 @@ class PythonCode(Grader):
         """`most_tests`: more are thinned out (None: all are run). `prelude` runs before every
         program; if it is empty, PRELUDE runs before functions."""
         self._sandbox = sandbox or Sandbox()
-        self._limits = limits or Limits()
+        self._limits = limits or ProgramLimits()
         self._most_tests = most_tests
         self._prelude = prelude
 
@@ -124,7 +124,7 @@ class PythonCode(Grader):
             MICRO, f"all {len(tests)} tests passed", uncertain=slow or unsteady, parts=counted
         )
 
-    def _run(self, source: str, test: Test) -> Outcome:
+    def _run(self, source: str, test: Test) -> ProgramOutcome:
         program = Program(
             source=source,
             stdin=test.stdin,
@@ -135,7 +135,7 @@ class PythonCode(Grader):
         return self._sandbox.run(program, self._limits)
 
 
-def _failure(test: Test, outcome: Outcome) -> str:
+def _failure(test: Test, outcome: ProgramOutcome) -> str:
     """What is wrong with a run; "" if it passed. Never reveals the expected output, because
     attackers could read the reason to learn the tests."""
     if outcome.status in ENDINGS:

@@ -29,10 +29,10 @@ from prime_envs.graders.answers import final_section, python_code
 from prime_envs.graders.base import Grader
 from prime_envs.graders.code import ENDINGS, MAX_SOURCE, may_vary
 from prime_envs.harbor import OS, Package, fenced, in_bounds, os_names
-from prime_envs.sandbox.client import Limits, Outcome, Program, Sandbox
+from prime_envs.sandbox.client import Program, ProgramLimits, ProgramOutcome, Sandbox
 from prime_envs.tasks import Task, load_json, parse_task
 
-LIMITS = Limits(cpu_seconds=4.0, memory_mb=256, output_bytes=4 << 20)
+LIMITS = ProgramLimits(cpu_seconds=4.0, memory_mb=256, output_bytes=4 << 20)
 HIDDEN = ("/tests/", "/logs/")
 """The verifier's folders: answers see no file in them and leave none."""
 _ENDINGS = {**ENDINGS, "output": f"wrote more than {LIMITS.output_bytes} bytes"}
@@ -52,7 +52,7 @@ class Harbor(Grader):
 
     version = 1
 
-    def __init__(self, sandbox: Sandbox | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(self, sandbox: Sandbox | None = None, limits: ProgramLimits = LIMITS) -> None:
         self._sandbox = sandbox or Sandbox()
         self._limits = limits
 
@@ -105,7 +105,7 @@ class Harbor(Grader):
         except VerifierError as error:
             raise VerifierError(str(error), uncertain=slow) from error
 
-    def _run(self, function: str, *arguments: Any) -> Outcome:
+    def _run(self, function: str, *arguments: Any) -> ProgramOutcome:
         program = Program(source=_harness(), function=function, arguments=arguments)
         return self._sandbox.run(program, self._limits)
 
@@ -115,7 +115,7 @@ def _harness() -> str:
     return (Path(__file__).parents[1] / "sandbox" / "files.py").read_text(encoding="utf-8")
 
 
-def _ending(outcome: Outcome) -> str:
+def _ending(outcome: ProgramOutcome) -> str:
     if outcome.status in _ENDINGS:
         return _ENDINGS[outcome.status]
     last = outcome.error.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
@@ -149,7 +149,7 @@ def _change(files: dict[str, str], result: str) -> str:
     return in_bounds(files)
 
 
-def _reward(runner: str, outcome: Outcome) -> TaskScore:
+def _reward(runner: str, outcome: ProgramOutcome) -> TaskScore:
     """The score that a verifier gave. Raises VerifierError."""
     if outcome.status != "ok":
         raise VerifierError(_ending(outcome))

@@ -46,7 +46,7 @@ _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program: CPU and wall seconds, seconds without progress, MiB of memory beyond
     the interpreter's own, bytes of output."""
 
@@ -72,7 +72,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended. `code` is its exit code, negative for a signal; `error` is the end of
     its standard error; `result` is the JSON text of a function's result, "" if there is none."""
 
@@ -84,7 +84,7 @@ class Outcome:
     cpu_seconds: float
     peak_mb: int
 
-    def uncertain(self, limits: Limits) -> bool:
+    def uncertain(self, limits: ProgramLimits) -> bool:
         """Whether a slower or faster machine might get another result."""
         return (
             self.status in ("cpu", "wall", "idle", "threads")
@@ -118,10 +118,10 @@ class Sandbox:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+    def run(self, program: Program, limits: ProgramLimits | None = None) -> ProgramOutcome:
         """Runs a program. Raises UnavailableError if the server died; the next call starts a new
         one."""
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         request = {**asdict(program), "limits": asdict(limits)}
         with self._lock:
             child = self._started()
@@ -140,7 +140,7 @@ class Sandbox:
             raise UnavailableError(
                 "the sandbox could not be closed round the program; it never ran"
             )
-        return Outcome(**answer)
+        return ProgramOutcome(**answer)
 
     def close(self) -> None:
         with self._lock:
