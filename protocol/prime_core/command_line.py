@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from prime_core.errors import PrimeError, UnavailableError
+from prime_core.logs import log_to_stderr
 from prime_core.printing import last_words
 
 _EXTRAS = {
@@ -84,7 +85,7 @@ def command() -> typer.Typer:
 
 
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:
-    """Creates a program: a group with -h, --version and --install-completion.
+    """Creates a program: a group with -h, --version, --install-completion and logging of warnings.
 
     `elsewhere`: name of a sub-command → (module with its Typer `app`, help line). The module is
     imported when the sub-command is called or completed.
@@ -119,7 +120,8 @@ def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {})
                 callback=_show_version,
             ),
         ] = False,
-    ) -> None: ...
+    ) -> None:
+        log_to_stderr("warning")  # services lower the level
 
     for one, (_, line) in elsewhere.items():
         app.command(one, help=line)(_imported_when_called)

@@ -1,4 +1,4 @@
-"""Logging of long-running programs: one line per event on stderr, times in UTC.
+"""Logging of all programs: one line per event on stderr, times in UTC.
 
 PRIME_LOG_FORMAT=json writes JSON objects instead of text. Messages may contain external text
 (files, peers, tasks), so non-printable characters are escaped: a message cannot imitate another
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from functools import cached_property
 from typing import Any
 
 from prime_core.errors import UserError
@@ -61,8 +62,25 @@ def _escape(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mappin
     return event
 
 
+class _Structured(logging.Formatter):
+    """`formatter(form, colors=colors)`, made at the first event: structlog's import takes longer
+    than a command that logs nothing."""
+
+    def __init__(self, form: str, *, colors: bool) -> None:
+        super().__init__()
+        self._form, self._colors = form, colors
+
+    @cached_property
+    def _made(self) -> logging.Formatter:
+        return formatter(self._form, colors=self._colors)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._made.format(record)
+
+
 def log_to_stderr(level: int | str) -> None:
-    """Sets up the root logger, unless it already has a handler. Libraries write warnings only.
+    """Sets up the root logger; called again, it changes the level. A root logger with a handler of
+    another origin is left alone. Libraries write warnings only.
 
     `level` is a number or a name. Text is colored on a terminal, unless NO_COLOR is set
     (no-color.org). Raises UserError if PRIME_LOG_FORMAT is neither `text` nor `json`.
@@ -70,11 +88,13 @@ def log_to_stderr(level: int | str) -> None:
     form = os.environ.get(FORMAT_VARIABLE, "text")
     if form not in ("text", "json"):
         raise UserError(f"{FORMAT_VARIABLE} is {form!r}", hint="set it to text or json")
-    handler = logging.StreamHandler(sys.stderr)
-    colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    handler.setFormatter(formatter(form, colors=colors))
-    logging.basicConfig(
-        level=level.upper() if isinstance(level, str) else level, handlers=[handler]
-    )
     for library in LOUD:
         logging.getLogger(library).setLevel(logging.WARNING)
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        handler.setFormatter(_Structured(form, colors=colors))
+        root.addHandler(handler)
+    if isinstance(root.handlers[0].formatter, _Structured):
+        root.setLevel(level.upper() if isinstance(level, str) else level)

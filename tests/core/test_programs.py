@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import logging
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points, version
@@ -13,6 +15,7 @@ import pytest
 import typer
 
 from prime_core.command_line import run
+from prime_core.logs import log_to_stderr
 
 PROGRAMS = sorted(
     (one for one in entry_points(group="console_scripts") if one.dist is not None
@@ -83,6 +86,51 @@ def test_completion_offers_the_commands_in_bash(
     monkeypatch.setenv("COMP_CWORD", "1")
     assert called(program, monkeypatch) == 0
     assert names[0] in capsys.readouterr().out.split()
+
+
+@by_name
+def test_a_warning_is_one_json_object_if_json_is_wanted(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = importlib.import_module(program.module).app
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
+    monkeypatch.setenv("PRIME_LOG_FORMAT", "json")
+
+    @app.command("log-something")
+    def log_something() -> None:
+        log = logging.getLogger("prime.test")
+        log.info("a step")
+        log.warning("the disk is slow:\n%d s", 3)
+        log_to_stderr("info")
+        log.info("as a service")
+
+    assert called(program, monkeypatch, "log-something") == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first.pop("timestamp").endswith("Z")
+    assert first == {
+        "event": "the disk is slow:\n3 s", "level": "warning", "logger": "prime.test"
+    }  # fmt: skip
+    assert (second["event"], second["level"]) == ("as a service", "info")
+
+
+@by_name
+def test_an_unknown_log_format_is_one_sentence(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = importlib.import_module(program.module).app
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
+
+    @app.command("nothing")
+    def nothing() -> None: ...
+
+    monkeypatch.setenv("PRIME_LOG_FORMAT", "xml")
+    assert called(program, monkeypatch, "nothing") == 64
+    assert capsys.readouterr().err == (
+        f"{program.name}: PRIME_LOG_FORMAT is 'xml'; set it to text or json\n"
+    )
 
 
 def test_a_missing_extra_is_one_sentence_that_names_it(

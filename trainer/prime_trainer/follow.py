@@ -11,7 +11,6 @@ that is superseded while another one is evaluated is left out.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import threading
 import time
@@ -36,7 +35,6 @@ from prime_trainer.metrics import read_lines
 from prime_trainer.observe import Sink, flat
 from prime_trainer.sampling import Sampling
 
-log = logging.getLogger(__name__)
 KEPT = 2
 """Policies on disk: the last one is the base of the next one's delta."""
 
