@@ -6,8 +6,8 @@
     policies       new policies, fetched while work goes on             (policies.py)
 
 The heartbeat's answer is the only control loop. The task waits for a lease and its policy, and a
-lease waits for the previous one's receipt; nothing waits for the chain. Not supported: several
-tasks on one machine. Run one agent per task instead, each with its own data folder.
+lease waits for a free slot; nothing waits for the chain. Not supported: several tasks on one
+machine. Run one agent per task instead, each with its own data folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from prime_node.config import Settings
 from prime_node.fingerprint import read_hardware
 from prime_node.heartbeat import HeartbeatLoop, Parts
 from prime_node.join import Accounts, Join, OwnersPart, check_pool
-from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLeases
 from prime_node.link import Link, connect
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions, check_limits
@@ -137,15 +137,16 @@ class Agent:
         spool = Spool(data.spool, now=self._now)
         revisions = self._revisions(run, hardware, runtime, link is not None)
         unpaid = self._unpaid(api, spool, stack)
-        open_lease = OpenLease()
-        keeper = self._policies(api, run, open_lease)
+        open_leases = OpenLeases()
+        keeper = self._policies(api, run, open_leases)
         broker = LeaseBroker(
             self._connections(api, stack), revisions, keeper,
-            Deliveries(TaskUploads(data.task_inbox), spool, unpaid), open_lease, now=self._now,
+            Deliveries(TaskUploads(data.task_inbox), spool, unpaid), open_leases, now=self._now,
+            most_slots=settings.lease_slots,
         )  # fmt: skip
         bridge_folder = self._bridge_folder(stack)
         bridge = Bridge(bridge_folder, broker, task_uid=runtime.task_uid)
-        uploader = Uploader(spool, self._new_api, rng=self._rng, on_settled=open_lease.nudge)
+        uploader = Uploader(spool, self._new_api, rng=self._rng, on_settled=open_leases.nudge)
         accounts = Accounts(self._signer, self._provider(), self._owner_signer)
         owners_part = OwnersPart(api, link, run, accounts, data, now=self._now)
         join = Join(settings, api, run, hardware, owners_part, stop=self._stop)
@@ -282,7 +283,7 @@ class Agent:
             domain=api.client.domain("work"),
         )
 
-    def _policies(self, api: NodeApi, run: RunDefinition, open_lease: OpenLease) -> PolicyKeeper:
+    def _policies(self, api: NodeApi, run: RunDefinition, open_leases: OpenLeases) -> PolicyKeeper:
         info = api.client.pool()
         trust = Trust(info.trainer, api.client.domain("pools"), info.pool)
         passes = Passes(self._signer, api.client.domain("registry"))
@@ -293,8 +294,8 @@ class Agent:
             ),
             self._new_api,
             keep=run.max_staleness + 2,
-            on_arrival=open_lease.nudge,
-            pinned=open_lease.versions,
+            on_arrival=open_leases.nudge,
+            pinned=open_leases.versions,
         )
 
     def _bridge_folder(self, stack: ExitStack) -> Path:

@@ -137,16 +137,22 @@ class NodeApi:
         return self.client.get("/v1/policies", PolicyList)
 
     def lease(
-        self, policy_version: int, runs: Iterable[Digest] = (), *, evaluates: bool = False
+        self,
+        policy_version: int,
+        runs: Iterable[Digest] = (),
+        *,
+        evaluates: bool = False,
+        holds: Iterable[Digest] = (),
     ) -> LeaseAnswer:
-        """Returns this node's open lease or a new one of one of `runs` (empty: any run), which may
-        be of an evaluation if `evaluates`, after checking the manager's signature and the
-        addressee. Raises UntrustedError if they are wrong,
+        """Returns an open lease of this node outside `holds` or a new one of one of `runs` (empty:
+        any run), which may be of an evaluation if `evaluates`, after checking the manager's
+        signature and the addressee. Orchestrators that give one lease at a time refuse `holds`.
+        Raises UntrustedError if they are wrong,
         if a shadow node gets a lease that could be paid or slashed, or if another node gets one
         that could not."""
         answer = self.client.post(
             "/v1/leases/evaluation" if evaluates else "/v1/leases",
-            LeaseRequest(policy_version=policy_version, runs=tuple(runs)),
+            LeaseRequest(policy_version=policy_version, runs=tuple(runs), holds=tuple(holds)),
             LeaseAnswer,
         )
         if answer.lease is not None:

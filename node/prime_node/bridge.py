@@ -1,7 +1,7 @@
 """The worker's only connection to the outside: HTTP over a Unix socket, answered by LeaseBroker.
 
 No input is trusted. Limits: body 16 KiB (a file: the maximum rollout file size, one at a time, see
-spool.py; refused bodies below 1 GB are read and discarded), one request per connection, 8
+spool.py; refused bodies below 1 GB are read and discarded), one request per connection, 40
 connections, 10 s without data. Only the task's user and the agent's may connect (SO_PEERCRED). No
 request can name a path, a key or another node's lease.
 """
@@ -24,20 +24,29 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from prime_core import ids
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
 from prime_core.gateway import GatewayCall
-from prime_core.messages import ClassRequest
+from prime_core.messages import MOST_SLOTS, ClassRequest
 from prime_core.signing import Strict
 from prime_core.transport.problems import CONTENT_TYPE, to_problem
 from prime_core.version import HEADER, SPOKEN, agree
-from prime_node.bridge_messages import FILES, MAX_BODY_BYTES, Abandon, Done, HandIn, LeaseWish
+from prime_node.bridge_messages import (
+    CALLS,
+    FILES,
+    MAX_BODY_BYTES,
+    Abandon,
+    Done,
+    HandIn,
+    LeaseWish,
+)
 from prime_node.lease_broker import LeaseBroker
 from prime_node.spool import PIECE_BYTES
 from prime_node.watched import WatchedThread
 
 log = logging.getLogger("prime.node.bridge")
 Body = TypeVar("Body", bound=Strict)
-MAX_CONNECTIONS = 8
+MAX_CONNECTIONS = 8 + 2 * MOST_SLOTS
 LONGEST_SOCKET_PATH = 100
 """sun_path holds 108 bytes (unix(7))."""
 
@@ -131,13 +140,19 @@ class _Handler(BaseHTTPRequestHandler):
             broker.abandon(_parse(Abandon, body))
             return _json(Done())
 
+        def call(body: bytes) -> bytes:
+            named = self.path.removeprefix(CALLS)
+            lease_digest = ids.digest(named) if named != self.path else None
+            return _json(broker.call(_parse(GatewayCall, body), lease_digest))
+
         self._answer(
             {
                 "/class": lambda body: _json(broker.exact_class(_parse(ClassRequest, body))),
                 "/lease": lambda body: _json(broker.lease(_parse(LeaseWish, body))),
                 "/submit": lambda body: _json(broker.submit(_parse(HandIn, body))),
                 "/abandon": abandon,
-                "/call": lambda body: _json(broker.call(_parse(GatewayCall, body))),
+                "/call": call,
+                CALLS + self.path.removeprefix(CALLS): call,
             }
         )
 

@@ -9,6 +9,11 @@
 | POST /submit | HandIn → HandInAnswer |
 | POST /abandon | Abandon → {} |
 | POST /call | GatewayCall → CallAnswer (only in runs with `[conversation.gateway]`) |
+| POST /call/LEASE | the same, of the open lease with this digest |
+
+A worker may hold several leases once an offer said `slots` > 1: it then lists them in its wishes,
+names the lease of each call, and sends the file of a lease under the name `file_name`. It has one
+wish under way at a time. Agents of before know neither `holds` nor /call/LEASE and are sent none.
 
 Errors are RFC 9457 problems, as everywhere; requests and answers carry `Prime-Protocol`.
 """
@@ -18,27 +23,37 @@ from __future__ import annotations
 from pydantic import Field
 
 from prime_core.gateway import GatewayAnswer
-from prime_core.messages import ReceiptAnswer
+from prime_core.ids import Digest
+from prime_core.messages import MOST_SLOTS, ReceiptAnswer
 from prime_core.signing import Answer, DigestField, Domain, Strict
 from prime_core.task import SignedLease
 
 FILES = "/file/"
+CALLS = "/call/"
 MAX_BODY_BYTES = 16 << 10
 MAX_WAIT_SECONDS = 30
 MAX_ANSWER_BYTES = 4 << 20
 
 
 class LeaseWish(Strict):
+    """`holds`: the leases that the worker works on. An open lease that is not among them is offered
+    again before any other."""
+
     wait_seconds: int = Field(default=20, ge=0, le=MAX_WAIT_SECONDS)
+    holds: tuple[DigestField, ...] = Field(
+        default=(), max_length=MOST_SLOTS, exclude_if=lambda leases: not leases
+    )
 
 
 class LeaseOffer(Answer):
-    """A lease under `domain` (that of the Work contract), or none and how long to pause."""
+    """A lease under `domain` (that of the Work contract), or none and how long to pause. The worker
+    may hold `slots` leases at once."""
 
     lease: SignedLease | None
     domain: Domain | None = None
     retry_after_ms: int = Field(default=0, ge=0)
     reason: str = Field(default="", max_length=512)
+    slots: int = Field(default=1, ge=1)
 
 
 class HandIn(Strict):
@@ -73,3 +88,8 @@ class CallAnswer(Answer):
 
 class Done(Answer):
     """{}."""
+
+
+def file_name(lease_digest: Digest) -> str:
+    """Returns the name under which a worker with several leases sends the file of one."""
+    return f"{lease_digest[2:]}.parquet"

@@ -59,6 +59,10 @@ def join(
     generation_batch: Annotated[
         int | None, typer.Option(help="Rows generated at once; 0 lets the engine choose.")
     ] = None,
+    lease_slots: Annotated[
+        int | None,
+        typer.Option(help="Most leases open at once; 0: as many as the orchestrator allows."),
+    ] = None,
     gpus: Annotated[
         str | None, typer.Option(help='Cards of this node: all, or their numbers such as "0,1".')
     ] = None,

@@ -18,6 +18,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from prime_chain.amounts import parse_amount, parse_price, without_unit
 from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
+from prime_core.messages import MOST_SLOTS
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
 from prime_core.transport.addresses import is_loopback
 from prime_core.waiting import FIRST_ANSWER_SECONDS
@@ -102,6 +103,8 @@ class Settings(ChainSettings):
     """Most processes that a task may ask for."""
     task_cpus: float = Field(default=0.0, ge=0.0)
     """Most CPUs that a task's container may use; 0 = as many as the task asks for."""
+    lease_slots: int = Field(default=0, ge=0, le=MOST_SLOTS)
+    """Most leases that this node holds open at once; 0 = as many as the orchestrator allows."""
     policy_gb: int = Field(default=256, ge=1)
     """Largest policy (GiB of files) that is fetched."""
     shadow: bool = False
@@ -154,6 +157,7 @@ class Settings(ChainSettings):
             "task_memory_mb",
             "task_pids",
             "task_cpus",
+            "lease_slots",
             "policy_gb",
             "gpus",
             "tensor_parallel",

@@ -117,7 +117,7 @@ class HeartbeatLoop:
             if self._member:
                 self._tend()
             self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
-        log.warning("asked to stop: the open lease is finished or given back")
+        log.warning("asked to stop: open leases are finished or given back")
         return 0
 
     def _tend(self) -> None:
@@ -224,7 +224,9 @@ class HeartbeatLoop:
             )
             self._directive = answer.directive
         self._member |= answer.directive == "work"
-        self._broker.set_working(answer.directive == "work", evaluates=answer.evaluates)
+        self._broker.set_working(
+            answer.directive == "work", evaluates=answer.evaluates, slots=answer.lease_slots
+        )
         if answer.directive == "stop":
             if answer.another_machine:
                 raise PolicyError(answer.reason)

@@ -1,9 +1,10 @@
 """The agent's side of a lease: requests it from the orchestrator, gives it to the worker, takes the
 file back. HTTP is in bridge.py and delivery in uploader.py.
 
-One lease is open at a time. The protocol requires it: an unfulfilled lease is returned to its node
-before any other, so dropping one gains nothing. While a file is being delivered, the worker may
-already wait here; it gets its next lease once the receipt is stored.
+As many leases are open at once as orchestrator and owner allow, one by default. An unfulfilled
+lease is returned to its node before any other, so dropping one gains nothing. A lease counts until
+its file is delivered: the worker may already wait here, and gets its next lease once a place is
+free.
 
 A worker makes the same file again for the same lease. If its files are rejected, the lease is not
 offered indefinitely but left to expire. A worker incompatible with this agent, which submits files
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +24,7 @@ from typing import Protocol
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.gateway import GatewayCall, GatewayRequest
 from prime_core.ids import Digest
-from prime_core.messages import ClassAnswer, ClassRequest
+from prime_core.messages import MOST_SLOTS, ClassAnswer, ClassRequest
 from prime_core.rollout import SignedSubmission, Submission
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain, Signer
@@ -35,6 +37,7 @@ from prime_node.bridge_messages import (
     HandInAnswer,
     LeaseOffer,
     LeaseWish,
+    file_name,
 )
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
@@ -43,6 +46,7 @@ from prime_node.unpaid import UnpaidWork
 log = logging.getLogger("prime.node.lease_broker")
 SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
+ALL_TAKEN = "%d leases are open, as many as this node may hold"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
 """Seconds between lease requests. The orchestrator sets the minimum; we slow down to 2 s."""
 CLOCK_SECONDS = 30.0
@@ -87,25 +91,55 @@ class Connections:
     domain: Domain
 
 
-class OpenLease:
-    """The lease that the worker has, and the condition on which requests for the next one wait.
+@dataclass
+class Held:
+    """One open lease. `sent`: the worker began to send a file for it. `said`: that its file has to
+    wait was logged. `silence`: seconds that passed in its unanswered calls."""
 
-    Thread-safe. The LeaseBroker sets the lease; the PolicyKeeper keeps its policy on disk.
+    signed: SignedLease
+    sent: bool = False
+    said: bool = False
+    silence: float = 0.0
+
+
+class OpenLeases:
+    """The leases that the worker has, by digest, and the condition on which requests for the next
+    one wait.
+
+    Thread-safe. The LeaseBroker changes it; the PolicyKeeper keeps the leases' policies on disk.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.signed: SignedLease | None = None
+        self._held: dict[Digest, Held] = {}
 
     def nudge(self) -> None:
         """Wakes waiting requests because their condition may have changed (a policy arrived)."""
         with self.changed:
             self.changed.notify_all()
 
+    def all(self) -> dict[Digest, Held]:
+        """Returns the open leases, in the order in which they were given."""
+        with self.changed:
+            return dict(self._held)
+
+    def add(self, digest: Digest, signed: SignedLease, besides: Collection[Digest] = ()) -> None:
+        """Opens a lease, and closes all others except `besides`: they have ended, or they would
+        have been returned before it."""
+        with self.changed:
+            before = self._held.get(digest)
+            self._held = {one: held for one, held in self._held.items() if one in besides}
+            self._held[digest] = Held(signed, silence=before.silence if before else 0.0)
+
+    def remove(self, digest: Digest) -> None:
+        """Closes a lease: its file is journalled, or it is given back."""
+        with self.changed:
+            self._held.pop(digest, None)
+            self.changed.notify_all()
+
     def versions(self) -> frozenset[int]:
-        """Returns the policy versions that the lease needs on disk."""
-        signed = self.signed
-        return frozenset() if signed is None else frozenset({signed.policy_version})
+        """Returns the policy versions that the leases need on disk."""
+        return frozenset(held.signed.policy_version for held in self.all().values())
 
 
 @dataclass(frozen=True)
@@ -127,10 +161,12 @@ class LeaseBroker:
         revisions: Revisions,
         policies: PoliciesOnDisk,
         deliveries: Deliveries,
-        open_lease: OpenLease,
+        open_leases: OpenLeases,
         *,
         now: Callable[[], float],
+        most_slots: int = 0,
     ) -> None:
+        """`most_slots`: the owner's limit of leases open at once; 0: that of the orchestrator."""
         self._api = connections.api
         self._gateway_api = connections.gateway
         self._signer = connections.signer
@@ -146,36 +182,33 @@ class LeaseBroker:
         self._task_uploads = deliveries.uploads
         self._now = now
         self.unpaid = deliveries.unpaid
-        self._left_open = True
-        """Whether the orchestrator may hold an open lease of this node that is not open here: of an
-        earlier agent, or given back."""
         self._wishes = 0
         self._api_lock = threading.Lock()
         self._gateway_lock = threading.Lock()
-        self._open = open_lease
-        self._gate = open_lease.changed
+        self._open = open_leases
+        self._gate = open_leases.changed
         self._working = False
         self._evaluates = False
         self._closed = False
-        self._sent = False
-        """Whether the worker began to send a file for the open lease."""
-        self._failures: tuple[str, int] = ("", 0)
-        """A lease, and how many of its files were rejected."""
-        self._silence: tuple[str, float] = ("", 0.0)
-        """A lease, and the seconds that passed in its unanswered calls."""
-        self._said = ""
-        """The last lease whose waiting file was logged."""
+        self._most_slots = min(most_slots or MOST_SLOTS, MOST_SLOTS)
+        self._slots = 1
+        self._failures: dict[Digest, int] = {}
+        """How many files were rejected of each of the latest leases with any."""
         self.trouble = ""
         """Why the task can get no lease at all; empty if it can."""
+        self._speeds: deque[int] = deque(maxlen=MOST_SLOTS)
+        """Tokens per second in each of the latest files, newest last."""
         self.tokens_per_second = 0
+        """The sum of the speeds of as many latest files as leases were open at once."""
 
     # -- called by the agent --------------------------------------------------------------------
 
-    def set_working(self, working: bool, *, evaluates: bool = False) -> None:
+    def set_working(self, working: bool, *, evaluates: bool = False, slots: int = 1) -> None:
         """Starts or stops giving out new leases (the heartbeat's directive). `evaluates`: an
-        evaluation goes on, so that leases may be of it."""
+        evaluation goes on, so that leases may be of it. `slots`: how many leases may be open."""
         with self._gate:
             self._working, self._evaluates = working, evaluates
+            self._slots = min(slots, self._most_slots)
             self._gate.notify_all()
 
     def close(self) -> None:
@@ -197,10 +230,8 @@ class LeaseBroker:
 
     def open_leases(self) -> tuple[Digest, ...]:
         """Returns the digests of the leases being worked on or delivered."""
-        held = {entry.lease_digest for entry in self._spool.waiting()}
-        if (signed := self._open.signed) is not None:
-            held.add(signed.lease.digest(self._domain))
-        return tuple(sorted(held))
+        delivered = {entry.lease_digest for entry in self._spool.waiting()}
+        return tuple(sorted(delivered | self._open.all().keys()))
 
     # -- called for the worker ------------------------------------------------------------------
 
@@ -223,7 +254,8 @@ class LeaseBroker:
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         """Returns a lease whose policy is on disk, or none once the wish's time is over.
 
-        A newer wish ends an older one: it comes from a worker that replaced the earlier one.
+        A lease that is open here and not among the worker's comes before any other: its worker was
+        restarted. A newer wish ends an older one, which is of such a worker.
         """
         with self._gate:
             self._wishes += 1
@@ -231,9 +263,10 @@ class LeaseBroker:
             self._gate.notify_all()
         if self.trouble:
             self.give_back_open(self.trouble)
-        return self._wait_for_lease(self._now() + wish.wait_seconds, number)
+        offer = self._wait_for_lease(self._now() + wish.wait_seconds, number, wish.holds)
+        return offer.model_copy(update={"slots": self._slots})
 
-    def _wait_for_lease(self, end: float, number: int) -> LeaseOffer:
+    def _wait_for_lease(self, end: float, number: int, holds: Collection[Digest]) -> LeaseOffer:
         pause = 0.0
         while True:
             if number != self._wishes:
@@ -246,7 +279,7 @@ class LeaseBroker:
                 idle = PAUSED if newest is not None else "no policy has arrived yet"
                 reason = self.trouble or idle
             else:
-                offer = self._ask(newest)
+                offer = self._ask(newest, holds)
                 if offer.lease is not None:
                     return offer
                 reason = offer.reason
@@ -259,12 +292,23 @@ class LeaseBroker:
                 if not self._closed and number == self._wishes:
                     self._gate.wait(min(left, pause))  # OpenLease.nudge and set_working end it
 
-    def _ask(self, newest: int) -> LeaseOffer:
+    def _ask(self, newest: int, holds: Collection[Digest]) -> LeaseOffer:
+        """Asks the orchestrator once for a worker that works on the leases `holds`."""
+        slots, opened = self._slots, self._open.all()
+        busy = {one for one in opened if one in holds}
+        working = bool(busy)
         try:
+            if slots > 1:
+                busy |= {entry.lease_digest for entry in self._spool.waiting()}
+            if len(busy) >= slots:
+                return LeaseOffer(lease=None, retry_after_ms=1000, reason=ALL_TAKEN % len(busy))
             with self._api_lock:
-                if self._open.signed is None and (why := self._unpaid()):
+                if opened.keys() <= busy and (why := self._unpaid(busy)):
                     return LeaseOffer(lease=None, retry_after_ms=5000, reason=why[:512])
-                answer = self._api.lease(newest, self._revisions.taken(), evaluates=self._evaluates)
+                named = sorted(busy) if slots > 1 else ()
+                answer = self._api.lease(
+                    newest, self._revisions.taken(), evaluates=self._evaluates, holds=named
+                )
         except PrimeError as error:
             log.warning("no lease: %s", error)
             return LeaseOffer(lease=None, retry_after_ms=5000, reason=str(error)[:512])
@@ -277,34 +321,39 @@ class LeaseBroker:
                 retry_after_ms=min(max(answer.retry_after_ms, 0), 60_000),
                 reason=answer.reason[:512],
             )
-        if why_not := self._objection(answer.lease):
+        digest = answer.lease.lease.digest(self._domain)
+        if why_not := self._objection(answer.lease, digest, working=working):
             return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
-        self._open.signed, self._sent, self._left_open = answer.lease, False, False
+        if digest in busy:
+            return LeaseOffer(lease=None, retry_after_ms=1000, reason="the lease is worked on")
+        self._open.add(digest, answer.lease, besides=busy)
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
-    def _unpaid(self) -> str:
+    def _unpaid(self, busy: Collection[Digest]) -> str:
         """Returns why no new lease is taken because of unpaid work; empty if one may be, or if an
-        open lease of this node waits at the orchestrator."""
+        open lease of this node outside `busy` waits at the orchestrator."""
         why = self.unpaid.why_not() if self.unpaid is not None else ""
-        if not why or not self._left_open:
-            return why
-        held = self._api.leases(self._signer.address)
-        waits = any(one.status == "open" and one.deadline > self._now() for one in held)
+        if not why:
+            return ""
+        waits = any(
+            one.status == "open" and one.deadline > self._now() and one.digest not in busy
+            for one in self._api.leases(self._signer.address)
+        )
         return "" if waits else why
 
-    def _objection(self, signed: SignedLease) -> str:
-        """Returns why this lease cannot be started now; empty if it can."""
+    def _objection(self, signed: SignedLease, digest: Digest, *, working: bool) -> str:
+        """Returns why this lease cannot be started now; empty if it can. `working`: the worker has
+        others."""
         lease = signed.lease
-        handed_in = self._spool.find(lease.digest(self._domain))
+        handed_in = self._spool.find(digest)
         if handed_in is not None:
             if handed_in.state == "refused":
                 return f"the open lease's file was refused ({handed_in.reason}); it runs out"
             return "the file for the open lease is on its way"
-        failed, times = self._failures
-        if failed == lease.digest(self._domain) and times >= MOST_FAILURES:
+        if self._failures.get(digest, 0) >= MOST_FAILURES:
             return "the task's files for the open lease could not be taken; it runs out"
         if lease.run_digest != self._run.digest():
-            return self._other_run(lease.run_digest)
+            return self._other_run(lease.run_digest, working=working)
         if not signed.opens():
             return "the lease's salt names no draws: its file could be judged by a chosen draw"
         if not self._run.fresh(lease.step, signed.policy_version):
@@ -326,10 +375,13 @@ class LeaseBroker:
             return f"policy {signed.policy_version} on disk is not the one that the lease names"
         return ""
 
-    def _other_run(self, digest: Digest) -> str:
+    def _other_run(self, digest: Digest, *, working: bool) -> str:
         """Handles a lease of a different run than the task's; returns why it cannot be started
         now."""
-        self._wanted = self._revisions.get(digest)
+        wanted = self._revisions.get(digest)
+        if wanted is not None and working:
+            return f"the lease is of run {digest}: the leases of the run before it come first"
+        self._wanted = wanted
         if self._wanted is not None:
             return f"the lease is of run {digest}: its task takes this one's place"
         self._revisions.received(digest)
@@ -337,22 +389,27 @@ class LeaseBroker:
         return declined or f"run {digest} of the lease is being prepared"
 
     def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
-        """Receives the bytes of a finished file, before `submit` submits it. Raises what
-        `TaskUploads.receive` does, and ConflictError if no lease is open."""
-        signed = self._open.signed
-        if signed is None:
+        """Receives the bytes of a finished file, before `submit` submits it. While several leases
+        are open, the file's name says of which one it is. Raises what `TaskUploads.receive` does,
+        and ConflictError if no such lease is open."""
+        opened = self._open.all()
+        if not opened:
             raise ConflictError("no lease is open: no file is taken")
-        self._sent = True
-        with self._noting(signed):
-            self._task_uploads.receive(name, size, read)
+        named = [one for one in opened if len(opened) == 1 or file_name(one) == name]
+        if not named:
+            raise ConflictError("the file is of no open lease: it is not taken")
+        digest, held = named[0], opened[named[0]]
+        held.sent = True
+        with self._noting(digest, held):
+            others = {file_name(one) for one in opened if one != digest}
+            self._task_uploads.receive(name, size, read, keep=others)
 
     def submit(self, hand_in: HandIn) -> HandInAnswer:
         """Journals a received file, signs its submission, and waits a while for the receipt. Raises
-        MalformedError (bad name, size), ConflictError (not the open lease)."""
-        signed = self._open.signed
-        if signed is None or signed.lease.digest(self._domain) != hand_in.lease_digest:
-            raise ConflictError("this lease is not the one that is open")
-        with self._noting(signed):
+        MalformedError (bad name, size), ConflictError (not an open lease)."""
+        held = self._held(hand_in.lease_digest)
+        signed = held.signed
+        with self._noting(hand_in.lease_digest, held):
             file = self._spool.take_in(self._task_uploads.folder, hand_in.file)
         submission = Submission(
             pool=signed.lease.pool,
@@ -371,32 +428,40 @@ class LeaseBroker:
             node=self._signer.address,
             signature=self._signer.sign(submission, self._domain),
         )
-        with self._noting(signed):
+        with self._noting(hand_in.lease_digest, held):
             worth = 0 if signed.lease.shadow else self._run.unjudged_worth(hand_in.tokens)
             self._spool.add(digest, body, signed, worth=worth)
-        self._open.signed = None
+        at_once = len(self._open.all())
+        self._open.remove(hand_in.lease_digest)
         (self._task_uploads.folder / hand_in.file).unlink(missing_ok=True)
         if hand_in.milliseconds:
-            self.tokens_per_second = speed(hand_in)
+            self._speeds.append(speed(hand_in))
+            self.tokens_per_second = min(MOST_SPEED, sum(list(self._speeds)[-at_once:]))
         return self._await_receipt(hand_in.lease_digest, digest)
 
+    def _held(self, lease_digest: Digest) -> Held:
+        """Returns an open lease. Raises ConflictError if it is not open."""
+        held = self._open.all().get(lease_digest)
+        if held is None:
+            raise ConflictError("this lease is not one that is open")
+        return held
+
     @contextmanager
-    def _noting(self, signed: SignedLease) -> Iterator[None]:
+    def _noting(self, lease: Digest, held: Held) -> Iterator[None]:
         """Records why a lease's file is not accepted: problems of this machine are logged once,
         faults of the worker are counted."""
-        lease = signed.lease.digest(self._domain)
         try:
             yield
         except UnavailableError as error:
-            if self._said != lease:
-                self._said = lease
+            if not held.said:
+                held.said = True
                 log.warning("the task's file for lease %s has to wait: %s", lease[:10], error)
             raise
         except MalformedError as error:
-            failed, times = self._failures
-            self._failures = (lease, times + 1 if failed == lease else 1)
+            times = self._failures.pop(lease, 0) + 1
+            self._failures = dict([*self._failures.items(), (lease, times)][-MOST_SLOTS:])
             log.error("the task's file for lease %s is not taken: %s", lease[:10], error)
-            if not self._sent and not self.trouble:
+            if not held.sent and not self.trouble:
                 self.trouble = UNFIT
                 log.error("%s", UNFIT)
             raise
@@ -414,50 +479,48 @@ class LeaseBroker:
                     )
                 self._spool.changed.wait(min(left, 1.0))
 
-    def call(self, call: GatewayCall) -> CallAnswer:
-        """Sends a call of the open lease to the pool's gateway, signed by this node, and checks the
-        gateway's signature. Without a valid answer, says why. A gateway that was silent too long in
-        this lease is asked no more, so that the lease's file is made in time. Raises ConflictError
-        if no lease is open or its run has no gateway."""
-        signed, conversation = self._open.signed, self._run.conversation
-        if signed is None or conversation is None or conversation.gateway is None:
+    def call(self, call: GatewayCall, lease_digest: Digest | None = None) -> CallAnswer:
+        """Sends a call of an open lease (None: of the only one) to the pool's gateway, signed by
+        this node, and checks the gateway's signature. Without a valid answer, says why. A gateway
+        that was silent too long in this lease is asked no more, so that the lease's file is made in
+        time. Raises ConflictError if that lease is not open or its run has no gateway."""
+        opened, conversation = self._open.all(), self._run.conversation
+        if not opened or conversation is None or conversation.gateway is None:
             raise ConflictError("no lease with a gateway is open: no call is made")
-        lease_digest, gateway = signed.lease.digest(self._domain), conversation.gateway
+        if lease_digest is None and len(opened) > 1:
+            raise ConflictError("several leases are open, and the call names none of them")
+        lease_digest = lease_digest or next(iter(opened))
+        held, gateway = self._held(lease_digest), conversation.gateway
         empty = call.statement(lease_digest, "")
         request = GatewayRequest(
-            lease=signed, call=call, signature=self._signer.sign(empty, self._domain)
+            lease=held.signed, call=call, signature=self._signer.sign(empty, self._domain)
         )
+        began = self._now()  # calls of other leases that the gateway does not answer take time, too
         with self._gateway_lock:
-            silent_in, silence = self._silence
-            if silent_in != lease_digest:
-                silence = 0.0
-            if silence > self._run.lease_seconds / SILENCE_SHARE:
+            if held.silence > self._run.lease_seconds / SILENCE_SHARE:
                 reason = "the gateway was silent too long in this lease"
                 return CallAnswer(answer=None, reason=reason)
-            began = self._now()
             try:
                 answer = self._gateway_api.call(gateway, request)
                 answer.require(call, lease_digest, gateway.key)
             except PrimeError as error:
-                self._silence = lease_digest, silence + self._now() - began
+                held.silence += self._now() - began
                 log.warning("the gateway at %s gave no answer: %s", gateway.url, error)
                 return CallAnswer(answer=None, reason=str(error)[:512])
         return CallAnswer(answer=answer)
 
     def abandon(self, body: Abandon) -> None:
-        """Gives the open lease back; the orchestrator will offer it to this node again."""
-        signed = self._open.signed
-        if signed is None or signed.lease.digest(self._domain) != body.lease_digest:
-            raise ConflictError("this lease is not the one that is open")
+        """Gives an open lease back; the orchestrator will offer it to this node again."""
+        self._held(body.lease_digest)
         self._give_back(body.lease_digest, body.reason or "no reason")
 
     def give_back_open(self, reason: str) -> None:
-        """Gives back the lease that an ended worker still held, if any."""
-        if (signed := self._open.signed) is not None:
-            self._give_back(signed.lease.digest(self._domain), reason)
+        """Gives back the leases that an ended worker still held, if any."""
+        for lease_digest in self._open.all():
+            self._give_back(lease_digest, reason)
 
     def _give_back(self, lease_digest: Digest, reason: str) -> None:
-        self._open.signed, self._left_open = None, True
+        self._open.remove(lease_digest)
         log.warning("lease %s given back: %s", lease_digest[:10], reason)
         try:
             with self._api_lock:

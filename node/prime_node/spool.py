@@ -6,7 +6,8 @@
             ↘ refused              the orchestrator's final answer (late, void, not ours)
 
 TaskUploads is a folder that only the agent can write, so a task shares no writable folder with this
-machine: it holds at most one file and one being received, each of MAX_FILE_BYTES at most. Spool
+machine: it holds at most one file of each open lease and one being received, each of
+MAX_FILE_BYTES at most. Spool
 journals the file with the signed submission before anything is sent. Repeating a delivery is
 harmless: upload and submission are idempotent by digest. Only one agent opens a journal at a time
 (the data folder's lock). Reading it requires no writes, so a full disk blocks neither the heartbeat
@@ -22,7 +23,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -383,13 +384,17 @@ class TaskUploads:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.empty()
 
-    def empty(self) -> None:
-        """Removes all files; everything accepted is in the journal."""
+    def empty(self, keep: Collection[str] = ()) -> None:
+        """Removes all files except those named in `keep`; everything accepted is in the journal."""
         for left in self.folder.iterdir():
-            left.unlink()
+            if left.name not in keep:
+                left.unlink()
 
-    def receive(self, name: str, size: int, read: Callable[[int], bytes]) -> None:
-        """Stores exactly `size` bytes of `read` as `name`, replacing any earlier file.
+    def receive(
+        self, name: str, size: int, read: Callable[[int], bytes], keep: Collection[str] = ()
+    ) -> None:
+        """Stores exactly `size` bytes of `read` as `name`, and removes all files except those named
+        in `keep`.
 
         Raises MalformedError (name, size, too few bytes), ConflictError (another file is being
         received), UnavailableError if the disk refuses; nothing of it is then kept.
@@ -402,7 +407,7 @@ class TaskUploads:
             raise ConflictError("another file is being received; one is sent at a time")
         partial = self.folder / _RECEIVING
         try:
-            self.empty()
+            self.empty(keep)
             _copy(partial, size, read)
             partial.replace(self.folder / name)
         except OSError as error:

@@ -295,14 +295,25 @@ class HeartbeatAnswer(Answer):
     evaluates: bool = False
     """An evaluation of a policy goes on: a node that knows evaluation leases (SaltOpening.heldout)
     asks at /v1/leases/evaluation, where it may get one."""
+    lease_slots: int = Field(default=1, ge=1)
+    """How many leases the node may hold open at once (LeaseRequest.holds)."""
+
+
+MOST_SLOTS = 16
+"""Maximum number of leases that a node names in a request."""
 
 
 class LeaseRequest(Strict):
     """`policy_version` is the newest policy the worker can load. `runs` are the digests of the runs
-    the node accepts work for (empty: any). A node that declines a revision omits it."""
+    the node accepts work for (empty: any). A node that declines a revision omits it. `holds` are
+    the open leases that the node works on or delivers: another one that is open is returned first.
+    A node sends it once a heartbeat's answer allowed more than one (`lease_slots`)."""
 
     policy_version: Count
     runs: tuple[DigestField, ...] = Field(default=(), max_length=64)
+    holds: tuple[DigestField, ...] = Field(
+        default=(), max_length=MOST_SLOTS, exclude_if=lambda leases: not leases
+    )
 
 
 class LeaseAnswer(Answer):

@@ -35,7 +35,7 @@ from prime_envs.registry import BUILT_IN, environment_ref
 from prime_envs.tools import Observation
 from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
-from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLeases
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
@@ -279,14 +279,14 @@ def a_worker(panel: JudgedPool, signed: SignedLease, folder: Path) -> Iterator[R
     run, url = panel.mgr.context.run, "http://127.0.0.1:1"
     policies: Any = None
     api, gateway_api = NodeApi(url, HONEST), NodeApi(url, HONEST)
-    open_lease = OpenLease()
-    open_lease.signed = signed
+    open_leases, domain = OpenLeases(), panel.mgr.context.deployment.domain("work")
+    open_leases.add(signed.lease.digest(domain), signed)
     broker = LeaseBroker(
-        Connections(api, gateway_api, HONEST, panel.mgr.context.deployment.domain("work")),
+        Connections(api, gateway_api, HONEST, domain),
         Revisions(run, fetch=lambda _: run, check=lambda _: None, prepare=lambda _: None),
         policies,
         Deliveries(TaskUploads(folder / "uploads"), Spool(folder / "spool", now=time.time)),
-        open_lease,
+        open_leases,
         now=time.time,
     )
     bridge = Bridge(folder / "b", broker, task_uid=os.getuid())

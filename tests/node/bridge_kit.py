@@ -24,7 +24,7 @@ from prime_node.api import NodeApi
 from prime_node.bridge import Bridge
 from prime_node.bridge_messages import HandIn, LeaseWish
 from prime_node.heartbeat import HeartbeatLoop, Parts
-from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLease
+from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLeases
 from prime_node.policies import PolicyKeeper
 from prime_node.revisions import Revisions
 from prime_node.runtime.base import WorkerOptions
@@ -61,7 +61,7 @@ class Kit:
 
     world: NodeWorld
     broker: LeaseBroker
-    open_lease: OpenLease
+    open_leases: OpenLeases
     policies: FakePolicies
     spool: Spool
     uploader: Uploader
@@ -109,24 +109,29 @@ def bridge_kit(
         check=lambda run: None,
         prepare=lambda run: None,
     )
-    open_lease = OpenLease()
+    open_leases = OpenLeases()
     connections = Connections(api, gateway_api, NODE, api.client.domain("work"))
     broker = LeaseBroker(
-        connections, revisions, policies, Deliveries(task_uploads, spool), open_lease, now=time.time
+        connections,
+        revisions,
+        policies,
+        Deliveries(task_uploads, spool),
+        open_leases,
+        now=time.time,
     )
     broker.set_working(True)
     bridge = Bridge(folder / "b", broker, task_uid=task_uid)
     bridge.start()
     revisions.start()
     uploader = Uploader(
-        spool, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=open_lease.nudge
+        spool, lambda: NodeApi(world.url, NODE), rng=random.Random(0), on_settled=open_leases.nudge
     )
     client = BridgeClient(bridge.path, timeout=40)
     try:
         yield Kit(
             world,
             broker,
-            open_lease,
+            open_leases,
             policies,
             spool,
             uploader,

@@ -114,9 +114,8 @@ def test_a_revisions_image_is_pulled_by_digest_while_a_lease_of_the_old_one_is_o
                     until(lambda: later.digest() in revisions.taken(), "it is prepared", 30)
                     assert engine.images.get(second).labels == {"revision": "2"}
                     assert old.wait(0.0) is None, "the old task works on"
-                    signed = kit.open_lease.signed
-                    assert signed is not None
-                    assert signed.lease.run_digest == run.digest()
+                    (held,) = kit.open_leases.all().values()
+                    assert held.signed.lease.run_digest == run.digest()
                     old.stop(1.0)
                     new = runtime.start(later.task, mounts, WorkerOptions())
                     assert new.wait(0.0) is None

@@ -240,7 +240,7 @@ class Overtaken(Bench):
             until(lambda: self._keeper.newest() == 1, "policy 1 arrives while a file is made")
             until(lambda: len(self._pruned) == 2, "what is old is looked through")
             assert self._kit.broker.open_leases() == (job.lease_digest,)
-            assert self._kit.open_lease.versions() == {0}
+            assert self._kit.open_leases.versions() == {0}
             assert self._keeper.digest(0) is not None, "the open lease's policy stays"
         return super().build(job)
 
@@ -263,8 +263,8 @@ def test_a_policy_that_arrives_while_a_file_is_made_waits_for_the_next_lease(
         folder,
         lambda: NodeApi(kit.world.url, NODE),
         keep=1,
-        on_arrival=kit.open_lease.nudge,
-        pinned=kit.open_lease.versions,
+        on_arrival=kit.open_leases.nudge,
+        pinned=kit.open_leases.versions,
     )
     monkeypatch.setattr(kit.broker, "_policies", keeper)
     monkeypatch.setattr(  # a policy is published once the batch before it is sealed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, TypeVar
@@ -9,13 +11,15 @@ from typing import IO, TypeVar
 import httpx
 
 from prime_core.errors import MalformedError, PolicyError, UnavailableError
-from prime_core.gateway import GatewayAnswer, GatewayCall
+from prime_core.gateway import Answers, GatewayAnswer, GatewayCall
+from prime_core.ids import Digest
 from prime_core.messages import ClassAnswer, ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.signing import Strict
 from prime_core.transport.problems import from_problem
 from prime_core.version import HEADER, SPOKEN, check_answer
 from prime_node.bridge_messages import (
+    CALLS,
     FILES,
     MAX_ANSWER_BYTES,
     Abandon,
@@ -31,8 +35,8 @@ Answer = TypeVar("Answer", bound=Strict)
 
 
 class BridgeClient:
-    """Raises UnavailableError if the agent does not answer, the error named by its problem document
-    if it refuses, and PolicyError if the agent is too old for this worker."""
+    """Thread-safe. Raises UnavailableError if the agent does not answer, the error named by its
+    problem document if it refuses, and PolicyError if the agent is too old for this worker."""
 
     def __init__(self, socket_path: Path, *, timeout: float = 60.0) -> None:
         self._http = httpx.Client(
@@ -42,6 +46,9 @@ class BridgeClient:
             base_url="http://bridge",
             timeout=timeout,
         )
+        self._sending = threading.Lock()
+        self._several = False
+        """Whether the agent said that this worker may hold several leases."""
 
     def run(self) -> RunDefinition:
         return RunDefinition.parse(self._request("GET", "/run", b""))
@@ -52,12 +59,19 @@ class BridgeClient:
         return self._post("/class", request, ClassAnswer)
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
-        return self._post("/lease", wish, LeaseOffer)
+        offer = self._post("/lease", wish, LeaseOffer)
+        if offer.slots > 1:
+            self._several = True
+        return offer
 
     def send_file(self, path: Path) -> None:
-        """Sends a finished file's bytes; `submit` then refers to it by its name."""
+        """Sends a finished file's bytes, one file at a time; `submit` then refers to it by its
+        name."""
         try:
-            with path.open("rb") as content:  # bytes would be copied once per piece that is sent
+            with (
+                self._sending,
+                path.open("rb") as content,
+            ):  # bytes would be copied once per piece that is sent
                 self._request("PUT", FILES + path.name, content)
         except OSError as error:
             raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
@@ -68,9 +82,16 @@ class BridgeClient:
     def abandon(self, body: Abandon) -> None:
         self._post("/abandon", body, Done)
 
-    def answer(self, call: GatewayCall) -> GatewayAnswer | None:
-        """The answer of the pool's gateway to a call; None if there is none (see Answers)."""
-        return self._post("/call", call, CallAnswer).answer
+    def answer(self, call: GatewayCall, lease_digest: Digest | None = None) -> GatewayAnswer | None:
+        """The answer of the pool's gateway to a call of this lease (None: of the only open one);
+        None if there is none (see Answers). Agents that give one lease at a time are sent no
+        digest."""
+        path = f"{CALLS}{lease_digest}" if lease_digest and self._several else "/call"
+        return self._post(path, call, CallAnswer).answer
+
+    def for_lease(self, lease_digest: Digest) -> Answers:
+        """Returns the gateway's answers to the calls of one lease."""
+        return _AnswersToLease(self, lease_digest)
 
     def _post(self, path: str, body: Strict, answer: type[Answer]) -> Answer:
         raw = self._request("POST", path, body.model_dump_json().encode())
@@ -100,3 +121,14 @@ class BridgeClient:
             raise from_problem(response.status_code, content)
         check_answer(response.headers.get(HEADER), SPOKEN[-1], "the agent")
         return content
+
+
+@dataclass(frozen=True)
+class _AnswersToLease:
+    """The gateway's answers to the calls of one lease (see Answers)."""
+
+    bridge: BridgeClient
+    lease_digest: Digest
+
+    def answer(self, call: GatewayCall) -> GatewayAnswer | None:
+        return self.bridge.answer(call, self.lease_digest)
