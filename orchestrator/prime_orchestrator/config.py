@@ -17,12 +17,14 @@ from pydantic_settings import SettingsConfigDict
 from prime_chain.link import ChainSettings
 from prime_core import ids
 from prime_core.errors import MalformedError, UserError
+from prime_core.messages import MOST_SLOTS
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
 from prime_core.storage.base import ObjectStore
 from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.manager.planting import Planted
+from prime_orchestrator.manager.standing import LEASE_SLOTS
 from prime_verify.canaries.planting import read_secret
 
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
@@ -78,6 +80,8 @@ class Settings(ChainSettings):
     """File with the secret that these nodes share with this process."""
     planted_one_in: int = Field(default=50, ge=2)
     """One lease in this many goes to them."""
+    lease_slots: int = Field(default=LEASE_SLOTS, ge=1, le=MOST_SLOTS)
+    """Most leases that a node holds open at once; its measured speed may allow fewer."""
     requests_per_second: int = Field(default=200, ge=0)
     """Average request rate allowed per client address; 0 removes the limit."""
     trusted_proxies: Urls = ()

@@ -119,6 +119,7 @@ def run(settings: Settings) -> None:
             also_known_as=frozenset(one.rstrip("/") for one in settings.also_known_as),
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
             planted=settings.planted_nodes(),
+            lease_slots=settings.lease_slots,
         )
         idle = settings.chain_idle_seconds
         lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)

@@ -212,7 +212,7 @@ def test_leases_asked_for_together_are_those_asked_for_one_after_the_other(tmp_p
             for node in (*pool.honest[1:3], pool.droppers[0], pool.droppers[2]):
                 nodes.set_member(connection, node, provider=pool.honest[0])
             for node in pool.droppers[:2]:
-                nodes.note_missed(connection, node, 1.0, rests_until=now + 60)
+                nodes.note_missed(connection, node, 1.0, misses=1, rests_until=now + 60)
             expired = sa.update(schema.leases).where(opened.node.in_(pool.droppers[1:]))
             connection.execute(expired.values(status="expired"))
         pool.seat(6, honest=False)

@@ -178,7 +178,8 @@ def test_what_became_of_a_lease_is_what_became_of_its_file(either_store: Store) 
         for one, node in nodes.items():
             assert [outcome for _, outcome in leases.newest_of(connection, node, 9)] == [one]
         failed = leases.with_failures(connection, nodes.values())
-        assert failed == {nodes[one] for one in ("open", "expired", "rejected", "void")}
+        assert failed == {nodes[one] for one in ("expired", "rejected", "void")}
+        assert leases.newest_of(connection, nodes["open"], 9, ended=True) == []
         shares = leases.latest_by_target(connection, 9, shadow=False, now=9.0, younger_than=8.0)
         assert shares == {8: (6, 2, 1, 1)}
 

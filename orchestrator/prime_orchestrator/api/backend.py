@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from prime_core import ids
 from prime_core.ids import Address, Digest, Signature
+from prime_core.run import RunDefinition
 from prime_core.signing import Signer, Statement
 from prime_core.storage.base import ObjectStore
 from prime_core.transport.addresses import DEFAULT_PORTS, authority
@@ -24,6 +25,7 @@ from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
 from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.speed import Turns
+from prime_orchestrator.manager.standing import LEASE_SLOTS, Slots
 from prime_orchestrator.store import Store
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class Backend:
     random: Callable[[int], bytes] = secrets.token_bytes
     draws: DrawBoard = field(default_factory=lambda: DrawBoard(secrets.token_bytes))
     planted: Planted = field(default_factory=Planted)
+    lease_slots: int = LEASE_SLOTS
+    """Most leases that a node holds open at once."""
     relay_faults: RelayFaults = field(default_factory=RelayFaults)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)
@@ -112,6 +116,10 @@ class Backend:
             if urlsplit(url).port in (None, port):  # clients may include the default port
                 named[f"{host}:{port}"] = url
         return named
+
+    def slots(self, run: RunDefinition) -> Slots:
+        """Returns how many leases of `run` nodes may hold."""
+        return Slots(run, self.lease_slots, self.planted.accounts)
 
     def sign(self, statement: Statement) -> Signature:
         """Signs with the manager's key."""

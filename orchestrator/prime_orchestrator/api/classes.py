@@ -82,9 +82,10 @@ def _take_back(
 ) -> None:
     """Ends a node's open leases of a class that its new worker cannot have: one of other facts, or
     of another fingerprint with policy `version` if `numeric` has one. They leave no record, and
-    their groups go to other providers. At most one in TAKEN_BACK_SECONDS: a node could otherwise
+    their groups go to other providers. At most once in TAKEN_BACK_SECONDS: a node could otherwise
     choose among leases by changing what it announces."""
     with backend.store.begin() as connection:
+        again = leases.excused_since(connection, account, now - TAKEN_BACK_SECONDS)
         for row in leases.lock_open(connection, account):
             name = row.signed().numeric_class()
             found = None if name is None else exact_classes.get(connection, name)
@@ -93,7 +94,7 @@ def _take_back(
             measured = numeric.fingerprint != ZERO_DIGEST and found.policy_version == version
             if found.key == numeric.key and not (measured and name != numeric.digest()):
                 continue
-            if leases.excused_since(connection, account, now - TAKEN_BACK_SECONDS):
+            if again:
                 return
             standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
             log.info("lease %s is ended: the worker of %s left its class", row.digest, account)

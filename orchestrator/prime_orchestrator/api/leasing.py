@@ -1,8 +1,9 @@
 """Issues leases: collects the scheduler's inputs, decides, signs, stores and answers.
 
-A node holds one open lease at a time, and asking again returns the same one. An expired lease goes
-on its node's record (manager/standing.py). Its groups are issued again, with fresh noise, to a node
-of another provider, so dropping a lease does not change what is trained on.
+A node holds one open lease at a time, or several if it is fast enough (standing.Slots). Asking
+again returns the oldest one that the node does not say it works on. An expired lease goes on its
+node's record (manager/standing.py). Its groups are issued again, with fresh noise, to a node of
+another provider, so dropping a lease does not change what is trained on.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         return LeaseAnswer(
             lease=None, retry_after_ms=4 * WAIT_MS, reason=f"the node is {node.status}"
         )
-    if held := _held(view, node, shadow=False):
+    if held := _held(view, node, ask, most=view.slots.of(node)):
         return held
     if waiting := _rest(view, node) or _uncovered(view, node):
         return waiting
@@ -143,7 +144,7 @@ def _shadow_lease(view: PoolView, node: NodeRow, ask: Ask) -> LeaseAnswer:
     `shadow.decide` and the address's share."""
     view.write()  # the shares count the leases of the last hour
     connection, backend, now = view.connection, view.backend, view.now
-    if held := _held(view, node, shadow=True):
+    if held := _held(view, node, ask, most=1):
         return held
     if waiting := _resting(node, now):
         return waiting
@@ -160,15 +161,21 @@ def _shadow_lease(view: PoolView, node: NodeRow, ask: Ask) -> LeaseAnswer:
     return _answer(view, node, choice, ask.request, shadow_pool(backend.context.pool))
 
 
-def _held(view: PoolView, node: NodeRow, *, shadow: bool) -> LeaseAnswer | None:
-    for row in view.open.get(node.address, ()):
-        if row.deadline < view.now:  # the next tick ends and records it
-            return LeaseAnswer(
-                lease=None, retry_after_ms=4 * WAIT_MS, reason="its last lease has just expired"
-            )
-        if row.shadow == shadow:
+def _held(view: PoolView, node: NodeRow, ask: Ask, *, most: int) -> LeaseAnswer | None:
+    """Returns the answer to a node that has an open lease which it does not work on, or `most` open
+    leases; None if it may get one."""
+    opened = view.open.get(node.address, [])
+    mine = [row for row in opened if row.shadow == (node.status == "shadow")]
+    for row in mine:
+        if row.digest not in ask.request.holds and row.deadline >= view.now:
             return LeaseAnswer(lease=row.signed())
-    return None
+    if any(row.deadline < view.now for row in opened):  # the next tick ends and records it
+        reason = "its last lease has just expired"
+    elif len(mine) >= most:
+        reason = f"it works on {len(mine)} open leases, and may hold {most} at once"
+    else:
+        return None
+    return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=reason)
 
 
 def _resting(node: NodeRow, now: float) -> LeaseAnswer | None:
@@ -179,8 +186,7 @@ def _resting(node: NodeRow, now: float) -> LeaseAnswer | None:
     return LeaseAnswer(
         lease=None,
         retry_after_ms=int(1000 * min(60.0, left)) + 1,
-        reason=f"its last {node.misses} leases expired without a file: the next is given in "
-        f"{left:.0f} s",
+        reason=f"leases of this node expired without a file: the next is given in {left:.0f} s",
     )
 
 
@@ -189,7 +195,7 @@ def _rest(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     provider; None if it may get one."""
     if waiting := _resting(node, view.now):
         return waiting
-    if view.held(node) >= standing.slots(view.own(node), view.now):
+    if view.held(node) >= view.slots.of_provider(view.own(node), view.now):
         return LeaseAnswer(
             lease=None,
             retry_after_ms=4 * WAIT_MS,
@@ -274,7 +280,7 @@ def _make(
     elif again is None:
         failed: list[int] = []
         if node.address in view.with_failures:
-            latest = reversed(leases.newest_of(view.connection, node.address, 2))
+            latest = reversed(leases.newest_of(view.connection, node.address, 2, ended=True))
             failed = [row.target for row, _ in takewhile(_came_to_nothing, latest)]
         counts = view.counts(run, shadow=pool >= SHADOW_POOLS)
         target = scheduler.pick_target(speed_class, counts, run.budgets, failed)

@@ -127,7 +127,7 @@ def _answer_beats(
     run = revisions.next_run(connection, context)
     # a proof of cards needs the whole cards, which work now
     measured = speed.want_challenges(connection, rows.values(), now) if run.cards is None else ()
-    run_digest = run.digest()
+    run_digest, slots = run.digest(), backend.slots(run)
     evaluates = evaluations.running(connection) is not None
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
     answers = []
@@ -151,6 +151,7 @@ def _answer_beats(
                 run_digest=run_digest,
                 another_machine=at in elsewhere,
                 evaluates=evaluates,
+                lease_slots=slots.of(node) if node is not None else 1,
             )
         )
     return answers

@@ -100,6 +100,10 @@ class PoolView:
         return self.history.at(batches.next_step(self.connection))
 
     @cached_property
+    def slots(self) -> standing.Slots:
+        return self.backend.slots(self.run)
+
+    @cached_property
     def money(self) -> Funding | None:
         return funding(self.connection)
 

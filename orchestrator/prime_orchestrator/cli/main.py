@@ -150,6 +150,9 @@ def serve(
     planted_one_in: Annotated[
         int | None, typer.Option(help="One lease in so many goes to them (default 50).")
     ] = None,
+    lease_slots: Annotated[
+        int | None, typer.Option(help="Most leases that a node holds open at once (default 4).")
+    ] = None,
     trusted_proxies: Annotated[
         list[str] | None,
         typer.Option(

@@ -1,13 +1,14 @@
 """Relative speed of nodes, which decides the target lengths they prefer.
 
-    rate    median of accepted tokens per second from lease to submission, over the node's latest
-            files, once there are LEAST_FILES; until then the best of its latest hardware challenges
+    rate    median of accepted tokens per second from lease to submission (`rates_of`), over the
+            node's latest files, once there are LEAST_FILES; until then the best of its latest
+            hardware challenges
     ratio   rate ÷ median rate of the pool's live nodes, comparing rates of the same kind
     class   1 + number of `speed.ratios_micro` reached; a class based on accepted files changes
             only if the ratio passes a border by MARGIN
 
 Load and clock speed common to all nodes cancel out in the ratio. A class affects neither admission
-nor pay nor stake.
+nor pay nor stake. The rate also sets how many leases a node holds at once (standing.Slots).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_core.ids import Address
+from prime_core.messages import MOST_SLOTS
 from prime_core.run import MICRO, RunDefinition
 from prime_orchestrator.store import Connection, challenges, nodes, submissions
 from prime_orchestrator.store.nodes import NodeRow
@@ -47,6 +49,29 @@ def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = No
     factor = 1 + MARGIN if reached > current else 1 - MARGIN
     settled = 1 + sum(ratio * MICRO >= factor * border for border in ratios_micro)
     return max(current, settled) if reached > current else min(current, settled)
+
+
+def rates_of(files: Sequence[tuple[int, float, float]]) -> list[float]:
+    """Returns the node's tokens per second while it made each file.
+
+    With several leases open, a file's own tokens ÷ its time is only a part of the node's speed, and
+    the time between two files may be anything. So each file's tokens count as made evenly over its
+    own time, and a rate counts all files made in that time. The tokens are verified and no token
+    counts twice in a rate, so holding more leases alone does not raise it. Files that are not
+    accepted or not listed lower it. For a node with one lease at a time it is tokens ÷ time.
+
+    Args:
+        files: (tokens, when its lease was given, when it was received), times in seconds.
+    """
+    made = [(tokens, begin, max(end, begin + 1e-3)) for tokens, begin, end in files]
+    return [
+        sum(
+            tokens * max(0.0, min(end, last) - max(begin, first)) / (end - begin)
+            for tokens, begin, end in made
+        )
+        / (last - first)
+        for _, first, last in made
+    ]
 
 
 @dataclass
@@ -92,7 +117,8 @@ def refresh(
     included; its files are not read if they are fewer than LEAST_FILES."""
     tokens: list[float] = []
     if accepted >= LEAST_FILES:
-        tokens = submissions.latest_rates(connection, node.address, LATEST_FILES)
+        files = submissions.latest_accepted(connection, node.address, LATEST_FILES + MOST_SLOTS)
+        tokens = rates_of(files)[:LATEST_FILES]
     rate = statistics.median(tokens) if len(tokens) >= LEAST_FILES else None
     best = max(rates.solved.get(node.address, ())[:CHALLENGES], default=node.challenge_rate)
     if (rate, best) != (node.token_rate, node.challenge_rate):

@@ -8,9 +8,12 @@ Both decay: each ending multiplies the previous counts by MEMORY. A record has f
     supply    an open lease counts as the share of leases that its provider's nodes kept, and as
               nothing while the node's latest lease expired (store.leases.under_way)
     rest      a node whose lease expired gets none for one lease duration after the deadline, twice
-              as long after each further one, up to LONGEST durations; an accepted file resets it
-    slots     a provider may hold one open lease per seat, less one for each of its resting nodes,
-              seated or not: replacing a resting node with a fresh seat gains nothing
+              as long after each further one, up to LONGEST durations; an accepted file resets it.
+              Leases that were open together count once: the rest costs all slots of the node
+    slots     a node may hold as many open leases as it makes in a third of a lease's time
+              (`Slots`), one while its latest lease expired. A provider may hold those of its seats,
+              less those of its resting nodes, seated or not: replacing a resting node with a fresh
+              seat gains nothing
     newcomers while others have a record, providers without one hold at most half of the lead
 
 Apart from the record, work at risk sets a provider's slots (`members.Coverage`): what its
@@ -34,6 +37,7 @@ from dataclasses import dataclass
 
 from prime_core.ids import Address
 from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.run import RunDefinition
 from prime_core.verdict import POOLS_FAULT, Outcome, Reason
 from prime_orchestrator.store import Connection, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
@@ -44,6 +48,10 @@ LONGEST = 4
 """Longest rest of a node, in lease durations."""
 PROVEN = 0.5
 """Kept leases, after decay, from which a provider is not a newcomer."""
+LEASE_SLOTS = 4
+"""Most leases that a node holds open at once, by default."""
+TIME_SHARE = 3
+"""A node makes all its open leases within one part in so many of a lease's time."""
 NOT_ITS_FAULT = POOLS_FAULT | {Reason.LATE, Reason.NONE}
 PATIENCE = 4
 """Consecutive void files before a pause."""
@@ -61,8 +69,11 @@ def expire(
     node = nodes.get(connection, lease.node)
     if node is None or excused:
         return
-    rest = min(LONGEST, 2**node.misses) * lease_seconds
-    nodes.note_missed(connection, lease.node, MEMORY, rests_until=lease.deadline + rest)
+    together = lease.created_at < node.rests_until  # it was open when an earlier one expired
+    before = max(0, node.misses - 1) if together else node.misses
+    rest = min(LONGEST, 2**before) * lease_seconds
+    until = max(node.rests_until, lease.deadline + rest)
+    nodes.note_missed(connection, lease.node, MEMORY, misses=before + 1, rests_until=until)
 
 
 def judged(connection: Connection, node: Address, outcome: Outcome, reason: Reason) -> None:
@@ -83,10 +94,40 @@ def proven(own: Sequence[NodeRow]) -> bool:
     return sum(node.kept for node in own) >= PROVEN
 
 
-def slots(own: Sequence[NodeRow], now: float) -> int:
-    """Returns how many open leases the provider of these nodes may hold."""
-    seated = sum(node.status in ("active", "silent") for node in own)
-    return max(0, seated - sum(node.rests_until > now for node in own))
+@dataclass(frozen=True)
+class Slots:
+    """How many leases nodes may hold open, of `run`, each at most `most`; those in `single` hold
+    one."""
+
+    run: RunDefinition
+    most: int = LEASE_SLOTS
+    single: frozenset[Address] = frozenset()
+
+    def at_speed(self, node: NodeRow) -> int:
+        """Returns how many leases of the longest target length the node makes at its measured speed
+        in a third of a lease's time, at least one. One for a node in shadow, or without a record of
+        its own."""
+        single = node.status == "shadow" or node.address in self.single
+        if single or node.token_rate is None or node.kept < PROVEN:
+            return 1
+        longest = min(max(self.run.budgets.targets), self.run.max_output_tokens)
+        seconds = self.run.rows_per_lease * longest / max(node.token_rate, 1e-9)
+        return max(1, min(self.most, int(self.run.lease_seconds / (TIME_SHARE * seconds))))
+
+    def of(self, node: NodeRow) -> int:
+        """Returns how many leases the node may hold. One while its latest lease expired."""
+        return 1 if node.misses else self.at_speed(node)
+
+    def of_provider(self, own: Sequence[NodeRow], now: float) -> int:
+        """Returns how many leases the provider of these nodes may hold."""
+        slots = 0
+        for node in own:
+            seated, rests = node.status in ("active", "silent"), node.rests_until > now
+            if seated and not rests:
+                slots += self.of(node)
+            elif rests and not seated:
+                slots -= self.at_speed(node)
+        return max(0, slots)
 
 
 @dataclass(frozen=True)

@@ -146,12 +146,12 @@ def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Addre
 
 
 def with_failures(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
-    """Returns those of `nodes` that have an open lease, or one that ended without an accepted or
-    pending file and is not excused."""
+    """Returns those of `nodes` that have a lease that ended without an accepted or pending file and
+    is not excused."""
     tallies = schema.tallies.c
     without_file = sa.select(_leases.node).where(
         _leases.node.in_(list(nodes)),
-        _leases.status.in_(("open", "expired")),
+        _leases.status == "expired",
         _leases.excused == 0,
     )
     ended_badly = sa.select(tallies.node).where(
@@ -162,15 +162,18 @@ def with_failures(connection: Connection, nodes: Collection[Address]) -> frozens
 
 
 def newest_of(
-    connection: Connection, node: Address, limit: int
+    connection: Connection, node: Address, limit: int, *, ended: bool = False
 ) -> list[tuple[LeaseRow, LeaseOutcome]]:
-    """Returns the newest `limit` leases of `node`, newest last, each with what became of it."""
+    """Returns the newest `limit` leases of `node`, newest last, each with what became of it.
+    `ended`: without open ones."""
     query = (
         sa.select(schema.leases)
         .where(_leases.node == node)
         .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
         .limit(limit)
     )
+    if ended:
+        query = query.where(_leases.status != "open")
     rows = records(LeaseRow, connection.execute(query).mappings().all())[::-1]
     # A join would read the files of all the node's leases before it leaves out the older ones.
     named = _submissions.lease_digest.in_([row.digest for row in rows])

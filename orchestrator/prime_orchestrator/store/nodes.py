@@ -224,15 +224,21 @@ def note_kept(connection: Connection, addresses: Sequence[Address], memory: floa
 
 
 def note_missed(
-    connection: Connection, address: Address, memory: float, *, rests_until: float | None = None
+    connection: Connection,
+    address: Address,
+    memory: float,
+    *,
+    misses: int = 0,
+    rests_until: float | None = None,
 ) -> None:
-    """Counts a lease that failed through the node's fault; `rests_until` is given if it expired."""
+    """Counts a lease that failed through the node's fault. If it expired, `rests_until` is given,
+    and `misses` is the new number of expiries in a row."""
     changed: dict[str, Any] = {
         "kept": _nodes.kept * memory,
         "missed": _nodes.missed * memory + 1.0,
     }
     if rests_until is not None:
-        changed |= {"misses": _nodes.misses + 1, "rests_until": rests_until}
+        changed |= {"misses": misses, "rests_until": rests_until}
     connection.execute(sa.update(schema.nodes).where(_nodes.address == address).values(**changed))
 
 

@@ -213,17 +213,20 @@ def of_leases(
     return {row.lease_digest: row for row in rows}
 
 
-def latest_rates(connection: Connection, node: Address, limit: int) -> list[float]:
-    """Returns tokens per second, from lease to submission, of the node's latest accepted files."""
+def latest_accepted(
+    connection: Connection, node: Address, limit: int
+) -> list[tuple[int, float, float]]:
+    """Returns (tokens, when its lease was given, when it was received) of the node's latest
+    accepted files, newest first. Times in Unix seconds."""
     leases = schema.leases.c
     query = (
-        sa.select(_submissions.units, _submissions.received_at - leases.created_at)
+        sa.select(_submissions.units, leases.created_at, _submissions.received_at)
         .join(schema.leases, leases.digest == _submissions.lease_digest)
         .where(_submissions.node == node, _submissions.status == "accepted", _submissions.units > 0)
         .order_by(_submissions.received_at.desc())
         .limit(limit)
     )
-    return [units / max(seconds, 1e-3) for units, seconds in connection.execute(query)]
+    return [(int(units), given, received) for units, given, received in connection.execute(query)]
 
 
 def upload_is_paid(connection: Connection, deadline: int, sha256: Digest) -> bool | None:
