@@ -20,7 +20,6 @@ from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.logs import log_to_stderr
 from prime_core.times import utc
 from prime_core.waiting import FIRST_ANSWER_HELP
-from prime_node.cli_audit import audit_app
 from prime_node.cli_common import (
     DryRun,
     NodeFlag,
@@ -30,21 +29,23 @@ from prime_node.cli_common import (
     print_fields,
     print_json,
 )
-from prime_node.cli_nodes import appeal, dispute, node_app, payout
-from prime_node.cli_owner import rewards_app, stake_app, wallet_app, work_app
+from prime_node.cli_nodes import appeal, dispute, payout
 
 if TYPE_CHECKING:
     from prime_node.config import Settings
 
 app = program(
-    "prime-node", "Joins this machine to a pool, keeps it at work, and shows what it earned."
+    "prime-node",
+    "Joins this machine to a pool, keeps it at work, and shows what it earned.",
+    {
+        "wallet": ("prime_node.cli_owner:wallet_app", "The node's key."),
+        "stake": ("prime_node.cli_owner:stake_app", "The owner's stake."),
+        "rewards": ("prime_node.cli_owner:rewards_app", "What the node earned."),
+        "node": ("prime_node.cli_nodes:node_app", "The owner's nodes."),
+        "work": ("prime_node.cli_owner:work_app", "Files handed in: are they on chain?"),
+        "audit": ("prime_node.cli_audit:audit_app", "Check what others were slashed or paid for."),
+    },
 )
-app.add_typer(wallet_app, name="wallet")
-app.add_typer(stake_app, name="stake")
-app.add_typer(rewards_app, name="rewards")
-app.add_typer(node_app, name="node")
-app.add_typer(work_app, name="work")
-app.add_typer(audit_app, name="audit")
 
 
 @app.command()

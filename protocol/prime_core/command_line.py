@@ -87,15 +87,18 @@ def command() -> typer.Typer:
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:
     """Creates a program: a group with -h, --version, --install-completion and logging of warnings.
 
-    `elsewhere`: name of a sub-command → (module with its Typer `app`, help line). The module is
-    imported when the sub-command is called or completed.
+    `elsewhere`: name of a sub-command → (module of its Typer app, help line). The module is
+    imported when the sub-command is called or completed. The app is called `app`, unless the module
+    is given as `module:name`.
     """
 
     class Lazy(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
             found, resolved, rest = super().resolve_command(ctx, args)
             if found is not None and found in elsewhere:
-                resolved = typer.main.get_command(importlib.import_module(elsewhere[found][0]).app)
+                module, _, name = elsewhere[found][0].partition(":")
+                app = getattr(importlib.import_module(module), name or "app")
+                resolved = typer.main.get_command(app)
                 resolved.name = found
             return found, resolved, rest
 

@@ -33,7 +33,8 @@ def commands(app: typer.Typer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     top = typer.main.get_command(app)
     assert isinstance(top, TyperGroup)
-    for name, command in top.commands.items():
+    for name in top.commands:
+        _, command, _ = top.resolve_command(typer.Context(top), [name])  # imports it
         if isinstance(command, TyperGroup):
             found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
         else:
