@@ -63,10 +63,9 @@ from prime_trainer.observe import Observers
 from prime_trainer.parallel import joined_world, published_state
 from prime_trainer.publish import export
 from prime_trainer.samples import SAMPLES, append_samples, sample_line, spread, tool_figures
-from prime_trainer.sampling import Answered
+from prime_trainer.sampling import Answered, Sampling
 from prime_trainer.train import MAX_SKIPPED_IN_A_ROW
 from prime_verify.build import PlannedRow, generate_rows, plan_rows
-from prime_verify.engines import load_engine
 from prime_verify.setups import synthetic_lease
 
 log = logging.getLogger(__name__)
@@ -463,9 +462,7 @@ class Local:
 
     def _load(self) -> Engine:
         options = self.options
-        return load_engine(
-            self.folder, engine=options.engine, dtype=options.dtype, device=options.device
-        )
+        return Sampling(options.engine, options.dtype, options.device).load(self.folder)
 
     def _replace(self, state: dict[str, torch.Tensor]) -> None:
         """Writes the weights as the next policy's folder and loads it in place of the old one."""
