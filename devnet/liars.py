@@ -34,7 +34,7 @@ class Liar(LyingBuilder):
         self._earlier: Sequence[FileRow] = ()
         self.engines = self._loaded(None, keep=2)  # an older policy next to the leased one
 
-    def make(self, job: Job) -> bytes:
+    def make(self, job: Job, engine: Engine) -> bytes:
         def older() -> Engine | None:
             earlier = self.engines.earlier(job.signed.policy_version)
             return next((engine for _, engine in earlier), None)

@@ -18,6 +18,7 @@ from typing import Any
 
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
+from prime_engine.base import Engine
 from prime_node.worker.__main__ import main as worker_main
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
@@ -31,6 +32,8 @@ from prime_verify.rollout_file import FileError
 class LyingBuilder(RolloutBuilder):
     """The honest builder, except that `choose` may return an attack for a file (see lies.py)."""
 
+    concurrent = False  # attacks use engines of their own
+
     def __init__(
         self, choose: Callable[[Job], Make | None], run: RunDefinition, options: Options
     ) -> None:
@@ -42,9 +45,9 @@ class LyingBuilder(RolloutBuilder):
     def announce(self, bridge: BridgeClient) -> None:
         """Announces nothing: the attacks are made for leases that statistics judge."""
 
-    def make(self, job: Job) -> bytes:
+    def make(self, job: Job, engine: Engine) -> bytes:
         lie = self._choose(job)
-        return super().make(job) if lie is None else lie(self._scene(job))
+        return super().make(job, engine) if lie is None else lie(self._scene(job))
 
     def count(self, content: bytes) -> int:
         """Counts as the honest worker does, or returns 0: some attacks produce no valid file."""

@@ -1,6 +1,7 @@
 """The plain engine: Hugging Face causal language models on PyTorch, any device.
 
-    generate: left-padded prefill → [logits + noise → token → one decode step]* on unfinished rows
+    generate: left-padded prefill → [logits + noise → token → one decode step]* on unfinished rows,
+              which new rows join (batch.py)
     replay:   right-padded prefill of prompt and output → all statistics of each claimed token
 
 Rows do not depend on their batch beyond rounding. Offline: it downloads nothing, runs no remote
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.proof_form import FinishReason
@@ -34,6 +38,7 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
+from prime_engine.batch import RowSet, finish
 from prime_engine.exact import (
     PROOF_CHUNK,
     REPLAY_MODE,
@@ -52,6 +57,79 @@ CPU_LOGITS, GPU_LOGITS = 1 << 21, 1 << 25
 CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
 """Rows × length of one prefill. On a CPU, the activations between two layers should fit in cache: a
 model of 3.4 M parameters validates a fifth faster than with 16,384."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row of the batch or of the queue: number `number` of its owner, with `place` tokens."""
+
+    owner: RowSet
+    number: int
+    place: int = 0
+    ended: bool = False
+
+
+@dataclass
+class _Running:
+    """The n rows that are generated together.
+
+    `ids` int64 (n, 1): their last tokens; `mask` int64 (n, S): 0 where a row is padded on the left;
+    `positions` int64 (n, ·): of the tokens being run; `seeds` and `limits` int64 (n,): noise, and
+    how many tokens may follow; `noisy` float32 (n, 1): 0 where the most probable token is chosen.
+    """
+
+    rows: list[_Row]
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+    seeds: Tensor
+    noisy: Tensor
+    limits: Tensor
+    cache: Any
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def joinable(self) -> bool:
+        """Whether rows of another length can be added (not to a sliding window)."""
+        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+
+    def select(self, kept: list[int]) -> None:
+        """Drops all other rows, and columns that only pad the rest if they are a quarter."""
+        self.rows = [self.rows[i] for i in kept]
+        at = torch.tensor(kept, device=self.mask.device)
+        for name in ("ids", "mask", "positions", "seeds", "noisy", "limits"):
+            setattr(self, name, getattr(self, name).index_select(0, at))
+        self.cache.batch_select_indices(at)
+        padding = int(self.mask.any(dim=0).to(torch.int8).argmax())
+        if 4 * padding >= self.mask.shape[1] and self.joinable():
+            self.mask = self.mask[:, padding:]
+            for layer in self.cache.layers:
+                layer.keys = layer.keys[:, :, padding:].contiguous()
+                layer.values = layer.values[:, :, padding:].contiguous()
+
+    def join(self, new: _Running) -> None:
+        """Adds the rows of `new`, padding the shorter ones on the left."""
+        here, there = self.mask.shape[1], new.mask.shape[1]
+        width = max(here, there)
+
+        def joined(old: Tensor, added: Tensor) -> Tensor:
+            """Along the first axis; the second is that of the tokens."""
+            left, right = width - here, width - there
+            trailing = (0, 0) * (old.dim() - 2)
+            return torch.cat([pad(old, (*trailing, left, 0)), pad(added, (*trailing, right, 0))])
+
+        for layer, other in zip(self.cache.layers, new.cache.layers, strict=True):
+            for name in ("keys", "values"):
+                old, added = getattr(layer, name), getattr(other, name)  # [n, heads, S, width]
+                made = joined(old.transpose(1, 2), added.transpose(1, 2)).transpose(1, 2)
+                setattr(layer, name, made.contiguous())
+        self.mask = joined(self.mask, new.mask)
+        self.positions = torch.cat([self.positions[:, -1:], new.positions[:, -1:]])
+        for name in ("ids", "seeds", "noisy", "limits"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(new, name)]))
+        self.rows = self.rows + new.rows
 
 
 class PlainEngine(PolicyFacts):
@@ -79,6 +157,8 @@ class PlainEngine(PolicyFacts):
         self._noise = noise
         self._torch_device = torch.device(device)
         self._batch_rows = batch_rows
+        self._queue: list[_Row] = []
+        self._running: _Running | None = None
         self._replay_tokens = CPU_PREFILL if device == "cpu" else GPU_PREFILL
         self._logit_elements = CPU_LOGITS if device == "cpu" else GPU_LOGITS
         try:
@@ -133,7 +213,11 @@ class PlainEngine(PolicyFacts):
 
     # generation ----------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @property
+    def batch_rows(self) -> int:
+        """See BatchEngine."""
+        return self._batch_rows
+
     def generate(
         self,
         requests: Sequence[GenerationRequest],
@@ -141,74 +225,134 @@ class PlainEngine(PolicyFacts):
         sink: StateSink | None = None,
     ) -> list[Generation]:
         """See Engine.generate. Deterministic for given requests, batch size and machine."""
-        for request in requests:
-            self._require(request.prompt_tokens, request.max_output_tokens)
-        results: list[Generation] = []
-        for start in range(0, len(requests), self._batch_rows):
-            some = requests[start : start + self._batch_rows]
-            results += self._generate_batch(some, temperature, sink, start)
-        return results
+        return finish(self, self.add(requests, temperature, sink))
 
-    def _generate_batch(
+    def add(
         self,
         requests: Sequence[GenerationRequest],
         temperature: float,
-        sink: StateSink | None,
-        first: int,
-    ) -> list[Generation]:
-        """Generates rows `first`, `first` + 1, … of all requested rows."""
+        sink: StateSink | None = None,
+    ) -> RowSet:
+        """See BatchEngine.add."""
+        for request in requests:
+            self._require(request.prompt_tokens, request.max_output_tokens)
+        rows = RowSet(requests, temperature, sink)
+        self._queue += [_Row(rows, number) for number in range(len(requests))]
+        return rows
+
+    def cancel(self, rows: RowSet) -> None:
+        """See BatchEngine.cancel."""
+        self._queue = [row for row in self._queue if row.owner is not rows]
+        if self._running is not None:
+            self._keep([i for i, row in enumerate(self._running.rows) if row.owner is not rows])
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """See BatchEngine.step. New rows are prefilled together, in a step of their own, when a
+        quarter of the batch is free."""
+        room = self._batch_rows - (len(self._running.rows) if self._running else 0)
+        running = self._running
+        joins = running is None or (4 * room >= self._batch_rows and running.joinable())
+        if self._queue and joins:
+            some, self._queue = self._queue[:room], self._queue[room:]
+            self._prefill(some)
+        elif running is not None:
+            running.positions = running.positions[:, -1:] + 1
+            running.mask = torch.cat([running.mask, running.mask.new_ones((running.count, 1))], 1)
+            self._sample(running, running.ids)
+            self._running = running
+            self._keep([i for i, row in enumerate(running.rows) if not row.ended])
+
+    def _prefill(self, rows: list[_Row]) -> None:
+        """Prefills new rows, samples their first tokens, and adds them to the batch."""
         device = self._torch_device
-        count = len(requests)
+        requests = [row.owner.requests[row.number] for row in rows]
         width = max(len(r.prompt_tokens) for r in requests)
-        ids = torch.zeros((count, width), dtype=torch.int64)
-        mask = torch.zeros((count, width), dtype=torch.int64)
-        for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
-            mask[row, width - len(request.prompt_tokens) :] = 1
-        seeds = torch.tensor([r.noise_seed or 0 for r in requests]).to(device)
-        noisy = torch.tensor([[float(r.noise_seed is not None)] for r in requests]).to(device)
-        limits = torch.tensor([r.max_output_tokens for r in requests]).to(device)
-        ends = torch.tensor(sorted(self._end_tokens), dtype=torch.int64, device=device)
-        ids, mask = ids.to(device), mask.to(device)
-        positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        alive = torch.arange(count, device=device)
-        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        cache: Any = DynamicCache(config=self.model.config)
-        step = 0
-        while True:
-            hidden = self._decoder(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-            scaled = self._head(hidden).float().div_(temperature)
-            noise = self._noise(seeds[alive], positions[:, -1], self._vocabulary) * noisy[alive]
-            tokens = (scaled + noise).argmax(dim=1)
-            chosen = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
-            states = hidden.to(torch.bfloat16)
-            going = (limits[alive] > step + 1) & ~torch.isin(tokens, ends)
-            if sink is not None:
-                numbers = (alive + first).tolist()
-                sink.step(numbers, [step] * len(numbers), tokens, states)
-                more = going.tolist()
-                sink.end([row for row, goes in zip(numbers, more, strict=True) if not goes])
-                states = states[:, :0]
-            steps.append((alive, tokens, chosen, states))
-            step += 1
-            keep = going.nonzero()[:, 0]
-            if not len(keep):
-                break
-            positions = positions[:, -1:] + 1
-            if len(keep) < len(alive):
-                alive, tokens, mask, positions = (
-                    t.index_select(0, keep) for t in (alive, tokens, mask, positions)
-                )
-                cache.batch_select_indices(keep)
-            ids = tokens[:, None]
-            mask = torch.cat([mask, mask.new_ones((len(alive), 1))], dim=1)
-        return _gather_rows(steps, count, self._end_tokens)
+        ids = torch.zeros((len(rows), width), dtype=torch.int64)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for i, request in enumerate(requests):
+            ids[i, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+            mask[i, width - len(request.prompt_tokens) :] = 1
+        mask = mask.to(device)
+        new = _Running(
+            rows=rows,
+            ids=ids[:, :0].to(device),
+            mask=mask,
+            positions=(mask.cumsum(1) - 1).clamp_(min=0),
+            seeds=torch.tensor([r.noise_seed or 0 for r in requests]).to(device),
+            noisy=torch.tensor([[float(r.noise_seed is not None)] for r in requests]).to(device),
+            limits=torch.tensor([r.max_output_tokens for r in requests]).to(device),
+            cache=DynamicCache(config=self.model.config),
+        )
+        self._sample(new, ids.to(device))
+        older, self._running = self._running, new
+        self._keep([i for i, row in enumerate(rows) if not row.ended])
+        if older is not None:
+            if self._running is not None:
+                older.join(self._running)
+            self._running = older
+
+    def _sample(self, running: _Running, ids: Tensor) -> None:
+        """Runs `ids` [n, s], samples the next token of each row, and records it."""
+        hidden = self._decoder(
+            input_ids=ids,
+            attention_mask=running.mask,
+            position_ids=running.positions,
+            past_key_values=running.cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        temperatures = {row.owner.temperature for row in running.rows}
+        scaled = self._head(hidden).float()
+        if len(temperatures) == 1:
+            scaled.div_(temperatures.pop())
+        else:
+            each = [row.owner.temperature for row in running.rows]
+            scaled.div_(torch.tensor(each, device=scaled.device)[:, None])
+        noise = self._noise(running.seeds, running.positions[:, -1], self._vocabulary)
+        tokens = (scaled + noise * running.noisy).argmax(dim=1)
+        chosen = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
+        states = hidden.to(torch.bfloat16)
+        ends = torch.tensor(sorted(self._end_tokens), dtype=torch.int64, device=tokens.device)
+        running.limits = running.limits - 1
+        over = ((running.limits < 1) | torch.isin(tokens, ends)).tolist()
+        running.ids = tokens[:, None]
+        members: dict[RowSet, list[int]] = {}
+        for i, row in enumerate(running.rows):
+            members.setdefault(row.owner, []).append(i)
+        for owner, own in members.items():
+            at = slice(None) if len(members) == 1 else torch.tensor(own, device=tokens.device)
+            self._record(owner, [running.rows[i] for i in own], tokens[at], chosen[at], states[at])
+        for row, ended in zip(running.rows, over, strict=True):
+            row.place += 1
+            if ended:
+                row.ended = True
+                self._end(row)
+
+    def _record(
+        self, owner: RowSet, rows: list[_Row], tokens: Tensor, chosen: Tensor, states: Tensor
+    ) -> None:
+        numbers = [row.number for row in rows]
+        if owner.sink is not None:
+            owner.sink.step(numbers, [row.place for row in rows], tokens, states)
+            states = states[:, :0]
+        owner.steps.append((torch.tensor(numbers), tokens, chosen, states))
+
+    def _end(self, row: _Row) -> None:
+        owner = row.owner
+        if owner.sink is not None:
+            owner.sink.end([row.number])
+        owner.left -= 1
+        if owner.done:
+            owner.results = _gather_rows(owner.steps, len(owner.requests), self._end_tokens)
+            owner.steps = []
+
+    def _keep(self, kept: list[int]) -> None:
+        """Keeps the rows at these indices of the batch."""
+        assert self._running is not None
+        if not kept:
+            self._running = None
+        elif len(kept) < self._running.count:
+            self._running.select(kept)
 
     # replay --------------------------------------------------------------------------------------
 

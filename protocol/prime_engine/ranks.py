@@ -1,6 +1,6 @@
 """Starts the other ranks of a vLLM engine that spans several cards, as child processes.
 
-    this process, rank 0 ── requests (pipe) ──► ranks 1 … N-1: the same engine, the same requests
+    this process, rank 0 ── rows, steps (pipe) ──► ranks 1 … N-1: the same rows, the same steps
               ╰──────────── vLLM's collectives, each rank holds its part of each layer ──╯
 
 Each rank schedules and samples by itself (vLLM's "external_launcher"), so rank 0 captures states in
@@ -15,14 +15,15 @@ import multiprocessing as mp
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from prime_core.errors import PrimeError, UnavailableError
-from prime_engine.base import Discard
+from prime_engine.base import Discard, GenerationRequest
+from prime_engine.batch import RowSet
 from prime_engine.sizing import Cards
 
 log = logging.getLogger("prime.engine.ranks")
@@ -38,11 +39,24 @@ def set_rank(rank: int, size: int, port: int) -> None:
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Added:
+    requests: tuple[GenerationRequest, ...]
+    temperature: float
+
+
+@dataclass(frozen=True)
+class _Cancelled:
+    """`at`: where the rows are among those in progress."""
+
+    at: int
+
+
 class Ranks:
     """The other ranks of an engine on `cards`; sets this process's environment to rank 0.
 
-    `load` (picklable) loads a rank's engine on the `cards` that it is given, with that `rank`; the
-    engine has `generate(requests, temperature, sink)`.
+    `load` (picklable) loads a rank's engine (a BatchEngine) on the `cards` that it is given, with
+    that `rank`.
     """
 
     def __init__(self, load: Callable[..., Any], cards: Cards) -> None:
@@ -53,6 +67,8 @@ class Ranks:
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._children: list[BaseProcess] = []
+        self._sets: list[RowSet] = []
+        """The rows in progress. Every rank has them in the same order, because all do the same."""
         self._ending = threading.Event()
         for rank in range(1, size):
             here, there = context.Pipe()
@@ -80,10 +96,23 @@ class Ranks:
             if problem := pipe.recv():
                 raise UnavailableError(f"rank {rank}: {problem}")
 
-    def generate(self, requests: Sequence[Any], temperature: float) -> None:
-        """Has every rank generate the same rows; returns at once."""
+    def add(self, rows: RowSet) -> None:
+        """Has every rank add the same rows; returns at once."""
+        self._sets.append(rows)
+        self._send(_Added(tuple(rows.requests), rows.temperature))
+
+    def cancel(self, rows: RowSet) -> None:
+        """Has every rank drop these rows; returns at once."""
+        self._send(_Cancelled(self._sets.index(rows)))
+
+    def step(self) -> None:
+        """Has every rank step its engine; returns at once."""
+        self._sets = [rows for rows in self._sets if not rows.done]
+        self._send(None)
+
+    def _send(self, message: _Added | _Cancelled | None) -> None:
         for pipe in self._pipes:
-            pipe.send((tuple(requests), temperature))
+            pipe.send(message)
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -116,10 +145,17 @@ def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) 
         pipe.poll(END_SECONDS)  # until rank 0 has read it and closes
         return
     pipe.send("")
+    sets: list[RowSet] = []
     while True:
         try:
-            requests, temperature = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             break
-        engine.generate(requests, temperature, Discard())
+        if message is None:
+            sets = [rows for rows in sets if not rows.done]
+            engine.step()
+        elif isinstance(message, _Added):
+            sets.append(engine.add(message.requests, message.temperature, Discard()))
+        else:
+            engine.cancel(sets[message.at])
     engine.close()

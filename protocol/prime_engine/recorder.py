@@ -12,7 +12,7 @@ Imports torch but nothing of vLLM, so that it can be tested without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_core.errors import FatalError
-from prime_engine.base import Noise, StateSink
+from prime_engine.base import Noise
+from prime_engine.batch import RowSet
 
 
 @dataclass
 class Row:
-    """A row being generated. `seed` None selects the most probable token; `prompt` is the number of
-    its prompt tokens; `output` is vLLM's own growing list of its tokens."""
+    """A row being generated: number `number` of the rows of `owner`. `seed` None selects the most
+    probable token; `prompt` is the number of its prompt tokens; `output` is vLLM's own growing list
+    of its tokens."""
 
+    owner: RowSet
     number: int
     seed: int | None
     prompt: int
@@ -36,7 +39,7 @@ class Row:
 
 @dataclass
 class _Step:
-    """One step's rows: numbers and positions (n,), and their results (n, …)."""
+    """One step's rows of one owner: numbers and positions (n,), and their results (n, …)."""
 
     numbers: list[int]
     places: list[int]
@@ -45,24 +48,13 @@ class _Step:
     states: Tensor
 
 
-@dataclass
 class Recorder:
-    """Records one `generate` call. `begin` before it, `rows` after it."""
+    """Records the rows of all RowSets that are being generated, in their `steps`."""
 
-    noise: Noise
-    temperature: float = 1.0
-    sink: StateSink | None = None
-    _batch: dict[int, Row] = field(default_factory=dict)
-    _hidden: Tensor | None = None
-    _steps: list[_Step] = field(default_factory=list)
-
-    def begin(self, temperature: float, sink: StateSink | None = None) -> None:
-        """Resets the recorder. Following rows are sampled at `temperature`; their states go to
-        `sink`, or are kept if it is None."""
-        self.temperature = temperature
-        self.sink = sink
-        self._steps = []
-        self._hidden = None
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+        self._batch: dict[int, Row] = {}
+        self._hidden: Tensor | None = None
 
     def assign(self, index: int, row: Row | None) -> None:
         """Sets the row at batch index `index`; None for one that is not ours."""
@@ -94,51 +86,56 @@ class Recorder:
         if self._hidden is None or len(self._hidden) != len(logits) or len(own) != len(rows):
             raise FatalError("vLLM's states and logits are not of the same rows")
         places = [len(row.output) for row in own]
-        scaled = logits.float() / self.temperature
+        temperatures = [row.owner.temperature for row in own]
+        if len(set(temperatures)) == 1:
+            scaled = logits.float() / temperatures[0]
+        else:
+            scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
         seeds = torch.tensor([row.seed or 0 for row in own], device=logits.device)
         noisy = torch.tensor([[float(row.seed is not None)] for row in own], device=logits.device)
         inputs = [row.prompt + place - 1 for row, place in zip(own, places, strict=True)]
         where = torch.tensor(inputs, device=logits.device)
-        drawn: Tensor = scaled + self.noise(seeds, where, scaled.shape[1]) * noisy
+        drawn: Tensor = scaled + self._noise(seeds, where, scaled.shape[1]) * noisy
         tokens = drawn.argmax(dim=1)
-        numbers = [row.number for row in own]
+        logprobs = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
         states = self._hidden.detach().to(torch.bfloat16)
-        if self.sink is not None:
-            self.sink.step(numbers, places, tokens, states)
-            states = states[:, :0]
-        self._steps.append(
-            _Step(
-                numbers=numbers,
-                places=places,
-                tokens=tokens.cpu(),
-                logprobs=(scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)).cpu(),
-                states=states.cpu(),
+        members: dict[RowSet, list[int]] = {}
+        for index, row in enumerate(own):
+            members.setdefault(row.owner, []).append(index)
+        for owner, at in members.items():
+            numbers, their = [own[i].number for i in at], [places[i] for i in at]
+            chosen = slice(None) if len(members) == 1 else torch.tensor(at, device=logits.device)
+            part = states[chosen]
+            if owner.sink is not None:
+                owner.sink.step(numbers, their, tokens[chosen], part)
+                part = part[:, :0]
+            owner.steps.append(
+                _Step(numbers, their, tokens[chosen].cpu(), logprobs[chosen].cpu(), part.cpu())
             )
-        )
         self._hidden = None
         return drawn
 
-    def rows(
-        self, outputs: Sequence[Sequence[int]]
-    ) -> list[tuple[NDArray[np.float32], NDArray[np.uint16]]]:
-        """(log-probabilities float32 [T], states uint16 bf16 bits [T, H], or [T, 0] if a sink
-        received them) of each row, for the tokens that vLLM returned.
 
-        Raises FatalError if these differ from the recorded tokens.
-        """
-        latest: list[dict[int, tuple[int, int]]] = [{} for _ in outputs]
-        for number, step in enumerate(self._steps):
-            for i, (row, place) in enumerate(zip(step.numbers, step.places, strict=True)):
-                latest[row][place] = (number, i)
-        found = []
-        for tokens, places in zip(outputs, latest, strict=True):
-            if not all(place in places for place in range(len(tokens))):
-                raise FatalError("vLLM returned a token whose step was not recorded")
-            at = [places[place] for place in range(len(tokens))]
-            recorded = [int(self._steps[s].tokens[i]) for s, i in at]
-            if recorded != list(tokens):
-                raise FatalError("vLLM returned other tokens than the seeded ones")
-            logprobs = torch.stack([self._steps[s].logprobs[i] for s, i in at]).numpy()
-            states = torch.stack([self._steps[s].states[i] for s, i in at])
-            found.append((logprobs, states.view(torch.int16).numpy().view(np.uint16)))
-        return found
+def recorded(
+    rows: RowSet, outputs: Sequence[Sequence[int]]
+) -> list[tuple[NDArray[np.float32], NDArray[np.uint16]]]:
+    """(log-probabilities float32 [T], states uint16 bf16 bits [T, H], or [T, 0] if a sink received
+    them) of each of `rows`, for the tokens that vLLM returned.
+
+    Raises FatalError if these differ from the recorded tokens.
+    """
+    latest: list[dict[int, tuple[int, int]]] = [{} for _ in outputs]
+    for number, step in enumerate(rows.steps):
+        for i, (row, place) in enumerate(zip(step.numbers, step.places, strict=True)):
+            latest[row][place] = (number, i)
+    found = []
+    for tokens, places in zip(outputs, latest, strict=True):
+        if not all(place in places for place in range(len(tokens))):
+            raise FatalError("vLLM returned a token whose step was not recorded")
+        at = [places[place] for place in range(len(tokens))]
+        if [int(rows.steps[s].tokens[i]) for s, i in at] != list(tokens):
+            raise FatalError("vLLM returned other tokens than the seeded ones")
+        logprobs = torch.stack([rows.steps[s].logprobs[i] for s, i in at]).numpy()
+        states = torch.stack([rows.steps[s].states[i] for s, i in at])
+        found.append((logprobs, states.view(torch.int16).numpy().view(np.uint16)))
+    return found

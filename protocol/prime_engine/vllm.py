@@ -25,7 +25,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,12 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
+from prime_engine.batch import RowSet, finish
 from prime_engine.exact import NumericClass, ProofPart
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.policy_weights import require_policy
 from prime_engine.ranks import Ranks
-from prime_engine.recorder import Recorder, Row
+from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
 
 NAME = "vllm/1"
@@ -92,6 +93,15 @@ def _kept_process_group() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group = destroy
+
+
+@dataclass(frozen=True)
+class _VllmRow:
+    """Row `number` of `owner`; `outputs` collects the tokens of all its owner's rows."""
+
+    owner: RowSet
+    number: int
+    outputs: list[tuple[int, ...]]
 
 
 class VllmEngine(PolicyFacts):
@@ -145,6 +155,10 @@ class VllmEngine(PolicyFacts):
             positions = min(positions, longest)
         positions = min(positions, cards.max_length or positions)
         self._recorder = Recorder(noise)
+        self._rows: dict[str, _VllmRow] = {}
+        """The unfinished rows by vLLM's name of their requests."""
+        self._next_row = 0
+        self._batch_rows = batch_rows
         self._joined = torch.distributed.is_initialized()
         """Whether vLLM joins a process group that is not its own and outlives it (a trainer's)."""
         self._ranks: Ranks | None = None
@@ -170,7 +184,7 @@ class VllmEngine(PolicyFacts):
                 async_scheduling=False,
                 generation_config="vllm",
                 gpu_memory_utilization=cards.memory_share,
-                logits_processors=[_processor(self._recorder)],
+                logits_processors=[_processor(self._recorder, self._rows)],
                 disable_log_stats=True,
                 **together,
             )
@@ -243,6 +257,11 @@ class VllmEngine(PolicyFacts):
         """Always raises UnavailableError."""
         raise UnavailableError(GENERATES_ONLY)
 
+    @property
+    def batch_rows(self) -> int:
+        """See BatchEngine."""
+        return self._batch_rows
+
     def generate(
         self,
         requests: Sequence[GenerationRequest],
@@ -250,37 +269,70 @@ class VllmEngine(PolicyFacts):
         sink: StateSink | None = None,
     ) -> list[Generation]:
         """See Engine.generate. New rows join the batch as others end."""
+        return finish(self, self.add(requests, temperature, sink))
+
+    def add(
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None = None,
+    ) -> RowSet:
+        """See BatchEngine.add. vLLM schedules the rows."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         for request in requests:
             self._require(request)
-        if not requests:
-            return []
-        self._recorder.begin(temperature, sink)
-        asked = [
-            SamplingParams(
+        rows = RowSet(requests, temperature, sink)
+        if self._ranks is not None:
+            self._ranks.add(rows)
+        outputs: list[tuple[int, ...]] = [()] * len(requests)
+        for number, request in enumerate(requests):
+            name = str(self._next_row)
+            self._next_row += 1
+            self._rows[name] = _VllmRow(rows, number, outputs)
+            asked = SamplingParams(
                 temperature=0.0,
                 max_tokens=request.max_output_tokens,
                 ignore_eos=True,
                 stop_token_ids=sorted(self._end_tokens),
                 detokenize=False,
-                extra_args={_ROW: (number, request.noise_seed, len(request.prompt_tokens))},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={_ROW: name},
             )
-            for number, request in enumerate(requests)
-        ]
-        prompts = [{"prompt_token_ids": list(request.prompt_tokens)} for request in requests]
+            prompt = {"prompt_token_ids": list(request.prompt_tokens)}
+            self._llm.llm_engine.add_request(name, prompt, asked)
+        return rows
+
+    def step(self) -> None:
+        """See BatchEngine.step."""
         if self._ranks is not None:
-            self._ranks.generate(requests, temperature)
-        answers = self._llm.generate(prompts, asked, use_tqdm=False)
-        outputs = [tuple(answer.outputs[0].token_ids) for answer in answers]
-        results = []
-        for tokens, (logprobs, states) in zip(outputs, self._recorder.rows(outputs), strict=True):
-            reason: FinishReason = "end" if tokens[-1] in self._end_tokens else "length"
-            results.append(Generation(tokens, logprobs, states, reason))
-        if sink is not None:
-            sink.end(range(len(requests)))
-        self._recorder.begin(temperature)  # frees the states
-        return results
+            self._ranks.step()
+        for answer in self._llm.llm_engine.step():
+            if answer.finished and (row := self._rows.pop(answer.request_id, None)) is not None:
+                self._end(row, tuple(answer.outputs[0].token_ids))
+
+    def _end(self, row: _VllmRow, tokens: tuple[int, ...]) -> None:
+        rows = row.owner
+        row.outputs[row.number] = tokens
+        if rows.sink is not None:
+            rows.sink.end([row.number])
+        rows.left -= 1
+        if not rows.done:
+            return
+        for made, (logprobs, states) in zip(row.outputs, recorded(rows, row.outputs), strict=True):
+            reason: FinishReason = "end" if made[-1] in self._end_tokens else "length"
+            rows.results.append(Generation(made, logprobs, states, reason))
+        rows.steps = []
+
+    def cancel(self, rows: RowSet) -> None:
+        """See BatchEngine.cancel."""
+        if self._ranks is not None:
+            self._ranks.cancel(rows)
+        names = [name for name, row in self._rows.items() if row.owner is rows]
+        for name in names:
+            del self._rows[name]
+        self._llm.llm_engine.abort_request(names)
 
     def close(self) -> None:
         """Shuts down the engine and frees its memory, so that another can be loaded."""
@@ -328,13 +380,13 @@ def _has(package: str) -> bool:
     return True
 
 
-def _processor(recorder: Recorder) -> type[Any]:
+def _processor(recorder: Recorder, rows: Mapping[str, _VllmRow]) -> type[Any]:
     """vLLM logits processor that tracks its batch and passes each step to `recorder`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
     class SeededSampling(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
-            recorder.begin(1.0)
+            pass
 
         def is_argmax_invariant(self) -> bool:
             return False
@@ -345,11 +397,17 @@ def _processor(recorder: Recorder) -> type[Any]:
             for index in batch_update.removed:
                 recorder.assign(index, None)
             for index, params, _prompt, output in batch_update.added:
-                asked = (params.extra_args or {}).get(_ROW)
+                asked = rows.get((params.extra_args or {}).get(_ROW, ""))
                 row = None
                 if asked is not None:
-                    number, seed, prompt = asked
-                    row = Row(number, seed, prompt, output)
+                    request = asked.owner.requests[asked.number]
+                    row = Row(
+                        owner=asked.owner,
+                        number=asked.number,
+                        seed=request.noise_seed,
+                        prompt=len(request.prompt_tokens),
+                        output=output,
+                    )
                 recorder.assign(index, row)
             for one, other, direction in batch_update.moved:
                 recorder.move(one, other, direction == MoveDirectionality.SWAP)

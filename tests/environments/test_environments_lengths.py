@@ -146,7 +146,7 @@ class _Paced(RolloutBuilder):
     def clock(self) -> float:
         return self.now
 
-    def make(self, job: Job) -> bytes:
+    def make(self, job: Job, engine: Any) -> bytes:
         plan = plan_rows(
             job.signed.lease, job.lease_digest, self.run, self.environment, self.tokenizer
         )

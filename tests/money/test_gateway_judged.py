@@ -291,9 +291,11 @@ def a_worker(panel: JudgedPool, signed: SignedLease, folder: Path) -> Iterator[R
     )
     bridge = Bridge(folder / "b", broker, task_uid=os.getuid())
     bridge.start()
+    worker = RolloutBuilder(run, Options(bridge.path, panel.policies, folder))
     try:
-        yield RolloutBuilder(run, Options(bridge.path, panel.policies, folder))
+        yield worker
     finally:
+        worker.stop()
         bridge.close()
         api.close()
         gateway_api.close()
@@ -315,9 +317,10 @@ def test_a_nodes_conversation_with_a_site_is_accepted(
 
         def make(signed: SignedLease, lease_digest: Digest) -> bytes:
             with a_worker(panel, signed, tmp_path) as worker:
-                first = worker.make(Job(signed, lease_digest))
+                first = worker.build(Job(signed, lease_digest)).path.read_bytes()
                 asked, Site.text = len(Site.asked), "05|other>"
-                assert worker.make(Job(signed, lease_digest)) == first
+                again = worker.build(Job(signed, lease_digest))
+                assert again.path.read_bytes() == first
                 assert len(Site.asked) == asked > 0
             return first
 
@@ -337,7 +340,7 @@ def test_an_outage_of_site_or_gateway_ends_rows_and_accuses_no_one(
 
     def make(signed: SignedLease, lease_digest: Digest) -> bytes:
         with a_worker(panel, signed, tmp_path) as worker:
-            return worker.make(Job(signed, lease_digest))
+            return worker.build(Job(signed, lease_digest)).path.read_bytes()
 
     if gateway_runs:
         with a_gateway(panel, site, tmp_path, bound):

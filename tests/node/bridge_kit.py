@@ -197,18 +197,36 @@ class Bench:
     """A builder that makes a file of a lease at once, and has the loop end after `files`."""
 
     def __init__(self, kit: Kit, stop: StopFlag, files: int = 1) -> None:
+        self._changed = threading.Condition()
         self._folder, self._stop, self._left = kit.world.folder, stop, files
         self.built: list[str] = []
 
     def announce(self, bridge: BridgeClient) -> None:
         """It has no engine."""
 
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def stop(self) -> None:
+        """A file is made at once."""
+
+    def has_room(self) -> bool:
+        return True
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(condition, seconds)
+
+    def nudge(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def build(self, job: Job) -> Built:
         self.built.append(job.lease_digest)
         path = self._folder / f"{job.lease_digest[2:]}.parquet"
         path.write_bytes(b"y" * 50_000)
         if len(self.built) == self._left:
-            self._stop.is_set = True
+            self._stop.set()
         return Built(path, tokens=1, seconds=1.0)
 
 

@@ -46,7 +46,7 @@ class OneFile(RolloutBuilder):
     stop: Flag
 
     def build(self, job: Job) -> Built:
-        self.stop.is_set = True
+        self.stop.set()
         return super().build(job)
 
 

@@ -1,30 +1,37 @@
-"""The worker's loop: lease → file → submit, until stopped.
+"""The worker's loop: leases → files → submissions, until stopped.
 
-announce the exact class of the newest policy, if the pool wants it
-ask for a lease ──► build the file ──► submit it ──► …
-       │                  │                 │
-    SIGTERM:           SIGTERM:             SIGTERM while submitting:
-    end at once        give the lease back  finish, then end
+main thread   announce the exact class of the newest policy, if the pool wants it
+              ask for a lease ──► start a job ──► ask for the next while the batch has room …
+job threads   build the file ──► submit it
 
-If the agent cannot store a file now (its disk is full), the worker resends it until the lease ends.
-The lease is given back then, or on SIGTERM.
+The agent says how many leases the worker may hold at once. The rows of all of them are generated in
+one batch (prime_engine/shared.py); a job grades and submits while others generate.
+
+After SIGTERM no lease is taken. A job that builds its file gives its lease back; one that submits
+finishes. If the agent cannot store a file now (its disk is full), the job resends it until the
+lease ends. The lease is given back then, or on SIGTERM.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 from prime_core.errors import ConflictError, MalformedError, UnavailableError
-from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseWish
+from prime_core.ids import Digest
+from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
 from prime_node.worker.client import BridgeClient
-from prime_node.worker.rollout_builder import Built, Job, RolloutBuilder
+from prime_node.worker.rollout_builder import Built, Job
 
 log = logging.getLogger("prime.worker")
-WAIT_SECONDS = 20
+WAIT_SECONDS, SHORT_WAIT_SECONDS = 20, 2
+"""How long a request for a lease waits; the shorter if the worker has leases, because it must
+notice that one of them failed."""
 AGENT_PATIENCE = 15.0
 """Seconds without an answer from the agent after which the worker ends; a restarted agent starts
 its own worker."""
@@ -32,15 +39,29 @@ SEND_AGAIN_SECONDS = 5.0
 
 
 class StopAskedError(BaseException):
-    """Raised in the main thread by SIGTERM where stopping at once is harmless."""
+    """Raised by SIGTERM in the main thread where stopping at once is harmless, and where a job
+    waits."""
 
 
 class StopFlag:
     """SIGTERM and SIGINT as a flag, or as StopAskedError inside `with` blocks on this object."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self._asked = threading.Event()
         self._may_interrupt = False
+
+    @property
+    def is_set(self) -> bool:
+        return self._asked.is_set()
+
+    def set(self) -> None:
+        """Asks the worker to stop."""
+        self._asked.set()
+
+    def sleep(self, seconds: float) -> None:
+        """For jobs: waits, and raises StopAskedError once the worker is asked to stop."""
+        if self._asked.wait(seconds):
+            raise StopAskedError
 
     def install(self) -> None:
         """Handles both signals. Main thread only."""
@@ -48,7 +69,7 @@ class StopFlag:
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
+        self.set()
         if self._may_interrupt:
             self._may_interrupt = False
             raise StopAskedError
@@ -63,58 +84,153 @@ class StopFlag:
         self._may_interrupt = False
 
 
+class Builder(Protocol):
+    """Makes files (RolloutBuilder), several at a time."""
+
+    def announce(self, bridge: BridgeClient) -> None:
+        """Announces the exact class of this machine, if it can be measured now."""
+        ...
+
+    def build(self, job: Job) -> Built:
+        """Makes the file of a lease. Raises UnavailableError if it cannot be made here, or after
+        `stop`."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether one more lease would fill the batch."""
+        ...
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Waits until `condition` holds. It is asked again when rows end, and after `nudge`."""
+        ...
+
+    def nudge(self) -> None: ...
+
+    def start(self) -> None:
+        """Allows `build`. Called before any other method."""
+        ...
+
+    def stop(self) -> None:
+        """Ends every `build`, and refuses further ones until `start`."""
+        ...
+
+
+class _Jobs:
+    """The leases that are being fulfilled, each by a thread."""
+
+    def __init__(self, builder: Builder, fulfil: Callable[[Job], None]) -> None:
+        self._builder = builder
+        self._fulfil = fulfil
+        self._threads: dict[Digest, threading.Thread] = {}
+        self.failure: BaseException | None = None
+        """Why a job ended that the worker cannot go on after."""
+        self.unavailable = False
+        """Whether a file could not be made since this was last reset."""
+
+    def held(self) -> tuple[Digest, ...]:
+        return tuple(self._threads)
+
+    def start(self, job: Job) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(job,), name=f"job {job.lease_digest[:10]}"
+        )
+        self._threads[job.lease_digest] = thread
+        thread.start()
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._fulfil(job)
+        except BaseException as error:
+            self.failure = self.failure or error
+        finally:
+            del self._threads[job.lease_digest]
+            self._builder.nudge()
+
+    def join(self) -> None:
+        for thread in list(self._threads.values()):
+            thread.join()
+
+
 def work(
     bridge: BridgeClient,
-    builder: RolloutBuilder,
+    builder: Builder,
     stop: StopFlag,
     *,
     now: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Fulfils leases until `stop` is set; `clock` is compared with leases' deadlines. Raises
-    UnavailableError if the agent is gone."""
-    silent_since: float | None = None
-    while not stop.is_set:
-        job: Job | None = None
+    UnavailableError if the agent is gone, and what a job could not handle."""
+    pause = sleep or stop.sleep
+
+    def fulfil(job: Job) -> None:
         try:
-            with stop:
-                builder.announce(bridge)
-                job = _next_job(bridge)
-                silent_since = None
-                if job is None:
-                    continue
-                built = builder.build(job)
-        except StopAskedError:
-            if job is not None:
-                _give_back(bridge, job, "the worker was asked to stop")
-            return
+            built = builder.build(job)
         except UnavailableError as error:
-            if job is not None:
-                _give_back(bridge, job, str(error))
-            silent_since = silent_since if silent_since is not None else now()
-            if now() - silent_since > AGENT_PATIENCE:
-                raise
-            sleep(1.0)
-            continue
+            asked = "the worker was asked to stop"
+            _give_back(bridge, job, asked if stop.is_set else str(error))
+            jobs.unavailable = True
+            return
         try:
-            _hand_in(bridge, job, built, stop, now=now, sleep=sleep, clock=clock)
+            _hand_in(bridge, job, built, now=now, sleep=pause, clock=clock)
         finally:
             built.path.unlink(missing_ok=True)  # the outbox has room for few files
 
+    jobs = _Jobs(builder, fulfil)
+    slots = 1
+    silent_since: float | None = None
 
-def _next_job(bridge: BridgeClient) -> Job | None:
-    offer = bridge.lease(LeaseWish(wait_seconds=WAIT_SECONDS))
-    if offer.lease is None or offer.domain is None:
-        return None
-    return Job(offer.lease, offer.lease.lease.digest(offer.domain))
+    def may_ask() -> bool:
+        held = len(jobs.held())
+        return jobs.failure is not None or held == 0 or (held < slots and builder.has_room())
+
+    builder.start()
+    try:
+        while not stop.is_set:
+            with stop:
+                room = builder.wait_for(may_ask, WAIT_SECONDS)
+            if jobs.failure is not None:
+                raise jobs.failure
+            if stop.is_set or not room:
+                continue
+            try:
+                with stop:
+                    if jobs.unavailable:
+                        jobs.unavailable = False
+                        pause(1.0)
+                    builder.announce(bridge)
+                    offer = _ask(bridge, jobs.held())
+            except UnavailableError:
+                silent_since = silent_since if silent_since is not None else now()
+                if now() - silent_since > AGENT_PATIENCE:
+                    raise
+                pause(1.0)
+                continue
+            silent_since, slots = None, offer.slots
+            if offer.lease is not None and offer.domain is not None:
+                jobs.start(Job(offer.lease, offer.lease.lease.digest(offer.domain)))
+    except StopAskedError:
+        pass
+    finally:
+        builder.stop()
+        jobs.join()
+    if jobs.failure is not None:
+        raise jobs.failure
+
+
+def _ask(bridge: BridgeClient, held: tuple[Digest, ...]) -> LeaseOffer:
+    """Asks for a lease. An agent that allows one at a time is never sent `holds`, which an older
+    one would refuse."""
+    if held:
+        return bridge.lease(LeaseWish(wait_seconds=SHORT_WAIT_SECONDS, holds=held))
+    return bridge.lease(LeaseWish(wait_seconds=WAIT_SECONDS))
 
 
 def _hand_in(
     bridge: BridgeClient,
     job: Job,
     built: Built,
-    stop: StopFlag,
     *,
     now: Callable[[], float],
     sleep: Callable[[float], None],
@@ -150,8 +266,7 @@ def _hand_in(
             _give_back(bridge, job, f"it ran out before its file could be kept: {why}")
             return
         try:
-            with stop:
-                sleep(SEND_AGAIN_SECONDS if silent_since is None else 1.0)
+            sleep(SEND_AGAIN_SECONDS if silent_since is None else 1.0)
         except StopAskedError:
             _give_back(bridge, job, f"the worker was asked to stop, its file not kept: {why}")
             return

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prime_core.errors import NotFoundError, UnavailableError
 from prime_core.ids import Digest
@@ -23,6 +24,8 @@ from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_engine.base import Engine
+from prime_engine.batch import BatchEngine
+from prime_engine.shared import EngineThread
 from prime_engine.sizing import MEMORY_SHARE, Cards
 from prime_envs.registry import environment_for
 from prime_node.worker.client import BridgeClient
@@ -83,10 +86,13 @@ def engine_sizes(options: Options) -> dict[str, Any]:
 
 
 class RolloutBuilder:
-    """Keeps one policy loaded and makes rollout files with it.
+    """Keeps one policy loaded and makes rollout files with it, several at a time (worker.loop).
 
     Raises PolicyError if the environment installed here is not the one the run pins.
     """
+
+    concurrent = True
+    """Whether several threads may call `make`."""
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class RolloutBuilder:
         options: Options,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         self.run = run
         self.options = options
@@ -108,29 +114,66 @@ class RolloutBuilder:
             **engine_sizes(options),
         )
         self.engines = FolderEngines(options.policies, load, keep=1)
+        self._thread = EngineThread(self._batch_engine)
+        self._stopped = threading.Event()
         self._clock = clock
-        self._sleep = sleep
+        self._sleep = sleep or self._wait
         self._class_of: int | None = None
         """The policy version of the last question to the pool about an exact class."""
         self._ask_class_at = -math.inf
         self._class_pause = SHORTEST_CLASS_PAUSE
 
+    def has_room(self) -> bool:
+        """See worker.loop.Builder. A slowed worker has one lease at a time."""
+        return self.concurrent and self.options.throttle <= 1.0 and self._thread.has_room()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """See worker.loop.Builder."""
+        return self._thread.wait_for(condition, seconds)
+
+    def nudge(self) -> None:
+        """See worker.loop.Builder."""
+        self._thread.nudge()
+
+    def _batch_engine(self, version: int, digest: Digest) -> BatchEngine:
+        return cast(BatchEngine, self.engines.engine(version, digest))  # load_engine made it
+
+    def start(self) -> None:
+        """See worker.loop.Builder."""
+        self._stopped.clear()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """See worker.loop.Builder."""
+        self._stopped.set()
+        self._thread.stop()
+
     def announce(self, bridge: BridgeClient) -> None:
         """Announces the exact class of this machine with the newest policy, once for each policy.
-        Measures it only if the pool wants classes of this machine's facts. Raises UnavailableError
-        if the agent does not answer."""
+        Measures it only if the pool wants classes of this machine's facts, and only while no lease
+        of another policy is worked on. Raises UnavailableError if the agent does not answer."""
         newest = self.engines.newest()
         now = self._clock()
         if newest is None or (newest[0] == self._class_of and now < self._ask_class_at):
             return
+        if self._thread.busy and self._thread.policy != newest:
+            return
         version, digest = newest
         again = now + self._class_pause
-        try:
-            engine = self.engines.engine(version, digest)
-        except UnavailableError as error:  # a lease of this policy will say so, too
-            log.warning("policy %d: no exact class: %s", version, error)
-            self._class_of, self._ask_class_at = version, again
-            return
+        with contextlib.ExitStack() as stack:
+            try:
+                engine = stack.enter_context(self._thread.using(version, digest))
+            except UnavailableError as error:  # a lease of this policy will say so, too
+                log.warning("policy %d: no exact class: %s", version, error)
+                self._class_of, self._ask_class_at = version, again
+                return
+            again = self._announce(bridge, engine, version, digest, again)
+        self._class_of, self._ask_class_at = version, again
+
+    def _announce(
+        self, bridge: BridgeClient, engine: Engine, version: int, digest: Digest, again: float
+    ) -> float:
+        """Returns when to ask the pool next: `again`, or never."""
         try:
             facts = dict(engine.facts())
         except UnavailableError:  # it has no class; the pool may know one of an earlier worker
@@ -144,18 +187,17 @@ class RolloutBuilder:
         except NotFoundError:  # an older agent
             again = math.inf
         if wanted:
-            again, self._class_pause = math.inf, SHORTEST_CLASS_PAUSE
-        else:
-            self._class_pause = min(LONGEST_CLASS_PAUSE, 2 * self._class_pause)
-        self._class_of, self._ask_class_at = version, again
+            self._class_pause = SHORTEST_CLASS_PAUSE
+            return math.inf
+        self._class_pause = min(LONGEST_CLASS_PAUSE, 2 * self._class_pause)
+        return again
 
-    def make(self, job: Job) -> bytes:
-        """Returns the rollout file of a lease; calls of the gateway's tools go over the bridge.
-        Raises UnavailableError if its policy is missing or the agent is gone."""
-        engine = self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
+    def make(self, job: Job, engine: Engine) -> bytes:
+        """Returns the rollout file of a lease, made with `engine`; calls of the gateway's tools go
+        over the bridge. Raises UnavailableError if the agent is gone."""
         return build_rollout_file(
             job.signed, job.lease_digest, self.run, engine, self.environment,
-            answers=BridgeClient(self.options.socket),
+            answers=BridgeClient(self.options.socket).for_lease(job.lease_digest),
         )  # fmt: skip
 
     def count(self, content: bytes) -> int:
@@ -163,20 +205,25 @@ class RolloutBuilder:
         return sum(len(row.places) for row in read_rollout_file(content).rows)
 
     def build(self, job: Job) -> Built:
-        """Makes the file and puts it into the outbox atomically. Loading the policy is not
+        """Makes the file and puts it into the outbox atomically. Waiting for the policy is not
         throttled, because a slower machine is mainly slower in generation. Raises UnavailableError
-        as `make` and `put_file` do."""
-        self.engines.engine(job.signed.policy_version, job.signed.lease.policy_digest)
-        started = self._clock()
-        content = self.make(job)
-        tokens = self.count(content)
-        seconds = self._clock() - started
+        if the policy is missing, as `make` and `put_file` do, and after `stop`."""
+        version, policy = job.signed.policy_version, job.signed.lease.policy_digest
+        with self._thread.using(version, policy) as engine:
+            started = self._clock()
+            content = self.make(job, engine)
+            tokens = self.count(content)
+            seconds = self._clock() - started
         if self.options.throttle > 1.0:
             self._sleep(seconds * (self.options.throttle - 1.0))
             seconds *= self.options.throttle
         name = f"{job.lease_digest[2:]}.parquet"
         put_file(self.options.outbox, name, content)
         return Built(self.options.outbox / name, tokens, seconds)
+
+    def _wait(self, seconds: float) -> None:
+        if self._stopped.wait(seconds):
+            raise UnavailableError("the worker was stopped")
 
 
 def _measured(engine: Engine) -> Digest | None:
