@@ -169,9 +169,10 @@ class EngineThread:
 
     def start(self) -> None:
         """Allows operations again after `stop`."""
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, self._stopped = None, False
+        if self._stopped:
+            if self._thread is not None:
+                self._thread.join()
+            self._thread, self._stopped = None, False
 
     def stop(self) -> None:
         """Ends the thread after the current operation; does not wait longer than STOP_SECONDS. All

@@ -43,11 +43,12 @@ MODEL = Path(__file__).parents[2] / "devnet" / "model"
 class OneFile(RolloutBuilder):
     """The honest builder, whose loop ends after one file."""
 
-    stop: Flag
+    flag: Flag
 
     def build(self, job: Job) -> Built:
-        self.stop.set()
-        return super().build(job)
+        built = super().build(job)
+        self.flag.set()
+        return built
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Party:
     def make_file(self) -> SignedLease:
         """The worker announces, takes a lease and hands a file in; the lease."""
         stop = Flag()
-        self.builder.stop = stop
+        self.builder.flag = stop
         work(self.kit.client, self.builder, stop)
         with self.world.store.read() as connection:
             rows = self.world.leases()
