@@ -381,8 +381,7 @@ class Judges:
         wish = ClaimRequest(worker="bench", most=MOST).model_dump_json().encode()
         while not ended.is_set():
             answer = ClaimAnswer.model_validate_json(await post("claims", wish))
-            for digest in answer.reveal:
-                await ask(given[Digest(digest)])
+            await asyncio.gather(*(ask(given[Digest(digest)]) for digest in answer.reveal))
             await asyncio.gather(*(judge(job) for job in answer.jobs))
             if not answer.jobs and not answer.reveal:
                 await asyncio.sleep(answer.retry_after_ms / 1000)

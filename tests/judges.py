@@ -256,7 +256,8 @@ def bench(backend: Backend, signer: LocalSigner, folder: Path, seed: int | None 
     """A validator that is appointed and has committed to its draws; it judges once `arm` gave it
     engines. Without a seed its secrets are those of `commit_draws`."""
     appoint(backend.store, backend.context.pool, signer.address)
-    http = TestClient(create_app(backend), base_url=backend.audience)
+    app = create_app(backend, hold_seconds=0)  # no file arrives while it waits in this thread
+    http = TestClient(app, base_url=backend.audience)
     http.follow_redirects = False
     client = OrchestratorClient(
         backend.audience, signer, "validator", clock=Clock(now=backend.now, sleep=lambda _: None)

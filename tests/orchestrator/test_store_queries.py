@@ -44,6 +44,7 @@ from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import StoreQueue
+from prime_orchestrator.store.jobs import Wish
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.sessions import SessionRow
 from prime_orchestrator.store.submissions import Wanted
@@ -222,7 +223,8 @@ def queued(store: Store, *numbers: int) -> None:
 
 def take(store: Store, worker: str, now: float, most: int = 1) -> list[Digest]:
     with store.begin() as connection:
-        return jobs.take(connection, NODE, worker, most=most, now=now, until=now + 10)
+        (found,) = jobs.take(connection, [Wish(NODE, worker, most)], now=now, until=now + 10)
+        return found
 
 
 def test_files_are_claimed_oldest_first_and_by_their_validator_alone(either_store: Store) -> None:
@@ -230,7 +232,7 @@ def test_files_are_claimed_oldest_first_and_by_their_validator_alone(either_stor
     with either_store.begin() as connection:
         jobs.add(connection, {name(1): False}, now=9.0)  # it is queued already
         other = Address("0x" + "22" * 20)
-        assert jobs.take(connection, other, "b", most=9, now=10.0, until=20.0) == []
+        assert jobs.take(connection, [Wish(other, "b", 9)], now=10.0, until=20.0) == [[]]
     assert [take(either_store, "a", 10.0) for _ in range(4)] == [
         [name(1)], [name(2)], [name(3)], []
     ]  # fmt: skip
@@ -286,9 +288,10 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
         jobs.change(connection, name(1), needed=2)
         jobs.assign(connection, [(name(1), other)], now=1.0)
         jobs.set_assignment(connection, name(1), NODE, status="sealed")
-        assert jobs.to_reveal(connection, NODE, 9) == []
+        assert jobs.to_reveal(connection, [NODE, other], 9) == {}
         jobs.set_assignment(connection, name(1), other, status="sealed")
-        assert jobs.to_reveal(connection, NODE, 9) == [name(1)]
+        both = {NODE: [name(1)], other: [name(1)]}
+        assert jobs.to_reveal(connection, [NODE, other], 9) == both
         jobs.end_assignment(connection, name(1), other, "missed", now=2.0)
         assert [job.assigned for job in jobs.short(connection, 9)] == [1]
 

@@ -61,6 +61,8 @@ KEEP_SECONDS = 10.0
 JUDGE_SECONDS = 900.0
 """… and the longest time for which this is done."""
 LATER_SECONDS = 15
+HANDED_AT_ONCE = 16
+"""Opinions that are submitted at once when they are due, so that they share requests."""
 
 
 class _AbstainError(Exception):
@@ -132,8 +134,7 @@ class Validator:
         Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept.
         """
         answer = self._api.claim(most)
-        for digest in answer.reveal:
-            self.hand_in(digest)
+        self._hand_in_together([Digest(digest) for digest in answer.reveal])
         names = [Digest(job.submission_digest) for job in answer.jobs]
         with self._kept(names):
             self._judge_together(answer.jobs)
@@ -153,6 +154,14 @@ class Validator:
             log.error("the opinion on %s is refused: %s", digest, error)
             return
         self._folder.mark_given(digest)
+
+    def _hand_in_together(self, digests: Sequence[Digest]) -> None:
+        if not digests:
+            return
+        with ThreadPoolExecutor(min(len(digests), HANDED_AT_ONCE), "handing-in") as pool:
+            ended = [pool.submit(self.hand_in, digest) for digest in digests]
+        for one in ended:
+            one.result()
 
     def _judge_together(self, jobs: Sequence[Job]) -> None:
         if len(jobs) <= 1:

@@ -27,6 +27,7 @@ from prime_core.transport.problems import CONTENT_TYPE
 from prime_core.version import HEADER, SPOKEN, agree
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import ForwardedFor, Proxies
+from prime_orchestrator.api.held import HOLD_SECONDS
 from prime_orchestrator.api.metrics import RequestCounts
 from prime_orchestrator.api.routes import nodes, objects, pool, validators, watch
 from prime_orchestrator.api.routes.http import install_problems, problem, refusal
@@ -71,8 +72,10 @@ DIRECT = (
     "/v1/leases/{digest}/upload",
     "/v1/submissions",
     "/v1/store/{key:path}",
+    "/v1/validators/claims",
+    "/v1/validators/together",
 )
-"""Paths of the routes that every file or node uses all the time."""
+"""Paths of the routes that every file, node or validator uses all the time."""
 _PROBLEM_REF = {"$ref": "#/components/schemas/Problem"}
 
 
@@ -82,9 +85,11 @@ def create_app(
     requests_per_second: int = 0,
     proxies: Proxies | None = None,
     spoken: range = SPOKEN,
+    hold_seconds: float = HOLD_SECONDS,
 ) -> FastAPI:
     """Returns the ASGI application for one pool. `requests_per_second` 0 disables the rate limit;
-    `proxies` are trusted to name their clients; `spoken` are the accepted protocol versions."""
+    `proxies` are trusted to name their clients; `spoken` are the accepted protocol versions.
+    Validators' claims wait up to `hold_seconds` for work."""
     feed, requests = StatusFeed(backend), RequestCounts()
 
     @asynccontextmanager
@@ -95,17 +100,19 @@ def create_app(
     app = FastAPI(title="Prime orchestrator", version=_version(), lifespan=lifespan)
     app.state.feed = feed
     install_problems(app)
-    node_routes, object_routes = nodes.router(backend), objects.router(backend)
+    often = (
+        nodes.router(backend),
+        objects.router(backend),
+        validators.router(backend, hold_seconds),
+    )
     for router in (
-        node_routes,
-        object_routes,
+        *often,
         pool.router(backend),
-        validators.router(backend),
         watch.router(backend, feed, requests),
     ):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(Direct, routes=_routes((node_routes, object_routes), DIRECT))
+    app.add_middleware(Direct, routes=_routes(often, DIRECT))
     app.add_middleware(Versions, spoken=spoken)
     app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
     app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added runs first

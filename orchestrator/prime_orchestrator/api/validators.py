@@ -27,6 +27,7 @@ from prime_core.errors import (
     NotFoundError,
     PolicyError,
     PrimeError,
+    UnavailableError,
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
@@ -138,20 +139,47 @@ def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAns
 
     Raises PolicyError if the account is not appointed.
     """
+    return _only(claim_all(backend, [(account, request)]))
+
+
+def claim_all(
+    backend: Backend, asked: Sequence[tuple[Address, ClaimRequest]]
+) -> list[ClaimAnswer | PrimeError]:
+    """Answers claims like `claim`, all with the same few transactions. An entry is what `claim`
+    would raise."""
     now = backend.now()
     with backend.store.read() as connection:
-        require_appointed(backend, connection, account)
-        short = jobs.short(connection, 4 * ROOM)
+        callers = {account for account, _ in asked} & chain.appointed(
+            connection, backend.context.pool
+        )
+        short = jobs.short(connection, _reach(callers))
         quiet = (
             not short
-            and now - jobs.seen_at(connection, account) < SEEN_SECONDS
-            and not jobs.waits_for(connection, account, now)
+            and jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
+            and not jobs.waits_for(connection, callers, now)
         )
-        reveal = tuple(jobs.to_reveal(connection, account, MAX_REVEALS))
+        reveal = jobs.to_reveal(connection, callers, MAX_REVEALS)
         unread = _unread(connection, backend, [job.submission_digest for job in short])
-    found = [] if quiet else _claim(backend, account, request, unread, now)
-    wait = 0 if found or reveal else RETRY_MS
-    return ClaimAnswer(jobs=tuple(found), reveal=reveal, retry_after_ms=wait, together=MAX_JOBS)
+    wishes = [
+        jobs.Wish(account, request.worker, request.most)
+        for account, request in asked
+        if account in callers
+    ]
+    found = iter([[]] * len(wishes) if quiet else _claim(backend, wishes, unread, now))
+    answers: list[ClaimAnswer | PrimeError] = []
+    for account, _ in asked:
+        if account not in callers:
+            answers.append(_not_appointed(backend, account))
+            continue
+        given, due = tuple(next(found)), tuple(reveal.get(account, ()))
+        wait = 0 if given or due else RETRY_MS
+        answers.append(ClaimAnswer(jobs=given, reveal=due, retry_after_ms=wait, together=MAX_JOBS))
+    return answers
+
+
+def _reach(callers: Collection[Address]) -> int:
+    """Returns how many open files are looked at to find work for so many callers."""
+    return ROOM * (3 + len(callers))
 
 
 def _unread(
@@ -176,29 +204,42 @@ def _unread(
 
 def _claim(
     backend: Backend,
-    account: Address,
-    request: ClaimRequest,
+    wishes: Sequence[jobs.Wish],
     unread: Mapping[Digest, SignedLease],
     now: float,
-) -> list[Job]:
-    """Assigns open files, claims some for the caller and returns them. The object store is asked
+) -> list[list[Job]]:
+    """Assigns open files, claims some for each wish and returns them. The object store is asked
     while nothing is locked; `unread`: leases whose draw lists `assign_files` needs."""
     for digest, promise in unread.items():
         backend.draws.of_file(backend.objects, digest, promise)
+    callers = {wish.validator for wish in wishes}
     with backend.store.begin() as connection:
         lock(connection, "assignments")
-        jobs.note_validator(connection, account, now)
+        jobs.note_validators(connection, callers, now)
         end_overdue(connection, now)
-        assign_files(connection, backend, now)
-        names = jobs.take(
-            connection, account, request.worker, most=request.most, now=now,
-            until=now + CLAIM_SECONDS,
-        )  # fmt: skip
-    found, lost = _jobs(backend, names, now) if names else ([], [])
-    if lost:
-        with backend.store.begin() as connection:
-            jobs.postpone(connection, lost, account, claimed_at=now, until=now + LOST_SECONDS)
-    return found
+        assign_files(connection, backend, now, _reach(callers))
+        taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
+    try:
+        found = _jobs(backend, sorted({name for some in taken for name in some}), now)
+    except UnavailableError:
+        _postpone(backend, wishes, taken, now)
+        raise
+    lost = [[name for name in some if name not in found] for some in taken]
+    _postpone(backend, wishes, lost, now)
+    return [[found[name] for name in some if name in found] for some in taken]
+
+
+def _postpone(
+    backend: Backend, wishes: Sequence[jobs.Wish], lost: Sequence[Sequence[Digest]], now: float
+) -> None:
+    """Gives back what was claimed at `now` for each wish and cannot be judged yet."""
+    if not any(lost):
+        return
+    with backend.store.begin() as connection:
+        for wish, names in zip(wishes, lost, strict=True):
+            jobs.postpone(
+                connection, names, wish.validator, claimed_at=now, until=now + LOST_SECONDS
+            )
 
 
 def end_overdue(connection: Connection, now: float) -> None:
@@ -227,11 +268,11 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
     jobs.end_assignment(connection, row.submission_digest, row.validator, status, now=now)
 
 
-def assign_files(connection: Connection, backend: Backend, now: float) -> None:
-    """Assigns open files to live validators named by their leases, in the drawn order, as long as
-    any of them has room. A file whose draw list this process has not read waits for the next
-    claim."""
-    short = jobs.short(connection, 4 * ROOM)
+def assign_files(connection: Connection, backend: Backend, now: float, most: int) -> None:
+    """Assigns up to `most` open files to live validators named by their leases, in the drawn order,
+    as long as any of them has room. A file whose draw list this process has not read waits for the
+    next claim."""
+    short = jobs.short(connection, most)
     if not short:
         return
     lists = backend.draws.known([job.submission_digest for job in short])
@@ -365,12 +406,12 @@ def _settle_short(
         jobs.change(connection, digest, needed=active)
 
 
-def _jobs(
-    backend: Backend, digests: Sequence[Digest], now: float
-) -> tuple[list[Job], list[Digest]]:
-    """Returns claimed files as validators get them, and those of which an object is missing."""
-    found: list[Job] = []
-    lost: list[Digest] = []
+def _jobs(backend: Backend, digests: Sequence[Digest], now: float) -> dict[Digest, Job]:
+    """Returns claimed files as validators get them, without those of which an object is
+    missing."""
+    found: dict[Digest, Job] = {}
+    if not digests:
+        return found
     with backend.store.read() as connection:
         rows, known = submissions.those(connection, digests), jobs.those(connection, digests)
         promises = leases.those(connection, [row.lease_digest for row in rows.values()])
@@ -387,25 +428,22 @@ def _jobs(
                 key = uploads.ask(deadline, row.sha256, lambda key: _present(backend, key))
             except NotFoundError as error:
                 log.error("submission %s cannot be judged: %s", digest, error)
-                lost.append(digest)
                 continue
             secret = backend.draws.secret(connection, listed.second)
             second, run = file_secret(secret, digest), runs.of_lease(lease.lease)
             whole = known[digest].whole or row.node in suspects
             before = accepted.get(row.node, 0)
-            found.append(
-                Job(
-                    submission_digest=digest,
-                    submission=row.signed(),
-                    lease=lease,
-                    receipt=row.receipt_answer(),
-                    file=backend.objects.signed_get(key, int(now) + UPLOAD_SECONDS),
-                    second=second,
-                    rows=run.rows_per_lease if whole else history.draw_count(run, before, second),
-                    until=int(now + CLAIM_SECONDS),
-                )
+            found[digest] = Job(
+                submission_digest=digest,
+                submission=row.signed(),
+                lease=lease,
+                receipt=row.receipt_answer(),
+                file=backend.objects.signed_get(key, int(now) + UPLOAD_SECONDS),
+                second=second,
+                rows=run.rows_per_lease if whole else history.draw_count(run, before, second),
+                until=int(now + CLAIM_SECONDS),
             )
-    return found, lost
+    return found
 
 
 def _present(backend: Backend, key: str) -> str:
@@ -417,7 +455,7 @@ def keep(backend: Backend, account: Address, request: KeepRequest) -> None:
     """Extends claims while their files are being judged."""
     now = backend.now()
     with backend.store.begin() as connection:
-        jobs.note_validator(connection, account, now)
+        jobs.note_validators(connection, [account], now)
         jobs.keep(
             connection, account, request.worker, request.submissions, until=now + CLAIM_SECONDS
         )

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, record, records, upsert, upsert_all
+from prime_orchestrator.store.rows import insert_all_new, record, records, upsert_all
 
 _jobs = schema.jobs.c
 _work = schema.assignments.c
@@ -203,15 +203,20 @@ def counts(connection: Connection) -> dict[str, int]:
 # ── validators that ask for work ──
 
 
-def note_validator(connection: Connection, validator: Address, now: float) -> None:
-    """Records that a validator asked for work."""
-    upsert(connection, schema.validators, {"address": validator, "seen_at": now})
+def note_validators(connection: Connection, validators: Collection[Address], now: float) -> None:
+    """Records that validators asked for work."""
+    rows = [{"address": one, "seen_at": now} for one in sorted(validators)]
+    upsert_all(connection, schema.validators, rows)
 
 
-def seen_at(connection: Connection, validator: Address) -> float:
-    """Returns when a validator last asked for work; 0 if never."""
-    query = sa.select(_validators.seen_at).where(_validators.address == validator)
-    return float(connection.execute(query).scalar() or 0.0)
+def seen_since(
+    connection: Connection, validators: Collection[Address], since: float
+) -> set[Address]:
+    """Returns those of the validators that asked for work since then."""
+    query = sa.select(_validators.address).where(
+        _validators.address.in_(list(validators)), _validators.seen_at > since
+    )
+    return {Address(name) for name in connection.execute(query).scalars()}
 
 
 def live(connection: Connection, since: float) -> set[Address]:
@@ -389,38 +394,70 @@ def overdue(connection: Connection, now: float) -> list[AssignmentRow]:
     return records(AssignmentRow, connection.execute(query).mappings().all())
 
 
+@dataclass(frozen=True)
+class Wish:
+    """A request for up to `most` files; `worker` names the validator's process."""
+
+    validator: Address
+    worker: str
+    most: int
+
+
 def take(
-    connection: Connection, validator: Address, worker: str, *, most: int, now: float, until: float
-) -> list[Digest]:
-    """Claims the validator's oldest file, and up to `most` − 1 more of the same policy; returns
-    them. A file whose last claim timed out is judged alone."""
-    taken: list[Digest] = []
-    policy: int | None = None
-    tried = 0
+    connection: Connection, wishes: Sequence[Wish], *, now: float, until: float
+) -> list[list[Digest]]:
+    """Claims, for each wish, the validator's oldest file and up to `most` − 1 more of the same
+    policy; returns them. A file whose last claim timed out is judged alone."""
     submissions = schema.submissions.c
     waiting = (
-        sa.select(_work.submission_digest, _work.attempts, _work.status, submissions.policy_version)
+        sa.select(
+            _work.validator,
+            _work.submission_digest,
+            _work.attempts,
+            _work.status,
+            submissions.policy_version,
+        )
         .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
         .join(schema.submissions, submissions.digest == _work.submission_digest)
-        .where(_mine_to_do(validator, now))
+        .where(_to_do({wish.validator for wish in wishes}, now))
         .order_by(_jobs.shadow, _jobs.created_at, _work.submission_digest)
-        .limit(4 * most)
     )
-    for row in connection.execute(waiting).all():
-        attempts = row.attempts + (row.status == "claimed")
-        if taken and (row.policy_version != policy or attempts):
+    free: dict[Address, list[_Free]] = {}
+    for row in connection.execute(waiting):
+        tried = row.attempts + (row.status == "claimed")
+        file = _Free(Digest(row.submission_digest), row.policy_version, tried)
+        free.setdefault(Address(row.validator), []).append(file)
+    found = []
+    for wish in wishes:
+        taken = _together(free.get(wish.validator, []), wish.most)
+        found.append([file.submission for file in taken])
+        if not taken:
             continue
-        taken.append(Digest(row.submission_digest))
-        policy, tried = row.policy_version, attempts
-        if attempts or len(taken) == most:
-            break
-    if taken:
-        mine = sa.and_(_work.submission_digest.in_(taken), _work.validator == validator)
-        claimed = {"status": "claimed", "worker": worker, "until": until, "at": now}
+        free[wish.validator] = [file for file in free[wish.validator] if file not in taken]
+        mine = sa.and_(_work.submission_digest.in_(found[-1]), _work.validator == wish.validator)
+        claimed = {"status": "claimed", "worker": wish.worker, "until": until, "at": now}
         connection.execute(
-            sa.update(schema.assignments).where(mine).values(**claimed, attempts=tried)
+            sa.update(schema.assignments).where(mine).values(**claimed, attempts=taken[0].attempts)
         )
-    return taken
+    return found
+
+
+@dataclass(frozen=True)
+class _Free:
+    """A file that its validator can claim. `attempts`: claims that timed out."""
+
+    submission: Digest
+    policy_version: int
+    attempts: int
+
+
+def _together(free: Sequence[_Free], most: int) -> list[_Free]:
+    """Returns the files, of one validator's in their order, that it judges together."""
+    first = free[:1]
+    if not first or first[0].attempts:
+        return list(first)
+    policy = first[0].policy_version
+    return [file for file in free if file.policy_version == policy and not file.attempts][:most]
 
 
 def postpone(
@@ -445,20 +482,22 @@ def postpone(
     )
 
 
-def waits_for(connection: Connection, validator: Address, now: float) -> bool:
-    """Whether `take` would find a file for the validator."""
+def waits_for(connection: Connection, validators: Collection[Address], now: float) -> bool:
+    """Whether `take` would find a file for any of the validators."""
     query = (
         sa.select(_work.submission_digest)
         .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
-        .where(_mine_to_do(validator, now))
+        .where(_to_do(validators, now))
         .limit(1)
     )
     return connection.execute(query).first() is not None
 
 
-def to_reveal(connection: Connection, validator: Address, limit: int) -> list[Digest]:
-    """Returns files on which the validator sealed an opinion and all other needed opinions are
-    sealed too."""
+def to_reveal(
+    connection: Connection, validators: Collection[Address], limit: int
+) -> dict[Address, list[Digest]]:
+    """Returns, for those of the validators that have any, the files on which it sealed an opinion
+    and all other needed opinions are sealed too: the oldest, up to `limit` each."""
     other = schema.assignments.alias().c
     sealed = (
         sa.select(sa.func.count())
@@ -468,19 +507,27 @@ def to_reveal(connection: Connection, validator: Address, limit: int) -> list[Di
         )
         .scalar_subquery()
     )
-    query = (
-        sa.select(_work.submission_digest)
+    age = (_work.at, _work.submission_digest)
+    due = (
+        sa.select(
+            _work.validator,
+            _work.submission_digest,
+            sa.func.row_number().over(partition_by=_work.validator, order_by=age).label("number"),
+        )
         .join(schema.jobs, _jobs.submission_digest == _work.submission_digest)
         .where(
-            _work.validator == validator,
+            _work.validator.in_(list(validators)),
             _work.status == "sealed",
             _jobs.status == "open",
             sealed >= _jobs.needed,
         )
-        .order_by(_work.at, _work.submission_digest)
-        .limit(limit)
+        .subquery()
     )
-    return [Digest(name) for name in connection.execute(query).scalars()]
+    query = sa.select(due).where(due.c.number <= limit).order_by(due.c.number)
+    found: dict[Address, list[Digest]] = {}
+    for row in connection.execute(query):
+        found.setdefault(Address(row.validator), []).append(Digest(row.submission_digest))
+    return found
 
 
 def keep(
@@ -504,9 +551,9 @@ def keep(
     )
 
 
-def _mine_to_do(validator: Address, now: float) -> sa.ColumnElement[bool]:
+def _to_do(validators: Collection[Address], now: float) -> sa.ColumnElement[bool]:
     return sa.and_(
-        _work.validator == validator,
+        _work.validator.in_(list(validators)),
         _jobs.status == "open",
         sa.or_(
             sa.and_(_work.status == "assigned", _work.not_before <= now),

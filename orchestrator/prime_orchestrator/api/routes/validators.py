@@ -37,6 +37,7 @@ from prime_core.verdict import SignedOpinion
 from prime_orchestrator.api import classes, validators
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
+from prime_orchestrator.api.held import HeldClaims
 from prime_orchestrator.api.routes.http import (
     Signed,
     answer,
@@ -84,8 +85,8 @@ async def entries(
     return tuple(map(entry, await asyncio.gather(*asked, return_exceptions=True)))
 
 
-def router(backend: Backend) -> APIRouter:
-    """The routes, bound to one pool."""
+def router(backend: Backend, hold_seconds: float) -> APIRouter:
+    """The routes, bound to one pool. Claims wait up to `hold_seconds` for work."""
     routes = APIRouter()
     validator = signed_by(backend, "validator")
     signed_validator = signed_reader(backend, "validator")
@@ -97,6 +98,7 @@ def router(backend: Backend) -> APIRouter:
         partial(validators.seal_all, backend)
     )
     giving = Gathered[validators.Given, bool](partial(validators.give_all, backend))
+    claims = HeldClaims(backend, hold_seconds)
 
     @routes.post("/v1/validators/commitments", openapi_extra=takes(CommitRequest))
     def commit(request: Signed = validator) -> Response:
@@ -115,10 +117,12 @@ def router(backend: Backend) -> APIRouter:
         responses={200: {"model": ClaimAnswer}},
         openapi_extra=takes(ClaimRequest),
     )
-    def claim(request: Signed = validator) -> Response:
-        """Get the files that were assigned to the caller, and what it is to hand in now."""
-        wish = parse(ClaimRequest, request.body)
-        return answer(validators.claim(backend, request.caller.account, wish))
+    async def claim(request: Request) -> Response:
+        """Get the files that were assigned to the caller, and what it is to hand in now. Waits two
+        seconds for them."""
+        signed = await signed_validator(request)
+        wish = parse(ClaimRequest, signed.body)
+        return answer(await claims.ask(signed.caller.account, wish, request.is_disconnected))
 
     @routes.post("/v1/validators/classes", openapi_extra=takes(ClassList))
     def announce_classes(request: Signed = validator) -> Response:

@@ -1,0 +1,213 @@
+"""Claims of several validators share transactions, and those that find nothing wait for work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from judges import Bench, bench
+from money_kit import VALIDATOR, ManagerSide, key, open_manager
+
+from prime_core.errors import PolicyError, PrimeError, UnavailableError
+from prime_core.ids import Address, Digest
+from prime_core.storage.directory import DirectoryStore
+from prime_core.validator_messages import ClaimAnswer, ClaimRequest
+from prime_core.verdict import Reason
+from prime_orchestrator.api import held, validators
+from prime_orchestrator.api.held import HeldClaims
+from prime_orchestrator.store import jobs
+
+HONEST, SECOND, THIRD, STRANGER = key(10), key(70), key(71), key(72)
+WISH = ClaimRequest(worker="kit", most=4)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def mgr(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ManagerSide]:
+    url = request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
+    made = open_manager(tmp_path, url=url)
+    made.publish(0)
+    made.admit(HONEST)
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def crowd(mgr: ManagerSide) -> list[Bench]:
+    """Three validators that asked for work."""
+    others = [bench(mgr.backend, one, mgr.folder, seed=at) for at, one in ((2, SECOND), (3, THIRD))]
+    found = [mgr.bench, *others]
+    assert all(one.claim() is None for one in found)
+    return found
+
+
+def claims(mgr: ManagerSide, *asked: tuple[Address, int]) -> list[ClaimAnswer | PrimeError]:
+    wishes = [(account, ClaimRequest(worker="kit", most=most)) for account, most in asked]
+    return validators.claim_all(mgr.backend, wishes)
+
+
+def files(answer: ClaimAnswer | PrimeError) -> list[Digest]:
+    assert isinstance(answer, ClaimAnswer)
+    return [Digest(job.submission_digest) for job in answer.jobs]
+
+
+def holders(mgr: ManagerSide, digests: list[Digest]) -> dict[Digest, set[Address]]:
+    """Who was assigned each file."""
+    with mgr.store.read() as connection:
+        found = jobs.assignments_among(connection, digests)
+    return {digest: {row.validator for row in rows} for digest, rows in found.items()}
+
+
+def test_each_validator_gets_its_own_files_and_a_stranger_none(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 255)
+    names = [one.signer.address for one in crowd]
+    known = [mgr.submit(HONEST).digest for _ in range(12)]
+    asked = [(names[0], 64), (STRANGER.address, 64), (names[1], 64), (names[2], 64)]
+    first, refused, *others = claims(mgr, *asked)
+    assert isinstance(refused, PolicyError)
+    given = {name: files(one) for name, one in zip(names, (first, *others), strict=True)}
+    assert sorted(digest for some in given.values() for digest in some) == sorted(known)
+    drawn = holders(mgr, known)
+    for name, some in given.items():
+        assert all(drawn[digest] == {name} for digest in some), "as the lot has it"
+        assert some == [digest for digest in known if digest in some], "oldest first"
+    assert all(files(one) == [] for one in claims(mgr, *((name, 9) for name in names)))
+
+
+def test_two_workers_of_one_validator_share_its_files(mgr: ManagerSide) -> None:
+    name = VALIDATOR.address
+    assert mgr.bench.claim() is None
+    known = [mgr.submit(HONEST).digest for _ in range(6)]
+    found = [files(one) for one in claims(mgr, (name, 1), (name, 3), (name, 9))]
+    assert found == [known[:1], known[1:4], known[4:]]
+
+
+def test_what_is_due_is_shown_to_its_author_alone(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
+    digest = mgr.submit(HONEST).digest
+    given = claims(mgr, *((one.signer.address, 1) for one in crowd))
+    judging = [one for one, answer in zip(crowd, given, strict=True) if files(answer)]
+    assert len(judging) == 2, "it is judged twice"
+    for one, answer in zip(crowd, given, strict=True):
+        assert isinstance(answer, ClaimAnswer)
+        for job in answer.jobs:
+            one.seal(one.opinion(job, Reason.NONE, mgr.table_rows()))
+    again = claims(mgr, *((one.signer.address, 1) for one in crowd))
+    for one, answer in zip(crowd, again, strict=True):
+        assert isinstance(answer, ClaimAnswer)
+        assert answer.reveal == ((digest,) if one in judging else ())
+
+
+class Gone(DirectoryStore):
+    """An object store that does not answer."""
+
+    def size(self, key: str) -> int:
+        raise UnavailableError("the store does not answer")
+
+
+def test_an_outage_of_the_object_store_costs_no_claim(mgr: ManagerSide, crowd: list[Bench]) -> None:
+    digest = mgr.submit(HONEST).digest
+    gone = replace(mgr.backend, objects=Gone(mgr.folder / "objects", mgr.audience, b"s" * 32))
+    asked = [(one.signer.address, WISH) for one in crowd]
+    with pytest.raises(UnavailableError):
+        validators.claim_all(gone, asked)
+    mgr.now.time += validators.LOST_SECONDS
+    found = [name for answer in validators.claim_all(mgr.backend, asked) for name in files(answer)]
+    assert found == [digest]
+    with mgr.store.read() as connection:
+        (row,) = jobs.assignments(connection, digest)
+    assert (row.status, row.attempts) == ("claimed", 0)
+
+
+# ── claims that wait ──
+
+
+async def here() -> bool:
+    return False
+
+
+def counted(mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of claims in each look at the store from now on."""
+    looks: list[int] = []
+    real = validators.claim_all
+
+    def claim_all(backend: object, asked: list[tuple[Address, ClaimRequest]]) -> object:
+        looks.append(len(asked))
+        return real(mgr.backend, asked)
+
+    monkeypatch.setattr(validators, "claim_all", claim_all)
+    return looks
+
+
+def test_a_claim_waits_for_a_file_and_looks_together_with_others(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = counted(mgr, monkeypatch)
+
+    async def walk() -> tuple[Digest, list[ClaimAnswer]]:
+        waiting = HeldClaims(mgr.backend, 300)
+        asked = [asyncio.create_task(waiting.ask(one.signer.address, WISH, here)) for one in crowd]
+        while len(crowd) not in looks[3:]:
+            await asyncio.sleep(0.01)
+        assert not any(one.done() for one in asked)
+        row = await asyncio.to_thread(mgr.submit, HONEST)
+        done, others = await asyncio.wait(asked, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        for one in others:
+            one.cancel()
+        return row.digest, [one.result() for one in done]
+
+    digest, (answer,) = asyncio.run(walk())
+    assert files(answer) == [digest]
+
+
+def test_a_claim_is_answered_in_time_without_a_file(mgr: ManagerSide, crowd: list[Bench]) -> None:
+    answer = asyncio.run(HeldClaims(mgr.backend, 0.5).ask(VALIDATOR.address, WISH, here))
+    assert (answer.jobs, answer.retry_after_ms) == ((), validators.RETRY_MS)
+
+
+def test_who_has_gone_gets_no_file(mgr: ManagerSide) -> None:
+    assert mgr.bench.claim() is None
+    known: list[Digest] = []
+
+    async def gone() -> bool:
+        known.append((await asyncio.to_thread(mgr.submit, HONEST)).digest)
+        return True
+
+    answer = asyncio.run(HeldClaims(mgr.backend, 300).ask(VALIDATOR.address, WISH, gone))
+    assert answer.jobs == ()
+    job = mgr.bench.claim()
+    assert job is not None
+    assert known == [job.submission_digest]
+
+
+def test_an_account_holds_few_claims(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "HELD_EACH", 2)
+
+    async def walk() -> int:
+        waiting = HeldClaims(mgr.backend, 300)
+        asked = [asyncio.create_task(waiting.ask(VALIDATOR.address, WISH, here)) for _ in range(5)]
+        done, others = await asyncio.wait(asked, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 3:
+            more, others = await asyncio.wait(
+                others, timeout=60, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert more
+            done |= more
+        for one in others:
+            one.cancel()
+        return len(others)
+
+    assert asyncio.run(walk()) == 2
+
+
+def test_a_stranger_is_refused_at_once(mgr: ManagerSide, crowd: list[Bench]) -> None:
+    with pytest.raises(PolicyError, match="not appointed"):
+        asyncio.run(HeldClaims(mgr.backend, 300).ask(STRANGER.address, WISH, here))
