@@ -3,8 +3,9 @@
 `connections`: held open at once by two API processes. Each one answers a request when it is opened
 and another one after all are open. Clients are two processes with 200 loopback addresses. Each API
 process has a SQLite store of its own: what is measured is the server. All other rows: see
-heartbeats.py, work.py, growth.py and watching.py. A rate is 2 ÷ CPU seconds per operation of the
-API processes and PostgreSQL; the generator, validators' replay and the S3 server are not counted.
+heartbeats.py, work.py, growth.py, settling.py and watching.py. A rate is 2 ÷ CPU seconds per
+operation of the API processes and PostgreSQL; the generator, validators' replay and the S3 server
+are not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import growth, heartbeats, seats, watching, work
+from bench import growth, heartbeats, seats, settling, watching, work
 from bench.form import Row
 from bench.servers import Database, Place, end, line, postgres, start, start_api
 from prime_core.errors import UserError
@@ -36,6 +37,7 @@ ROWS: dict[str, Callable[[bool, Database], list[Row]]] = {
     "watchers": watching.watcher_rows,
     "node_death_s": watching.death_rows,
     "growth": growth.rows,
+    "settle_files_s": settling.rows,
 }
 """Rows that need PostgreSQL, by the first one's name; `growth` gives all of its kind."""
 
