@@ -35,7 +35,7 @@ test-all: setup ## Every test but those of `make gpu` and `make soak` (≤ 60 mi
 soak: setup ## Long runs by name: make soak ARGS="demo-runs"; without ARGS it lists them
 	@$(PY) -m devnet soak $(ARGS)
 
-coverage: setup ## Lines and branches that the quick tests reach, children too → bench/results/coverage.json
+coverage: setup ## Lines and branches that the tests reach, children too, no networks (an hour) → bench/results/coverage.json
 	@$(PY) scripts/coverage_python.py $(ARGS)
 
 check: setup ## Lint, types, floors, formats

@@ -24,7 +24,8 @@ from bench.form import ROOT, Row
 from prime_core import encoding
 from prime_core.run import LengthBudgets, RunDefinition
 from prime_core.task import Task
-from prime_engine.base import Engine, Generation, GenerationRequest
+from prime_engine.base import Engine, GenerationRequest, StateSink
+from prime_engine.batch import RowSet
 from prime_envs.graders.mathematics import Mathematics
 from prime_envs.lengths import balanced_targets
 from prime_envs.registry import environment_ref
@@ -93,9 +94,12 @@ class _Obedient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], temperature: float
-    ) -> list[Generation]:
+    def add(
+        self,
+        requests: Sequence[GenerationRequest],
+        temperature: float,
+        sink: StateSink | None = None,
+    ) -> RowSet:
         asked = [
             replace(
                 request,
@@ -103,8 +107,8 @@ class _Obedient:
             )
             for request in requests
         ]
-        found: list[Generation] = self._inner.generate(asked, temperature)
-        return found
+        rows: RowSet = self._inner.add(asked, temperature, sink)
+        return rows
 
 
 def _file_times(quick: bool) -> Iterator[Row]:

@@ -1,8 +1,9 @@
-"""Lines and branches of our packages that the quick tests reach, child processes included.
+"""Lines and branches of our packages that the tests reach, child processes included.
 
     scripts/coverage_python.py [--out FILE] [WORD FOR PYTEST …]
 
-Measures the tests of `make test` with two workers, or those that the words name. Exits with
+Measures all tests but whole networks, `make soak` and `make gpu`, with two workers, or those that
+the words name. Exits with
 pytest's status if a test fails; the result is written all the same, with that status.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "var" / "coverage"
-QUICK = ("-n", "2", "--dist", "loadfile", "-m", "not slow and not soak and not gpu")
+USUAL = ("-n", "2", "--dist", "loadfile", "--ignore", "tests/e2e", "-m", "not soak and not gpu")
 COUNTS = {
     "lines": "num_statements",
     "linesHit": "covered_lines",
@@ -52,7 +53,7 @@ def main() -> int:
     arguments, words = parser.parse_known_args()
     DATA.mkdir(parents=True, exist_ok=True)
     coverage("erase")
-    status = coverage("run", "-m", "pytest", "-q", *(words or QUICK))
+    status = coverage("run", "-m", "pytest", "-q", *(words or USUAL))
     coverage("combine", "--quiet")
     if failed := coverage("json", "--quiet", "-o", str(DATA / "files.json")):
         return failed
@@ -60,7 +61,7 @@ def main() -> int:
     total = {count: sum(one[count] for one in packages.values()) for count in COUNTS}
     result = {
         "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "tests": " ".join(words or QUICK),
+        "tests": " ".join(words or USUAL),
         "pytest_status": status,
         "lines": round(total["linesHit"] / total["lines"], 4),
         "branches": round(total["branchesHit"] / total["branches"], 4),

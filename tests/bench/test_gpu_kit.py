@@ -50,6 +50,7 @@ def test_what_is_cut_into_parts_is_joined_again(
             kit.join(folder, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_or_hangs_leaves_a_record_and_the_next_one_runs(
     kit: ModuleType, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_kit_runs_on_a_cpu(kit: ModuleType, tmp_path: Path) -> None:
     assert named["network.lease_to_verdict"]["outcome"] == "ACCEPTED"
 
 
+@pytest.mark.slow
 def test_parts_that_need_nothing_carried_import_no_package_of_the_project(
     kit: ModuleType, tmp_path: Path
 ) -> None:

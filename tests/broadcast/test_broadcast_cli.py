@@ -52,6 +52,7 @@ def running(*arguments: object) -> Iterator[dict[str, Any]]:
         child.stdout.close()
 
 
+@pytest.mark.slow
 def test_any_folder_can_be_served_relayed_fetched_and_verified(
     call: Call, run: Run, tmp_path: Path
 ) -> None:

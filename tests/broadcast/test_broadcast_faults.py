@@ -149,6 +149,7 @@ def received_from(origin: Server) -> int:
             return sent - waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "size", "rate", "share"),
     [

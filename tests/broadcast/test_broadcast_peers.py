@@ -74,6 +74,7 @@ def test_places_count_by_address_or_by_the_network_of_a_site(
     assert site_of(address) == site
 
 
+@pytest.mark.slow
 def test_readers_just_fast_enough_to_stay_cannot_keep_others_out(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", size=20_000_000)  # 40 MB: more than the socket buffers hold
     run.publish(chunk_size=1 << 20)

@@ -219,6 +219,7 @@ def _ensure_in_child(root: Path, signed: SignedManifest, url: str, start: object
     PolicyFolder(root, TRUST).ensure(0, signed, [url])
 
 
+@pytest.mark.slow
 def test_several_processes_may_ask_for_the_same_version(run: Run, folder: PolicyFolder) -> None:
     signed = run.publish()
     context = multiprocessing.get_context("spawn")

@@ -288,6 +288,7 @@ def test_an_upstream_killed_and_restarted_costs_only_what_was_missing(
     assert same_files(tmp_path / "r" / "policies" / "0", run, 0)
 
 
+@pytest.mark.slow
 def test_a_relay_killed_at_half_is_replaced_by_another_source(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", size=1_000_000)
     signed = run.publish()

@@ -204,6 +204,7 @@ def test_silent_connections_are_closed_after_their_time(run: Run) -> None:
         assert sock.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     run = Run(tmp_path, size=20_000_000)  # 40 MB: more than the socket buffers hold
     run.publish(chunk_size=1 << 20)

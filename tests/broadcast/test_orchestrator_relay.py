@@ -191,6 +191,7 @@ def wallet_flags(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_policies_reach_nodes_through_announced_relays_and_a_relay_of_a_relay(
     pool: Pool, tmp_path: Path, wallet_flags: list[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_deployment_file_is_plain_json(deployed: Deployed) -> None:
     assert body["contracts"]["token"] == deployed.deployment.contracts.token
 
 
+@pytest.mark.slow
 def test_the_same_deployer_serves_a_chain_that_mines_by_the_clock(tmp_path: Path) -> None:
     with Anvil(block_time=0.1) as slow:
         client = ChainClient([slow.url], CHAIN_ID)

@@ -64,6 +64,7 @@ def _options(**changes: object) -> Options:
     return Options(**{**values, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before it is sent", "after it is sent"])
 def test_a_deployment_killed_at_every_one_of_its_transactions_is_finished_without_a_double(
     deployed: Deployed, tmp_path: Path, after: bool

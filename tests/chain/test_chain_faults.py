@@ -57,6 +57,7 @@ def _read_all(watcher: Watcher) -> list[Event]:
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_any_fault_of_one_endpoint_changes_nothing_of_what_is_read(
@@ -107,6 +108,7 @@ def test_of_two_endpoints_one_that_leaves_logs_out_is_found_out_and_a_forged_log
     client.close()
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs_costs_one_time_out(deployed: Deployed, proxy: Open) -> None:
     """The background alone tests it again, at any time."""
     clock = [0.0]

@@ -54,6 +54,7 @@ def test_killed_around_the_broadcast_it_sends_exactly_once(
     assert by_hand.client.balance(target(12)) == 1
 
 
+@pytest.mark.slow
 def test_sigkill_in_the_middle_of_many_loses_none_and_doubles_none(
     deployed: Deployed, tmp_path: Path, make: Make, clock: FakeTime
 ) -> None:

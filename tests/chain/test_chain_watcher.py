@@ -295,6 +295,7 @@ Moves = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     moves=Moves,

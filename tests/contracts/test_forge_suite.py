@@ -17,6 +17,7 @@ def _passed(output: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.slow
 def test_unit_fuzz_and_invariant_tests_pass() -> None:
     need_forge()
     done = forge("test")
@@ -24,6 +25,7 @@ def test_unit_fuzz_and_invariant_tests_pass() -> None:
     assert _passed(done.stdout) >= 120
 
 
+@pytest.mark.slow
 def test_gas_stays_under_its_bars_and_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     need_forge()
     monkeypatch.setenv("FORGE_SNAPSHOT_CHECK", "true")

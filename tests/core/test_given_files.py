@@ -130,6 +130,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_every_option_that_names_a_file_is_tried() -> None:
     found = set()
     for program in PROGRAMS:
@@ -142,6 +143,7 @@ def test_every_option_that_names_a_file_is_tried() -> None:
     assert found == FOLDERS | BY_COMMAND.keys() | {n for n in BY_FUNCTION if "(" not in n}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for lines in BY_COMMAND.values() for line in lines])
 def test_a_wrong_file_is_one_sentence_that_names_it(
     line: str, bad: dict[str, Path], words: dict[str, str], monkeypatch: pytest.MonkeyPatch,

@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -48,6 +49,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_the_base_lacks_has_an_extra_to_name() -> None:
     ours = [path for room in ("protocol", "node", "orchestrator", "validator", "trainer")
             for path in (ROOT / room).rglob("*.py")]  # fmt: skip

@@ -59,6 +59,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
             yield from commands(command, (*path, name))
 
 
+@pytest.mark.slow
 @by_name
 def test_every_command_has_short_help(
     program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

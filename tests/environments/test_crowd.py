@@ -45,6 +45,7 @@ def faults(report: Report) -> set[str]:
     return {name for name, found in report.faults.items() if found}
 
 
+@pytest.mark.slow
 def test_the_template_is_fit_to_be_trained_on(tmp_path: Path) -> None:
     report = check(packed(template(tmp_path)))
     assert report.ok, report.faults
@@ -75,6 +76,7 @@ def test_the_same_folder_packs_into_the_same_bytes_and_a_changed_grader_into_oth
     assert pack(folder) != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grader", "found"),
     [
@@ -100,6 +102,7 @@ def test_an_unfit_grader_is_found_out(tmp_path: Path, grader: str, found: set[st
     assert all("row" in sentence for name in found for sentence in report.faults[name])
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_busy_for_a_moment_makes_no_grader_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

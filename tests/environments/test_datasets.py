@@ -198,6 +198,7 @@ def test_a_file_beyond_its_bounds_is_refused_by_row(tmp_path: Path) -> None:
         list(read_rows(path, Bounds(file_bytes=20)))
 
 
+@pytest.mark.slow
 def test_a_parquet_bomb_ends_its_child_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     # 200 MB of one letter in 10,000 rows: a few kilobytes on disk

@@ -21,6 +21,7 @@ from prime_envs.subprocess_grader import (
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
 
 
+@pytest.mark.slow
 def test_a_grader_that_hangs_is_killed_and_the_next_call_answers() -> None:
     with SubprocessGrader("time:sleep", GraderLimits(call_seconds=3)) as grader:
         with pytest.raises(GradingTimeoutError):
@@ -78,6 +79,7 @@ def test_another_interpreter_sees_this_package_and_none_of_our_others(
         grader.call("pydantic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["basic_arithmetic", "spell_backward", "gcd"])
 def test_gold_answers_score_one_and_wrong_ones_less(family: str) -> None:
     environment = ReasoningGym({"family": family, "seed": 3}, BUDGETS)
@@ -95,6 +97,7 @@ def test_gold_answers_score_one_and_wrong_ones_less(family: str) -> None:
         environment.close()
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_in_every_process_and_seeds_differ() -> None:
     one = ReasoningGym({"family": "gcd", "seed": 1}, BUDGETS)
     two = ReasoningGym({"family": "gcd", "seed": 2}, BUDGETS)
@@ -103,6 +106,7 @@ def test_problems_are_the_same_in_every_process_and_seeds_differ() -> None:
     assert one.digest() != two.digest()
 
 
+@pytest.mark.slow
 def test_a_grader_out_of_time_is_marked_uncertain() -> None:
     environment = ReasoningGym({"family": "gcd", "seed": 1}, BUDGETS)
     environment._grader = _Slow()

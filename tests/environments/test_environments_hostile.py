@@ -108,6 +108,7 @@ def test_every_family_that_evaluates_answers_is_known() -> None:
     assert found <= EVALUATED
 
 
+@pytest.mark.slow
 @needs_filter
 @pytest.mark.parametrize("walled", [True, False])
 def test_an_answer_that_is_a_program_starts_nothing(
@@ -129,6 +130,7 @@ def test_an_answer_that_is_a_program_starts_nothing(
     assert not mark.exists()
 
 
+@pytest.mark.slow
 @needs_filter
 def test_an_answer_that_is_a_program_in_text_earns_nothing() -> None:
     """It would change the scorer that grades it: every answer would be right."""
@@ -144,6 +146,7 @@ def test_an_answer_that_is_a_program_in_text_earns_nothing() -> None:
         environment.close()
 
 
+@pytest.mark.slow
 @needs_filter
 def test_a_row_that_is_a_program_starts_nothing(tmp_path: Path) -> None:
     """`bitwise_arithmetic` evaluates what the row calls its problem."""
@@ -233,6 +236,7 @@ def test_no_confined_process_can_have_another_one_signalled() -> None:
 # --- the same everywhere -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_filter
 @pytest.mark.parametrize("family", ["isomorphic_strings", "list_functions"])
 def test_problems_do_not_depend_on_a_process_hash_seed_or_its_generators(

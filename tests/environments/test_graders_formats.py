@@ -136,6 +136,7 @@ def families() -> Iterator[Families]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_familys_row_is_scored_by_the_family(families: Families) -> None:
     entry = reasoning_gym().create_dataset("gcd", seed=5, size=1)[0]
     metadata: Any = entry["metadata"]

@@ -30,6 +30,7 @@ def task(gold: object) -> Task:
     return parse_task(row, "file.jsonl row 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
@@ -128,6 +129,7 @@ def test_hedges_tricks_and_wrong_answers_score_nothing(
     assert not score.uncertain
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_is_killed_without_an_accusation_and_two_processes_agree(
     grader: Mathematics,
 ) -> None:

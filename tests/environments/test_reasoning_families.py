@@ -112,6 +112,7 @@ def test_a_problem_whose_recorded_answer_is_its_own_question_pays_the_one_worked
         assert graded("intermediate_integration", dataset, answer, entry) == worth
 
 
+@pytest.mark.slow
 @needs_filter
 def test_other_numbers_than_the_given_are_worth_nothing_to_either_grader() -> None:
     environment, grader = ReasoningGym({"family": "puzzle24", "seed": 1}, BUDGETS), Families()
@@ -137,6 +138,7 @@ def test_an_unfit_family_is_refused_at_the_start_and_its_rows_by_name(family: st
         Families().require(Task("1", "reasoning_gym", "?", info, where="file.jsonl row 1"))
 
 
+@pytest.mark.slow
 @needs_filter
 def test_a_family_that_makes_all_of_its_entries_at_once_is_as_large_as_it_can_be_made() -> None:
     environment = ReasoningGym({"family": "acre", "seed": 1}, BUDGETS)

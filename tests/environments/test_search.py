@@ -51,6 +51,7 @@ def test_a_search_finds_the_document_that_answers() -> None:
     assert asked("zebra", searching(TOWNS)) == asked("", searching(TOWNS)) == NOTHING
 
 
+@pytest.mark.slow
 def test_every_process_answers_with_the_same_bytes() -> None:
     """Another hash seed gives the library another order of its vocabulary."""
     queries = ["harbor bridge built", "MILL of marby 1700", "the the of", "lighthouse"]

@@ -472,6 +472,7 @@ NOT_TIMED = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_only_the_declared_error_comes_out(parser: Parser, request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--fuzz-seconds")

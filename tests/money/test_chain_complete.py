@@ -180,6 +180,7 @@ def _as_new(world: World) -> None:
         checks.save(connection, checks.Progress())
 
 
+@pytest.mark.slow
 def test_events_that_were_left_out_are_found_by_what_the_contracts_say(
     members: World, hiding: Hiding
 ) -> None:

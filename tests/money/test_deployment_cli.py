@@ -95,6 +95,7 @@ def become(anvil: Anvil, chain_id: int) -> None:
     anvil.rpc("anvil_setChainId", chain_id)
 
 
+@pytest.mark.slow
 def test_base_sepolia_is_deployed_kept_and_read_back(deployer: Deployer) -> None:
     become(deployer.anvil, 84532)
     status, out, said = deployer.deploy("base-sepolia", "--json")
@@ -116,6 +117,7 @@ def test_base_sepolia_is_deployed_kept_and_read_back(deployer: Deployer) -> None
     assert (status, "holds a deployment already" in said) == (64, True)
 
 
+@pytest.mark.slow
 def test_base_wants_a_multisig_tells_the_l1_data_fee_and_leaves_the_deployer_nothing(
     deployer: Deployer,
 ) -> None:

@@ -293,6 +293,7 @@ def test_only_the_present_epochs_commitments_are_named(mgr: ManagerSide) -> None
     assert named(mgr) is None, "but not for ever: no one would judge the files"
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(
     tmp_path: Path, empty_postgres: str

@@ -154,6 +154,7 @@ def _slashes(panel: JudgedPool) -> int:
         return len(connection.execute(schema.slashes.select()).all())
 
 
+@pytest.mark.slow
 def test_a_mismatch_in_an_unproven_class_accuses_no_one(exact: ExactPool) -> None:
     exact.announce(*exact.validators)
     panel = exact.panel
@@ -167,6 +168,7 @@ def test_a_mismatch_in_an_unproven_class_accuses_no_one(exact: ExactPool) -> Non
     assert exact.records() == {HONEST.address: (1, 0, True), LIAR.address: (1, 1, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibration", ["proven"], indirect=True)
 def test_a_mismatch_in_a_proven_class_rejects_and_an_audit_matches(
     exact: ExactPool, calibration: Calibration
@@ -252,6 +254,7 @@ def test_files_of_an_exact_lease_go_to_validators_of_its_class(
     assert VALIDATOR.address in asked, "other files go to all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [1, 1 << 255])
 def test_one_of_two_that_judge_a_file_is_not_of_its_class(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch, outside: int
@@ -316,6 +319,7 @@ def test_a_mismatch_is_overruled_only_alone_and_only_by_those_that_could_not_loo
     assert by_statistics([void]) is None
 
 
+@pytest.mark.slow
 def test_some_files_of_an_exact_lease_go_to_any_validator(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +345,7 @@ def test_some_files_of_an_exact_lease_go_to_any_validator(
     assert Reason.UNPROVEN_MISMATCH in reasons
 
 
+@pytest.mark.slow
 def test_a_validator_counts_rows_of_a_class_only_if_it_is_of_it_and_never_more_than_it_drew(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +371,7 @@ def test_a_validator_counts_rows_of_a_class_only_if_it_is_of_it_and_never_more_t
     assert exact.records() == {}
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_judged_by_statistics_where_no_second_machine_of_the_class_is_left(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +386,7 @@ def test_a_mismatch_is_judged_by_statistics_where_no_second_machine_of_the_class
     assert exact.opinions_by(row) == {one.signer.address for one in exact.validators}
 
 
+@pytest.mark.slow
 def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def _statuses(exact: ExactPool) -> list[tuple[Address, str]]:
         return [(row.node, row.status) for row in slashes.newest(connection, 10)]
 
 
+@pytest.mark.slow
 def test_the_third_provider_that_differs_ends_accusations_in_its_class(exact: ExactPool) -> None:
     """The first two are rejected; their slashes are given up, and all three go on."""
     mgr, lie = exact.panel.mgr, exact.proved_by("old1_1e6")

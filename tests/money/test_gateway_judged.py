@@ -38,6 +38,7 @@ from prime_node.bridge import Bridge
 from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLeases
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
+from prime_node.worker.client import BridgeClient
 from prime_node.worker.rollout_builder import Job, Options, RolloutBuilder
 from prime_orchestrator.gateway.service import CallService, Pool, Settings, create_app
 from prime_orchestrator.gateway.upstreams import OpenApiTool, Web, make
@@ -189,6 +190,7 @@ LIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_lie_about_the_gateway_is_slashed_on_evidence(
     panel: JudgedPool, lie: Callable[[JudgedPool, SignedLease, Digest], bytes]
@@ -199,6 +201,7 @@ def test_a_lie_about_the_gateway_is_slashed_on_evidence(
     assert found.result == "match", found
 
 
+@pytest.mark.slow
 def test_an_answer_to_no_call_is_not_paid(panel: JudgedPool) -> None:
     def spare(rows: list[FileRow]) -> None:
         at = first(rows)
@@ -301,6 +304,11 @@ def a_worker(panel: JudgedPool, signed: SignedLease, folder: Path) -> Iterator[R
         gateway_api.close()
 
 
+def a_job(worker: RolloutBuilder, signed: SignedLease, lease_digest: Digest) -> Job:
+    bridge = BridgeClient(worker.options.socket)
+    return Job(signed, lease_digest, bridge.for_lease(lease_digest))
+
+
 @pytest.fixture
 def site() -> Iterator[str]:
     Site.asked.clear()
@@ -309,6 +317,7 @@ def site() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 def test_a_nodes_conversation_with_a_site_is_accepted(
     panel: JudgedPool, site: str, tmp_path: Path, bound: socket.socket
 ) -> None:
@@ -317,9 +326,9 @@ def test_a_nodes_conversation_with_a_site_is_accepted(
 
         def make(signed: SignedLease, lease_digest: Digest) -> bytes:
             with a_worker(panel, signed, tmp_path) as worker:
-                first = worker.build(Job(signed, lease_digest)).path.read_bytes()
+                first = worker.build(a_job(worker, signed, lease_digest)).path.read_bytes()
                 asked, Site.text = len(Site.asked), "05|other>"
-                again = worker.build(Job(signed, lease_digest))
+                again = worker.build(a_job(worker, signed, lease_digest))
                 assert again.path.read_bytes() == first
                 assert len(Site.asked) == asked > 0
             return first
@@ -332,6 +341,7 @@ def test_a_nodes_conversation_with_a_site_is_accepted(
         assert len(Site.asked) == len(list(records.cassette())), "equal requests are asked once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gateway_runs", [True, False])
 def test_an_outage_of_site_or_gateway_ends_rows_and_accuses_no_one(
     panel: JudgedPool, site: str, tmp_path: Path, bound: socket.socket, gateway_runs: bool
@@ -340,7 +350,7 @@ def test_an_outage_of_site_or_gateway_ends_rows_and_accuses_no_one(
 
     def make(signed: SignedLease, lease_digest: Digest) -> bytes:
         with a_worker(panel, signed, tmp_path) as worker:
-            return worker.build(Job(signed, lease_digest)).path.read_bytes()
+            return worker.build(a_job(worker, signed, lease_digest)).path.read_bytes()
 
     if gateway_runs:
         with a_gateway(panel, site, tmp_path, bound):

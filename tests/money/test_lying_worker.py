@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,13 @@ def test_a_worker_that_copies_from_its_earlier_file_is_slashed_and_the_audit_agr
 ) -> None:
     options = Options(socket=tmp_path / "s", policies=panel.policies, outbox=tmp_path)
     builder = Liar(LIES["copied_earlier"].make, panel.mgr.context.run, options)
-    first = panel.judged(lambda *lease: builder.make(Job(*lease)), LIAR)
+
+    def made(*lease: Any) -> bytes:
+        return builder.build(Job(*lease)).path.read_bytes()
+
+    first = panel.judged(made, LIAR)
     assert first.status == "accepted", "there was nothing to copy from"
-    second = panel.judged(lambda *lease: builder.make(Job(*lease)), LIAR)
+    second = panel.judged(made, LIAR)
     assert Reason(second.reason).outcome is Outcome.REJECTED
     audit = panel.audit(panel.slash(second))
     assert audit.result == "match", audit.detail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import STAKE, World
@@ -16,6 +17,7 @@ from prime_orchestrator.store import schema
 pytestmark = needs_anvil
 
 
+@pytest.mark.slow
 def test_money_waits_until_its_facts_are_deep_enough(members: World) -> None:
     """A slash waits for its root to be safe, a reward root for its facts to be final."""
     world, mgr = members, members.mgr

@@ -106,6 +106,7 @@ def _a_file_that_its_node_posted_and_no_settlement_has(
     assert (table.files, table.amounts()) == ((), last.amounts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_files", "later"), [(10_000, 10_000), (1, 1), (10_000, 1)])
 def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     members: World, monkeypatch: pytest.MonkeyPatch, page_files: int, later: int
@@ -152,6 +153,7 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     assert rebuilt.match, rebuilt.problems
 
 
+@pytest.mark.slow
 def test_an_appealed_file_is_paid_by_the_next_root_and_rebuilt_so(members: World) -> None:
     world, mgr, rewards = members, members.mgr, members.contracts.rewards
     world.start_of_an_epoch()
@@ -220,6 +222,7 @@ def _rebuilder(world: World, *more: Event) -> Rebuilder:
     )
 
 
+@pytest.mark.slow
 def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
     members: World,
 ) -> None:
@@ -290,6 +293,7 @@ def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow,
     return late, good
 
 
+@pytest.mark.slow
 def test_validators_are_paid_for_each_judged_file_with_any_verdict(tmp_path: Path) -> None:
     world = make_world(tmp_path, RUN.model_copy(update={"price_per_judged_file": TOKEN}))
     try:
@@ -414,6 +418,7 @@ def _a_file_that_is_settled_after_it_was_charged_is_refused(
     assert table.files == (), "a table leaves a planted file out that someone posted"
 
 
+@pytest.mark.slow
 def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: Path) -> None:
     price = RUN.price_per_unit // 20
     world = make_world(tmp_path, RUN.model_copy(update={"price_per_prompt_token": price}))
@@ -457,6 +462,7 @@ def test_a_run_without_a_price_for_prompts_settles_in_the_same_bytes_as_before(
     assert not {"prompt_units", "price_per_prompt_token"} & set(file)
 
 
+@pytest.mark.slow
 def test_work_rooted_too_late_to_be_answered_for_is_void_in_settlement_and_rebuild(
     members: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

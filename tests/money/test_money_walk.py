@@ -21,6 +21,7 @@ from prime_orchestrator.store import checks, intents, schema
 pytestmark = needs_anvil
 
 
+@pytest.mark.slow
 def test_a_rejected_file_is_rooted_proposed_executed_and_its_node_ejected(members: World) -> None:
     world, mgr = members, members.mgr
     good, earned, bad = mgr.submit(HONEST), mgr.submit(LIAR), mgr.submit(LIAR)
@@ -72,6 +73,7 @@ def test_a_cancelled_slash_restores_credits_and_node(members: World) -> None:
     assert mgr.node_status(LIAR.address) == "active"
 
 
+@pytest.mark.slow
 def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World) -> None:
     world, mgr = members, members.mgr
     rewards = world.contracts.rewards
@@ -114,6 +116,7 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
     assert settled(world) == settlement
 
 
+@pytest.mark.slow
 def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) -> None:
     world, mgr = members, members.mgr
     files = [mgr.submit(HONEST), mgr.submit(HONEST), mgr.submit(LIAR)]
@@ -139,6 +142,7 @@ def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) ->
     assert one(world, schema.roots)["chain_seq"] is not None
 
 
+@pytest.mark.slow
 def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World) -> None:
     world, mgr = members, members.mgr
     earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
@@ -210,6 +214,7 @@ def test_a_file_not_judged_in_time_is_void_by_our_fault(members: World) -> None:
     assert amounts(world) == {}
 
 
+@pytest.mark.slow
 def test_a_disabled_reward_root_is_replaced_by_the_next(members: World) -> None:
     world, mgr = members, members.mgr
     mgr.judge(mgr.submit(HONEST))

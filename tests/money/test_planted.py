@@ -198,6 +198,7 @@ def test_planted_nodes_get_their_share_of_leases_and_no_more(mgr: ManagerSide) -
     assert may(NODE.address)
 
 
+@pytest.mark.slow
 def test_a_planted_file_without_opinions_ends_without_a_mark(mgr: ManagerSide) -> None:
     row = mgr.submit(NODE)
     mgr.now.time += RUN.validity_seconds + 1

@@ -88,6 +88,7 @@ def test_a_dry_run_of_create_shows_the_appointments_too(session: ChainSession) -
     assert session.contracts.pools.count() == 0
 
 
+@pytest.mark.slow
 def test_a_pool_is_created_funded_shown_and_ended(session: ChainSession) -> None:
     created = session.create()
     pool = created["pool"]

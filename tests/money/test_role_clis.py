@@ -242,6 +242,7 @@ def test_a_pool_may_let_in_listed_providers_only(office: Office) -> None:
     assert not pools.rules_of(office.pool).list_only
 
 
+@pytest.mark.slow
 def test_an_ended_pool_is_refunded_once_and_not_before_its_last_rewards(office: Office) -> None:
     deployed = office.deployed
     office("pool", "fund", "--amount", "5", *office.number)
@@ -259,6 +260,7 @@ def test_an_ended_pool_is_refunded_once_and_not_before_its_last_rewards(office: 
     assert "PoolHasEnded" in office.refused("pool", "fund", "--amount", "5", *office.number)
 
 
+@pytest.mark.slow
 def test_anyone_posts_what_validators_signed_where_the_manager_is_silent(
     office: Office,
 ) -> None:
@@ -316,6 +318,7 @@ def test_a_validator_names_its_mirror_on_chain(office: Office) -> None:
     assert announced(client, deployed.deployment, office.pool) == {}
 
 
+@pytest.mark.slow
 def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office) -> None:
     deployed = office.deployed
     status = ("validator", "status", VALIDATOR.address, *office.number)

@@ -203,6 +203,7 @@ def test_two_validators_accept_together_by_the_programs_own_way(
     assert set(said(panel, row.digest)) == {VALIDATOR.address, SECOND.address}
 
 
+@pytest.mark.slow
 def test_an_acceptance_stands_alone_once_no_other_validator_has_come_for_long(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def test_an_acceptance_stands_alone_once_no_other_validator_has_come_for_long(
     assert said(panel, row.digest) == {VALIDATOR.address: Reason.NONE}
 
 
+@pytest.mark.slow
 def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_it_lapses(
     panel: JudgedPool,
 ) -> None:
@@ -407,6 +409,7 @@ def test_no_validator_chooses_a_file(panel: JudgedPool, monkeypatch: pytest.Monk
         assert bench.claim() is None, "and the first never again"
 
 
+@pytest.mark.slow
 def test_one_validator_alone_decides_alone(panel: JudgedPool) -> None:
     row = panel.judged(panel.tampered, LIAR)
     assert row.status == "rejected"

@@ -120,6 +120,7 @@ def test_a_copy_accepted_before_its_original_is_found_when_the_original_is_judge
     assert panel.validator.judge_next() is None
 
 
+@pytest.mark.slow
 def test_a_copy_accepted_while_its_original_was_looked_at_is_found(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted
     assert of_file(panel, schema.slashes, row.digest) == []
 
 
+@pytest.mark.slow
 def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_it_is_found(
     panel: JudgedPool,
 ) -> None:
@@ -198,6 +200,7 @@ def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_
         assert row_marks.seen(connection, probable, but=sha256(b"a third")) == frozenset()
 
 
+@pytest.mark.slow
 def test_what_is_paid_for_good_is_neither_sent_back_nor_taken_back(panel: JudgedPool) -> None:
     mgr, validity = panel.mgr, panel.mgr.context.run.validity_seconds
     original, copy = accepted_first(panel, panel.validator)
@@ -227,6 +230,7 @@ def test_groups_that_a_batch_took_stay_there(panel: JudgedPool) -> None:
     assert [row["group_no"] for row in of_file(panel, schema.groups, copy.digest)] == [0]
 
 
+@pytest.mark.slow
 def test_one_validator_alone_takes_no_stake_but_what_it_contradicts_is_not_paid(
     panel: JudgedPool,
 ) -> None:
@@ -246,6 +250,7 @@ def test_one_validator_alone_takes_no_stake_but_what_it_contradicts_is_not_paid(
     assert panel.mgr.row(copy.digest).reason == Reason.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_a_second_validator_confirms_what_the_first_found_in_a_file_sent_back(
     panel: JudgedPool,
 ) -> None:
@@ -259,6 +264,7 @@ def test_a_second_validator_confirms_what_the_first_found_in_a_file_sent_back(
     assert len(of_file(panel, schema.slashes, copy.digest)) == 1
 
 
+@pytest.mark.slow
 def test_what_two_others_find_honest_is_accepted_again_and_paid(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,6 +229,7 @@ def test_proofs_lead_to_the_root() -> None:
     assert run([]).previous == ZERO_DIGEST
 
 
+@pytest.mark.slow
 def test_a_long_settlement_is_a_head_and_pages_that_fit_into_objects() -> None:
     whole = run([leaf(i, i % 3) for i in range(PAGE_FILES + 2)])
     head, pages = whole.published()

@@ -49,6 +49,7 @@ def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: ManagerS
         assert submissions.counts(connection, shadow=True) == {"accepted": 2}
 
 
+@pytest.mark.slow
 def test_a_rejected_shadow_file_slashes_nothing_and_ejects_no_node(pool: ManagerSide) -> None:
     row = pool.submit(SHADOW, shadow=True)
     pool.judge(row, Reason.WRONG_SAMPLING)

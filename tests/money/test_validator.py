@@ -344,6 +344,7 @@ def test_a_validator_connects_to_no_private_address_that_a_pool_names(
             relay.accept()
 
 
+@pytest.mark.slow
 def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(panel: JudgedPool) -> None:
     row = panel.judged(panel.forged, LIAR)
     (note,) = panel.audit(panel.slash(row)).notes

@@ -266,6 +266,7 @@ def test_a_killed_validator_goes_on_where_it_was(
         assert len(credits) == len(opinions) == files
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_validator_judges_as_another_user_who_cannot_read_the_managers_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,7 @@ def test_quarantined_node_waits_and_ejected_node_stops_and_says_why(world: NodeW
     assert last == "prime-node: the orchestrator says stop: the node was ejected from the pool"
 
 
+@pytest.mark.slow
 def test_orchestrator_that_is_down_is_waited_for(world: NodeWorld) -> None:
     world.stop_api()
     agent = world.join()
@@ -148,6 +149,7 @@ def test_orchestrator_that_is_down_is_waited_for(world: NodeWorld) -> None:
     until(lambda: world.node_status() == "admitted", "it joins once the orchestrator is there")
 
 
+@pytest.mark.slow
 def test_two_agents_share_neither_a_data_folder_nor_a_key(world: NodeWorld) -> None:
     first = world.join()
     admitted(world)

@@ -124,6 +124,7 @@ def party(tmp_path: Path) -> Iterator[Party]:
         judge.close()
 
 
+@pytest.mark.slow
 def test_a_class_is_announced_leased_proved_and_compared_bit_for_bit(party: Party) -> None:
     assert party.make_file().numeric_class() is None, "no validator announced a class"
     assert party.judge.judge_next() is not None
@@ -158,6 +159,7 @@ def test_a_class_is_announced_leased_proved_and_compared_bit_for_bit(party: Part
     assert info.facts["engine"] == "plain/1"
 
 
+@pytest.mark.slow
 def test_exact_leases_end_when_the_validators_of_the_class_vanish(party: Party) -> None:
     party.live()
     party.announcer.tick()
@@ -170,6 +172,7 @@ def test_exact_leases_end_when_the_validators_of_the_class_vanish(party: Party) 
     assert party.records() == []
 
 
+@pytest.mark.slow
 def test_a_file_of_an_exact_lease_is_paid_by_statistics_if_no_machine_of_the_class_is_left(
     party: Party,
 ) -> None:

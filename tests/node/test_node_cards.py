@@ -37,6 +37,7 @@ def doctor(world: NodeWorld) -> dict[str, Any]:
     return {check["name"]: check for check in json.loads(done.stdout)}
 
 
+@pytest.mark.slow
 def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: Path) -> None:
     with node_world(tmp_path, cards=TRIAL) as world:
         assert doctor(world)["passport"]["outcome"] == "warning"
@@ -53,6 +54,7 @@ def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: P
         assert "proved 1 x CPU" in world.log()
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_cards_ends_with_what_the_pool_asks_for(tmp_path: Path) -> None:
     asked = Cards(kinds=("h100-sxm", "h200"), counts=(4, 8))
     with node_world(tmp_path, cards=asked) as world:
@@ -77,6 +79,7 @@ def test_what_a_machine_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         claimed(asked, machine(H200, H200))
 
 
+@pytest.mark.slow
 def test_a_passport_of_another_key_or_node_is_refused(tmp_path: Path) -> None:
     with node_world(tmp_path, cards=TRIAL) as world:
         world.join()

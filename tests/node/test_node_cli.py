@@ -206,6 +206,7 @@ def test_rpc_that_never_answered_ends_the_first_start(world: NodeWorld) -> None:
     assert not (world.folder / "d" / "settings.json").exists(), "the next start is the first again"
 
 
+@pytest.mark.slow
 def test_who_has_joined_before_waits_for_an_orchestrator_that_is_away(
     wallet: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_deployment_file_that_is_none(wallet: tuple[str, ...], tmp_path: Path) -
     fails(64, "is not a deployment file", "stake", "show", *wallet, *flags, *given)
 
 
+@pytest.mark.slow
 def test_a_machine_without_docker_learns_how_to_get_it(world: NodeWorld) -> None:
     done = run(
         "join", "--orchestrator", world.url, "--wallet", str(world.keystore),

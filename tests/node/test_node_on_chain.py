@@ -214,6 +214,7 @@ def test_audit_list_of_a_clean_pool_is_empty(chain: Chain) -> None:
     assert chain.json("audit", "list") == []
 
 
+@pytest.mark.slow
 def test_orchestrator_that_names_other_contracts_is_not_believed(
     chain: Chain, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_full_disk_leaves_no_half_file_of_the_worker(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_agent_asks_again_for_a_dataset_whose_server_is_away(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

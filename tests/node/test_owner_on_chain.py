@@ -114,6 +114,7 @@ def owner(deployed: Deployed, tmp_path: Path) -> Owner:
     return Owner(deployed, pool, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_node_is_added_by_its_signed_consent_shown_listed_and_removed(owner: Owner) -> None:
     consent = owner.consent(NODE)
     done = owner("node", "add", str(consent))
@@ -129,6 +130,7 @@ def test_a_node_is_added_by_its_signed_consent_shown_listed_and_removed(owner: O
     assert "ConsentUsed" in again[2], "a consent is good once"
 
 
+@pytest.mark.slow
 def test_one_command_or_one_transaction_of_a_safe_does_all_that_a_seat_needs(owner: Owner) -> None:
     owner("faucet")
     file = str(owner.consent(NODE))
@@ -168,6 +170,7 @@ def test_a_missing_consent_or_another_owners_is_one_sentence(owner: Owner, tmp_p
     assert "no owner is named" in owner.refused("node", "consent", wallet=NODE)
 
 
+@pytest.mark.slow
 def test_a_node_moved_to_a_new_key_keeps_its_seat(owner: Owner) -> None:
     owner.seat(NODE)
     assert owner("node", "show", NODE.address)["pools"] == [owner.pool]
@@ -178,6 +181,7 @@ def test_a_node_moved_to_a_new_key_keeps_its_seat(owner: Owner) -> None:
     assert owner("node", "list") == [OTHER.address]
 
 
+@pytest.mark.slow
 def test_sessions_are_revoked_by_owner_or_node_only(owner: Owner) -> None:
     owner("node", "add", str(owner.consent(NODE)))
     owner("node", "revoke", NODE.address)
@@ -189,6 +193,7 @@ def test_sessions_are_revoked_by_owner_or_node_only(owner: Owner) -> None:
     assert "RevocationNotLater" in owner.refused("node", "revoke", NODE.address, "--before", "5")
 
 
+@pytest.mark.slow
 def test_an_owner_s_wallet_takes_its_nodes_out_of_the_pool(owner: Owner) -> None:
     pools = owner.deployed.contracts.pools
     assert "has no node in pool" in owner.refused("leave")
@@ -205,6 +210,7 @@ def test_an_owner_s_wallet_takes_its_nodes_out_of_the_pool(owner: Owner) -> None
     assert not pools.allows(OWNER.address, owner.pool)
 
 
+@pytest.mark.slow
 def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
     owner("node", "add", str(owner.consent(NODE)))
     owner("payout", OTHER.address)
@@ -213,6 +219,7 @@ def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
     assert "not an Ethereum address" in owner.refused("payout", "0x12")
 
 
+@pytest.mark.slow
 def test_stake_on_its_way_out_is_bonded_again(owner: Owner) -> None:
     owner("faucet")
     owner("stake", "add", "10")
@@ -248,6 +255,7 @@ def test_a_node_key_that_asks_for_stake_learns_that_it_is_the_owners(owner: Owne
     assert owner.deployed.client.nonce(NODE.address) == nonce
 
 
+@pytest.mark.slow
 def test_stake_nodes_and_faucet_need_no_pool(owner: Owner) -> None:
     flags = ["--rpc", owner.deployed.url, "--deployment", str(owner.deployed.path)]
     flags += ["--data", str(owner.folder / "data"), "--wallet", str(owner.keystore(OTHER))]
@@ -285,6 +293,7 @@ def _propose(owner: Owner) -> Digest:
     return leaf
 
 
+@pytest.mark.slow
 def test_a_slash_is_disputed_by_its_owner_alone_and_in_time(owner: Owner) -> None:
     owner.seat(NODE)
     leaf = _propose(owner)
@@ -301,6 +310,7 @@ def test_a_slash_is_disputed_by_its_owner_alone_and_in_time(owner: Owner) -> Non
     assert "it is disputed" in owner.refused("dispute", leaf)
 
 
+@pytest.mark.slow
 def test_an_owner_objects_without_a_deposit_that_no_evidence_is_served(owner: Owner) -> None:
     owner.seat(NODE)
     leaf = _propose(owner)
@@ -308,6 +318,7 @@ def test_an_owner_objects_without_a_deposit_that_no_evidence_is_served(owner: Ow
     assert "it is objected" in owner.refused("dispute", leaf)
 
 
+@pytest.mark.slow
 def test_a_closed_window_is_one_sentence(owner: Owner) -> None:
     owner.seat(NODE)
     leaf = _propose(owner)
@@ -315,6 +326,7 @@ def test_a_closed_window_is_one_sentence(owner: Owner) -> None:
     assert "past its window" in owner.refused("dispute", leaf)
 
 
+@pytest.mark.slow
 def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +416,7 @@ def test_receipts_are_listed_by_number_and_time(owner: Owner) -> None:
     assert "is not a time" in owner.refused("work", "list", "--since", "yesterday")
 
 
+@pytest.mark.slow
 def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again(
     owner: Owner,
 ) -> None:

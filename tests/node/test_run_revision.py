@@ -53,6 +53,7 @@ def working(world: NodeWorld, *flags: str) -> None:
     until(world.leases, "a lease is taken")
 
 
+@pytest.mark.slow
 def test_a_run_is_revised_under_load_and_no_file_is_lost(world: NodeWorld) -> None:
     working(world)
     step, later = revise(world)
@@ -75,6 +76,7 @@ def test_a_run_is_revised_under_load_and_no_file_is_lost(world: NodeWorld) -> No
     assert world.log().count("takes the present one's place") == 1
 
 
+@pytest.mark.slow
 def test_a_node_whose_owner_declines_a_revision_drains_and_ends_without_penalty(
     world: NodeWorld,
 ) -> None:

@@ -50,6 +50,7 @@ def test_a_shadow_node_works_without_chain_or_seat_and_shows_its_verdicts(
     assert "shadow" in listed.stdout
 
 
+@pytest.mark.slow
 def test_a_shadow_agent_whose_node_has_a_seat_ends_and_says_what_to_do(world: NodeWorld) -> None:
     first = world.join()
     until(lambda: world.node_status() == "admitted", "it solved its challenge")

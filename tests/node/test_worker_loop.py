@@ -39,6 +39,9 @@ class Agent:
         made = synthetic_lease(self._run, self._left, policy_version=0)
         return LeaseOffer(lease=made.signed, domain=DOMAIN, slots=self._slots)
 
+    def for_lease(self, digest: Digest) -> None:
+        """It has no gateway."""
+
     def send_file(self, path: Path) -> None:
         assert path.exists()
 

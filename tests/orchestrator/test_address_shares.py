@@ -112,6 +112,7 @@ def test_slow_bodies_of_one_address_leave_room_for_a_newcomers(
     asyncio.run(attack())
 
 
+@pytest.mark.slow
 def test_watchers_of_one_address_leave_room_for_a_newcomer(world: World) -> None:
     app = create_app(world.backend)
 
@@ -213,6 +214,7 @@ def served(world: World, *trusted: str) -> Iterator[str]:
         listener.close()
 
 
+@pytest.mark.slow
 def test_the_server_holds_more_than_a_thousand_connections(world: World) -> None:
     with served(world) as url, ExitStack() as stack:
         port = int(url.rsplit(":", 1)[1])
@@ -231,6 +233,7 @@ def watches(held: ExitStack, url: str, forwarded: str) -> int:
     return held.enter_context(stream).status_code
 
 
+@pytest.mark.slow
 def test_the_servers_word_on_who_asks_is_ours_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ def test_delayed_echoes_of_short_work_gain_a_tenth_at_most(world: World) -> None
     assert said.card_gmacs == 8  # 8.9, and 10 is the vendor's
 
 
+@pytest.mark.slow
 def test_a_node_cannot_try_until_it_is_lucky(world: World) -> None:
     """One that skips half of the rows and drops each proof whose drawn cells it did not compute.
     Refused, it does not hold the turn of its address."""
@@ -305,6 +306,7 @@ def test_claims_that_do_not_fit_are_refused(world: World, cards: list[Gpu], word
     assert words in answer.json()["detail"]
 
 
+@pytest.mark.slow
 def test_older_nodes_join_where_no_cards_are_asked_for_and_learn_it_where_they_are(
     make_world: MakeWorld,
 ) -> None:

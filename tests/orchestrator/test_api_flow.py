@@ -31,6 +31,7 @@ def test_a_member_takes_a_lease_and_hands_in_its_file(world: World) -> None:
     assert lease.lease.index == 1
 
 
+@pytest.mark.slow
 def test_nodes_that_ask_at_once_get_leases_of_their_own_and_no_more_than_the_lead(
     make_world: MakeWorld,
 ) -> None:

@@ -52,6 +52,7 @@ def test_an_open_lease_comes_back_unchanged_abandoned_or_not(world: World) -> No
     assert world.lease(session) != first
 
 
+@pytest.mark.slow
 def test_no_salt_and_no_index_of_a_step_is_given_twice(world: World) -> None:
     given: list[SignedLease] = []
     for round_number in range(4):
@@ -83,6 +84,7 @@ def _beat_all(world: World) -> None:
             nodes.set_status(connection, node.address, "active", last_heartbeat=world.clock())
 
 
+@pytest.mark.slow
 def test_work_is_given_out_until_the_lead_is_full(make_world: MakeWorld) -> None:
     """4 groups a batch, 2 a lease, 70 % informative: 9 leases reach the 3 batches of the lead."""
     world = make_world()
@@ -96,6 +98,7 @@ def test_work_is_given_out_until_the_lead_is_full(make_world: MakeWorld) -> None
     assert "under way" in refused.reason
 
 
+@pytest.mark.slow
 def test_a_silent_nodes_lease_no_longer_counts(world: World) -> None:
     sessions = [world.member(number) for number in range(1, 11)]
     answers = [ask(world, session) for session in sessions]
@@ -230,6 +233,7 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
     assert reported(int(world.clock()) + 100) == []
 
 
+@pytest.mark.slow
 def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(world: World) -> None:
     """Void files cost their node nothing, and validators a replay each where no one calibrated the
     set-up: made-up ones came as fast as leases were asked for."""

@@ -412,6 +412,7 @@ def test_node_infos_count_what_became_of_files(world: World) -> None:
     assert (info["accepted"], info["rejected"], info["void"], info["units"]) == (1, 0, 0, 77)
 
 
+@pytest.mark.slow
 def test_the_api_process_needs_neither_torch_nor_docker() -> None:
     code = (
         "import sys, prime_orchestrator.api.app, prime_orchestrator.serve;"

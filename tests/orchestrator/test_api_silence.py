@@ -115,6 +115,7 @@ def test_heartbeats_of_two_machines_in_one_batch_differ(world: World) -> None:
     assert [one.directive, two.directive] == ["work", "stop"]
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.parametrize("other", ["issues leases", "takes files in", "rejects a file"])
 @pytest.mark.parametrize("waits", ["expiry", "the indexer"])

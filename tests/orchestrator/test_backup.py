@@ -61,6 +61,7 @@ def table(store: Store, of: sa.Table) -> list[tuple[object, ...]]:
         return sorted((tuple(row) for row in connection.execute(of.select())), key=repr)
 
 
+@pytest.mark.slow
 def test_a_backup_taken_under_load_restores_to_a_consistent_pool(
     pool: World, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def orchestrator(*words: str, code: int = 0) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_the_commands_move_a_pool_from_a_folder_to_s3(tmp_path: Path, s3: S3Server) -> None:
     data, saved, moved = tmp_path / "data", tmp_path / "saved", tmp_path / "moved"
     store = open_store(sqlite_url(data / "orchestrator.sqlite"))

@@ -104,6 +104,7 @@ def links(page: Page) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_page_draws_what_happens_without_a_reload(world: World, browser: Browser) -> None:
     with served(world) as (url, _):
         page = browser.new_page()
@@ -136,6 +137,7 @@ def test_page_draws_what_happens_without_a_reload(world: World, browser: Browser
     assert trouble == []
 
 
+@pytest.mark.slow
 def test_page_says_when_the_pool_stalled_and_when_it_ended(world: World, browser: Browser) -> None:
     eventful(world)
     assert world.backend.context.run.lease_seconds == 60
@@ -184,6 +186,7 @@ def test_every_address_transaction_and_slash_is_a_link(
         page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axes_have_values_that_fit_and_can_be_read(

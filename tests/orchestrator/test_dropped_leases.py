@@ -51,6 +51,7 @@ def owned(world: World, session: Session, owner: int) -> None:
         nodes.set_member(connection, session.account.address, provider=provider)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_node_that_drops_a_lease_rests_twice_as_long_each_time(world: World) -> None:
     watch, session = Watch(world), world.member(1)
     rests = []

@@ -56,6 +56,7 @@ def queue(tmp_path: Path) -> Path:
     return tmp_path / "queue"
 
 
+@pytest.mark.slow
 def test_an_environment_goes_from_template_to_run(folder: Path, queue: Path) -> None:
     assert read("check", folder)["ok"] is True
     waiting = read("submit", folder, "--queue", queue)
@@ -83,6 +84,7 @@ def test_an_environment_goes_from_template_to_run(folder: Path, queue: Path) -> 
     environment.close()
 
 
+@pytest.mark.slow
 def test_refusing_keeps_the_reason_and_is_final(folder: Path, queue: Path) -> None:
     file = read("submit", folder, "--queue", queue)["file"]
     refused = read("refuse", file, "--by", "op", "--note", "too easy", "--queue", queue)
@@ -93,6 +95,7 @@ def test_refusing_keeps_the_reason_and_is_final(folder: Path, queue: Path) -> No
         env("submit", folder, "--queue", queue)
 
 
+@pytest.mark.slow
 def test_an_unfit_environment_is_neither_submitted_nor_approved(
     folder: Path, queue: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +116,7 @@ def test_an_unfit_environment_is_neither_submitted_nor_approved(
     assert Queue(queue).get(file).status == "waiting"
 
 
+@pytest.mark.slow
 def test_a_packed_file_is_submitted_like_its_folder(
     folder: Path, queue: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +158,7 @@ def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None
         env("new", tmp_path / name)
 
 
+@pytest.mark.slow
 def test_refusing_needs_a_reason_and_a_name(folder: Path, queue: Path) -> None:
     file = read("submit", folder, "--queue", queue)["file"]
     for words in (["refuse", file, "--by", "op"], ["approve", file]):

@@ -68,6 +68,7 @@ def answered(pool: Pool, session: Session, answers: list[bool]) -> SignedLease:
     return lease
 
 
+@pytest.mark.slow
 def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     pool: Pool, tmp_path: Path
 ) -> None:

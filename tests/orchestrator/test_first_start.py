@@ -60,6 +60,7 @@ def validate(operator: Operator, url: str, **changes: str) -> list[str]:
     return ["validate", *(word for name, value in flags.items() for word in (f"--{name}", value))]
 
 
+@pytest.mark.slow
 def test_a_validator_whose_rpc_never_answered_ends_and_says_what_to_check(
     operator: Operator,
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_node_whose_row_is_held_keeps_no_other_waiting(world: World, empty_pos
         store.close()
 
 
+@pytest.mark.slow
 def test_leases_asked_for_together_are_those_asked_for_one_after_the_other(tmp_path: Path) -> None:
     answers: list[list[LeaseAnswer | PolicyError]] = []
     for name in ("together", "apart"):

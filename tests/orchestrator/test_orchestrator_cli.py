@@ -45,6 +45,7 @@ def test_help_names_every_command_and_imports_none_of_them() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "who"),
     [
@@ -61,6 +62,7 @@ def test_each_forwarded_command_answers_for_itself(command: str, who: str) -> No
     assert f"Usage: {who} " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_users_mistake_is_one_sentence_without_traceback(tmp_path: Path) -> None:
     done = run("serve", "--data", str(tmp_path), "--port", "99999")
     assert done.returncode == UserError.exit_code
@@ -71,6 +73,7 @@ def test_a_users_mistake_is_one_sentence_without_traceback(tmp_path: Path) -> No
     assert "add --deployment" in said
 
 
+@pytest.mark.slow
 def test_store_migrate_makes_the_schema(tmp_path: Path) -> None:
     done = run("store", "migrate", "--data", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), values) | st.text())
 def test_what_is_packed_comes_back(value: dict[str, Any] | str) -> None:
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False), str(value)):

@@ -173,6 +173,7 @@ def pool(
 RIGHT, WRONG = True, False
 
 
+@pytest.mark.slow
 def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     one, two, three = (pool.world.member(number) for number in (1, 2, 3))
     trained = pool.accepted(one, [RIGHT, WRONG, WRONG, WRONG])
@@ -211,6 +212,7 @@ def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     assert "2 planted" in pool.run("list")
 
 
+@pytest.mark.slow
 def test_the_list_is_filtered_and_comes_in_pages(pool: Pool) -> None:
     sessions = [pool.world.member(number) for number in (1, 2)]
     names = [pool.send(sessions[number % 2], b"file %d" % number) for number in range(5)]
@@ -238,6 +240,7 @@ def test_the_list_is_filtered_and_comes_in_pages(pool: Pool) -> None:
     assert START == 1_800_000_000.0, "which is 2027-01-15T08:00Z"
 
 
+@pytest.mark.slow
 def test_a_file_is_shown_with_texts_rewards_and_verdict(pool: Pool, tmp_path: Path) -> None:
     one, two = pool.world.member(1), pool.world.member(2)
     name = pool.accepted(one, [RIGHT, WRONG, WRONG, WRONG])
@@ -268,6 +271,7 @@ def test_a_file_is_shown_with_texts_rewards_and_verdict(pool: Pool, tmp_path: Pa
     assert "reward 0.250, claimed by the node and not verified" in text
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_parse_is_shown_by_its_verdict(pool: Pool) -> None:
     name = pool.send(pool.world.member(1), b"no Parquet file")
     pool.judge(Reason.MALFORMED)
@@ -276,6 +280,7 @@ def test_a_file_that_does_not_parse_is_shown_by_its_verdict(pool: Pool) -> None:
     assert "its rows cannot be shown" in text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shown_is_one_sentence(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +329,7 @@ def test_the_tokenizer_must_be_the_runs(pool: Pool, tmp_path: Path) -> None:
         pool.run("show", name, "--model", str(other))
 
 
+@pytest.mark.slow
 def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +389,7 @@ def test_an_export_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_accepted_file_that_does_not_parse_is_never_left_out(pool: Pool, tmp_path: Path) -> None:
     damaged = pool.send(pool.world.member(1), b"no Parquet file")
     pool.judge(answers=[RIGHT, WRONG, WRONG, WRONG])
@@ -390,6 +397,7 @@ def test_an_accepted_file_that_does_not_parse_is_never_left_out(pool: Pool, tmp_
         pool.run("export", "--out", str(tmp_path / "x.parquet"))
 
 
+@pytest.mark.slow
 def test_the_commands_read_a_bucket(pool: Pool, s3: S3Server, tmp_path: Path) -> None:
     name = pool.accepted(pool.world.member(1), [RIGHT, WRONG, WRONG, WRONG])
     store, objects = pool.world.backend.store, pool.world.backend.objects

@@ -207,6 +207,7 @@ def length_budgets(draw: st.DrawFn) -> LengthBudgets:
     return LengthBudgets(targets=targets, by_class=by_class, min_share_micro=share, penalty_micro=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(crews(), length_budgets(), st.integers(0, 10**6))
 def test_no_target_starves_with_any_set_of_nodes(

@@ -91,6 +91,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
         assert policies.latest_version(connection) == 0
 
 
+@pytest.mark.slow
 def test_a_restart_needs_no_rpc_and_watchers_do_not_keep_it_alive(operator: Operator) -> None:
     child = operator.serve()
     child.send_signal(signal.SIGINT)
@@ -141,6 +142,7 @@ def test_a_chain_without_the_contracts_is_said_in_one_sentence(operator: Operato
         empty.stop()
 
 
+@pytest.mark.slow
 def test_a_taken_port_and_a_second_server_are_said_in_one_sentence(operator: Operator) -> None:
     operator.serve()
     assert "another orchestrator is serving" in operator.refused()
@@ -156,6 +158,7 @@ def test_a_taken_port_and_a_second_server_are_said_in_one_sentence(operator: Ope
         run(moved)
 
 
+@pytest.mark.slow
 def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
     operator.serve()
     objects = DirectoryStore(
@@ -176,6 +179,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
     assert httpx.get(objects.signed_get(key, expires)).content == data
 
 
+@pytest.mark.slow
 def test_files_go_to_a_bucket_past_the_orchestrator(
     operator: Operator, s3: S3Server, store: Store
 ) -> None:
@@ -207,6 +211,7 @@ def place_of_pool(operator: Operator) -> str:
     return place_of(operator.deployed.deployment, operator.pool)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_cannot_serve_is_said_in_one_sentence(
     operator: Operator, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_bucket_that_serves_passes_the_check_and_nothing_is_left_in_it(store: 
     assert list(store.keys()) == []
 
 
+@pytest.mark.slow
 def test_a_missing_bucket_is_named(s3: S3Server) -> None:
     with pytest.raises(UserError, match="there is no bucket elsewhere"):
         opened(s3, bucket="elsewhere").check()

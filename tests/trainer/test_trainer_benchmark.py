@@ -108,6 +108,7 @@ def test_known_answers_are_scored(
     assert "ungraded" not in score.parts
 
 
+@pytest.mark.slow
 def test_every_test_of_a_program_is_run(opened: dict[str, Benchmark]) -> None:
     one = benchmark("livecodebench-v5", opened)
     score = one.score(problem(one, 0), SUM)
@@ -295,6 +296,7 @@ def scripted(
     return run_benchmark(one, model, None, asked, digest, Sampling(**how)), engine
 
 
+@pytest.mark.slow
 def test_the_report_s_figures_are_those_of_the_answers(
     monkeypatch: pytest.MonkeyPatch, opened: dict[str, Benchmark]
 ) -> None:

@@ -65,6 +65,7 @@ def test_an_honest_batch_comes_whole_with_the_validators_rewards() -> None:
     assert not expected
 
 
+@pytest.mark.slow
 def test_a_batch_in_memory_takes_few_bytes_a_token() -> None:
     """4 a prompt token, 8 a generated one: a long batch is tens of millions of them, twice."""
     run = RUN.model_copy(update={"max_output_tokens": 4096})

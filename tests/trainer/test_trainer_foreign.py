@@ -114,6 +114,7 @@ def trained(
     return samples
 
 
+@pytest.mark.slow
 def test_reasoning_gym_trains_by_its_own_scorer(
     tmp_path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:

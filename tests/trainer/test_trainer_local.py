@@ -155,6 +155,7 @@ def test_a_pool_of_the_same_file_has_the_same_run(tmp_path: Path) -> None:
     assert local.price_per_unit == 7
 
 
+@pytest.mark.slow
 def test_answers_that_are_all_rewarded_alike_end_the_run_in_one_sentence(
     tmp_path: Path, model: Path, world: World
 ) -> None:
@@ -350,6 +351,7 @@ def _signals() -> Any:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_signals")
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_run_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
@@ -376,6 +378,7 @@ def test_a_run_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
     assert results(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +400,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     assert results(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_what_cannot_be_resumed_is_refused(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -427,6 +431,7 @@ def test_what_cannot_be_resumed_is_refused(
     assert resumable(source, out, resume=True).is_dir(), "without a checkpoint it begins again"
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_sentence_and_130(tmp_path: Path) -> None:
     source, out = written(tmp_path / "in"), tmp_path / "out"
     words = ["local", str(source), "--model", str(DEMO), "--out", str(out), "--steps", "100000"]

@@ -107,6 +107,7 @@ def test_adapters_are_trained_resumed_and_published_merged(pool: Pool, tmp_path:
     assert set(weights(data, 2)) == set(weights(data, 0))
 
 
+@pytest.mark.slow
 def test_a_run_shows_itself_and_ends_as_a_model_folder(pool: Pool, tmp_path: Path) -> None:
     data, events = tmp_path / "data", tmp_path / "events"
     command = [*pool.command(data), "--metrics-port", "0", "--tensorboard", str(events)]

@@ -22,6 +22,7 @@ from prime_trainer.planning import counted_step, plan_step
 TOKENS = {"sample_tokens": 48, "prompt_tokens": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"recompute": True}, {"lora_rank": 4}, {"bf16": True}, {"optimizer_steps": 2}],
@@ -40,6 +41,7 @@ def test_the_simulated_step_allocates_what_the_real_one_does(
     assert planned.peak > planned.kept
 
 
+@pytest.mark.slow
 def test_with_offload_a_device_holds_only_the_layers_in_use(model: Path, tmp_path: Path) -> None:
     run, plain = kit.run_definition(), kit.settings(model, tmp_path, bf16=True)
     offloaded = kit.settings(model, tmp_path, bf16=True, cpu_offload=True)
@@ -65,6 +67,7 @@ def test_moments_in_8_bits_take_a_quarter(tmp_path: Path) -> None:
         assert planned.kept == pytest.approx(6.05 * weights / ranks, rel=0.03)
 
 
+@pytest.mark.slow
 def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None:
     run, settings = kit.run_definition(), kit.settings(model, tmp_path)
     one, four = (plan_step(run, settings, ranks=ranks, **TOKENS) for ranks in (1, 4))
@@ -77,6 +80,7 @@ def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None
     assert four.gathered >= 4 * weights
 
 
+@pytest.mark.slow
 def test_a_plan_needs_the_models_configuration_only(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     run = tmp_path / "run.json"

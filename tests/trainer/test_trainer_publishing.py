@@ -244,6 +244,7 @@ def by_hand(pool: Pool, data: Path, *more: str) -> list[str]:
     return [*command[:3], "publish", *flags, "--version", "0", *more]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> None:
     with started(by_hand(pool, tmp_path / "data")) as child:
         assert child.stdout is not None
@@ -253,6 +254,7 @@ def test_ctrl_c_ends_the_serving_and_is_no_error(pool: Pool, tmp_path: Path) -> 
         assert "no source is known to have all of policy 0 yet" in said
 
 
+@pytest.mark.slow
 def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Path) -> None:
     data = tmp_path / "data"
     ended = finished(by_hand(pool, data, "--no-serve"))

@@ -133,6 +133,7 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
     assert len(lines(data)) == 1
 
 
+@pytest.mark.slow
 def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
         wait_until(lambda: len(pool.published()) == 2, "policy 1")
 
 
+@pytest.mark.slow
 def test_a_stopping_trainer_leaves_the_ready_batches(pool: Pool, tmp_path: Path) -> None:
     sealed = 30
     for step in range(sealed):
@@ -164,6 +166,7 @@ def test_a_stopping_trainer_leaves_the_ready_batches(pool: Pool, tmp_path: Path)
     assert 0 < len(lines(data)) < sealed
 
 
+@pytest.mark.slow
 def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Path) -> None:
     with started(
         [*pool.command(tmp_path / "data"), "--orchestrator", "http://127.0.0.1:9"]
@@ -178,6 +181,7 @@ def test_an_orchestrator_that_comes_late_is_waited_for(pool: Pool, tmp_path: Pat
         assert code == 0, said
 
 
+@pytest.mark.slow
 def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_one(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -196,6 +200,7 @@ def test_an_orchestrator_that_never_answered_ends_the_first_start_and_no_later_o
         assert code == 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
@@ -306,6 +311,7 @@ def test_every_second_policy_is_evaluated_by_a_follower_without_a_key(
     )
 
 
+@pytest.mark.slow
 def test_a_follower_of_a_pool_that_holds_out_too_few_problems_is_refused(
     pool: Pool, tmp_path: Path
 ) -> None:

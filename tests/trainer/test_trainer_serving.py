@@ -248,6 +248,7 @@ def test_a_model_without_a_template_answers_raw_prompts(folder: Path, engine: En
     assert choice["text"] == greedy(engine, "abc", 8)
 
 
+@pytest.mark.slow
 def test_the_program_serves_until_sigterm(folder: Path) -> None:
     command = [sys.executable, "-m", "prime_trainer.cli", "serve", str(folder), "--port", "0"]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:

@@ -37,6 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "OTHER_CPUS", ())
 
 
+@pytest.mark.slow
 def test_a_small_calibration_stays_within_the_shipped_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -70,6 +71,7 @@ def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
         assert set(limits.long) == (set(STATISTICS) if judged else set())
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_missing_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,6 +98,7 @@ def test_files_of_another_interpreter_are_those_of_this_one(tmp_path: Path) -> N
         list(generate(Setup("other", "float32", python=Path(sys.executable)), jobs, (5,)))
 
 
+@pytest.mark.slow
 def test_an_earlier_calibrations_other_setups_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _small(monkeypatch)
     shipped = thresholds.shipped()

@@ -56,6 +56,7 @@ def test_only_what_has_a_time_limit_waits_for_the_replay(
     assert found == [check.name for check in CHECKS if check.name not in late] + late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_judged_file_holds_its_engine_no_longer_than_its_case(world: Any, whole: bool) -> None:
     """Without the garbage collector: a validator that keeps one more policy needs twice the

@@ -114,6 +114,7 @@ def test_honest_files_are_accepted_and_hold_the_log_probabilities_of_the_proof_p
         assert logprobs.tobytes() == row.logprobs.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", ["int8", "kv8", "old1_1e6"])
 def test_every_file_whose_proof_pass_used_other_weights_is_rejected(
@@ -311,6 +312,7 @@ def test_files_of_exact_classes_are_summed_apart_from_others(small: Any) -> None
     assert setups == [f"plain/1 float32 {made.device} exact", f"plain/1 float32 {made.device}"]
 
 
+@pytest.mark.slow
 def test_settings_that_change_bits_but_no_version_change_the_key() -> None:
     """A calibration proves keys. Otherwise rows of one kind of machine would prove another kind,
     whose bits differ."""

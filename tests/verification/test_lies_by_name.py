@@ -86,6 +86,7 @@ def _judged(small: Any, name: str, number: int) -> Finding:
     return _verified(small, scene, LIES[name].make(scene))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LIES))
 def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
     due = LIES[name].ends
@@ -116,6 +117,7 @@ def talking(small: Any) -> Iterator[Any]:
     del BUILT_IN["words"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["t11", "greedy", "other_seed", "best_of_4", "int4", "small_model", "half_small", "foreign5",

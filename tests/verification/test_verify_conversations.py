@@ -338,6 +338,7 @@ def test_the_trainer_gets_spans_and_counts_the_models_tokens(
         assert rollout.generated == len(row.model_tokens)
 
 
+@pytest.mark.slow
 def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
     world: Any, tmp_path: Path
 ) -> None:
@@ -378,6 +379,7 @@ def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
         environment_for(run)
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_are_computed_again(talking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of a row's turns is part of the reward that a validator pays and refutes."""
     plain = talking.judge(talking.honest(0)).table

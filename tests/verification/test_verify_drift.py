@@ -30,6 +30,7 @@ def long_world(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return type(world)(run, environment_for(run), load_engine(folder)), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", sorted(SHOWN))
 def test_small_changes_of_weights_show_against_a_replay_in_the_files_own_dtype(
     long_world: Any, lie: str
@@ -46,6 +47,7 @@ def test_small_changes_of_weights_show_against_a_replay_in_the_files_own_dtype(
     )
 
 
+@pytest.mark.slow
 def test_honest_long_files_in_bfloat16_are_accepted(long_world: Any) -> None:
     of_long, folder = long_world
     honest = load_engine(folder, dtype="bfloat16")

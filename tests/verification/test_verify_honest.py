@@ -26,6 +26,7 @@ from prime_verify.rollout_file import load_rollouts, read_rollout_file
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch_rows", [3, 16, 64])
 def test_honest_files_are_accepted_for_every_batch_size_and_dtype(
@@ -38,6 +39,7 @@ def test_honest_files_are_accepted_for_every_batch_size_and_dtype(
         assert len(found.rows_drawn) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_honest_files_of_models_never_calibrated_are_accepted(
@@ -54,6 +56,7 @@ def test_honest_files_of_models_never_calibrated_are_accepted(
         assert found.outcome is Outcome.ACCEPTED, found
 
 
+@pytest.mark.slow
 def test_one_drawn_row_is_enough_for_an_honest_file(world: Any) -> None:
     run = world.run.model_copy(update={"replay_rows_micro": 1})
     lonely = type(world)(run, world.environment, world.engine)

@@ -322,6 +322,7 @@ def test_a_forced_early_end_is_rejected(world: Any) -> None:
     _rejected(world, lambda n: world.made(n, generate=_forced(world, cut)), {Reason.EARLY_END})
 
 
+@pytest.mark.slow
 def test_the_right_answers_written_by_hand_are_rejected(world: Any) -> None:
     """Perfect rewards: every row is the gold answer, scored by the true policy."""
 
@@ -346,6 +347,7 @@ def test_text_that_the_policy_finds_impossible_is_found(world: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_lying_row_is_found_when_it_is_drawn(world: Any) -> None:
     run = world.run.model_copy(update={"replay_rows_micro": 1_000_000})
     every = type(world)(run, world.environment, world.engine)

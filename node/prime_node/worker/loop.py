@@ -209,7 +209,8 @@ def work(
                 continue
             silent_since, slots = None, offer.slots
             if offer.lease is not None and offer.domain is not None:
-                jobs.start(Job(offer.lease, offer.lease.lease.digest(offer.domain)))
+                digest = offer.lease.lease.digest(offer.domain)
+                jobs.start(Job(offer.lease, digest, bridge.for_lease(digest)))
     except StopAskedError:
         pass
     finally:

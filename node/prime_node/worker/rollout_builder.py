@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from prime_core.errors import NotFoundError, UnavailableError
+from prime_core.gateway import Answers
 from prime_core.ids import Digest
 from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
@@ -59,10 +60,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """One lease to fulfil."""
+    """One lease to fulfil. `answers`: where calls of the gateway's tools are answered."""
 
     signed: SignedLease
     lease_digest: Digest
+    answers: Answers | None = None
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,11 @@ class RolloutBuilder:
         return again
 
     def make(self, job: Job, engine: Engine) -> bytes:
-        """Returns the rollout file of a lease, made with `engine`; calls of the gateway's tools go
-        over the bridge. Raises UnavailableError if the agent is gone."""
+        """Returns the rollout file of a lease, made with `engine`. Raises UnavailableError if the
+        agent is gone."""
         return build_rollout_file(
-            job.signed, job.lease_digest, self.run, engine, self.environment,
-            answers=BridgeClient(self.options.socket).for_lease(job.lease_digest),
-        )  # fmt: skip
+            job.signed, job.lease_digest, self.run, engine, self.environment, answers=job.answers
+        )
 
     def count(self, content: bytes) -> int:
         """Tokens that the model generated in a file that was made."""
