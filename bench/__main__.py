@@ -24,6 +24,7 @@ BENCHES = {
     "learning": "Samples to a reward: synchronous, stale, with liars; and ablations (CPU hours)",
     "trainer": "Packing, overhead, tokens a second next to TRL, one gradient on any ranks",
     "researcher": "Whole GRPO steps of `trainer local` next to TRL's: time, memory, lines",
+    "engine": "What proofs, lease slots and new policies cost an engine",
     "plan": "Memory of a training step as planned, over what a real one takes",
     "gpu": "Tokens a second and MFU of the trainer on one GPU, next to prime-rl's published figure",
     "environments": "Programs a second in the sandbox, graders, file times by speed class",
