@@ -6,9 +6,11 @@ Which batch (`decide`):
             + leases under way × groups per lease × the share of groups that turn out informative
     demand  = the unsealed batches that work made now may still serve, in order
 
-A node gets the first batch that the supply does not fill. An open lease is returned to its node
-before anything else, and an expired one costs more time than any choice of the next is worth
-(manager/standing.py). Leases under way are weighted by the share of leases their nodes kept.
+A node gets the first batch that the supply does not fill. A node that holds leases gets another
+only if one is left for each idle node (`Supply.reserved`): when little work is needed, it goes to
+as many nodes as possible. An open lease is returned to its node before anything else, and an
+expired one costs more time than any choice of the next is worth (manager/standing.py). Leases under
+way are weighted by the share of leases their nodes kept.
 
 Which target length (`pick_target`), by the expected share of each target among the latest leases:
 
@@ -24,7 +26,7 @@ decision.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prime_core.node import NodeStatus
 from prime_core.run import LEAST_SHARE, MICRO, LengthBudgets
@@ -72,6 +74,12 @@ class Supply:
         informative, observed = self.informative
         share = (informative + PRIOR_SHARE * PRIOR_WEIGHT) / (observed + PRIOR_WEIGHT)
         return max(MIN_SHARE, share)
+
+    def reserved(self, leases: int) -> Supply:
+        """The supply as if `leases` more were under way with the latest policy."""
+        if not leases or self.latest_version is None:
+            return self
+        return replace(self, under_way=(*self.under_way, (self.latest_version, float(leases))))
 
 
 @dataclass(frozen=True)

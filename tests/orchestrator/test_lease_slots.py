@@ -20,6 +20,7 @@ from prime_core.messages import HeartbeatAnswer, LeaseAnswer, LeaseRequest
 from prime_core.run import MICRO
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason
+from prime_orchestrator import scheduler
 from prime_orchestrator.api import leasing
 from prime_orchestrator.manager import speed, standing
 from prime_orchestrator.manager.planting import Planted
@@ -122,6 +123,26 @@ def test_slots_follow_the_measured_speed(world: World, seconds: float, slots: in
     with world.backend.store.read() as connection:
         opened = leases.open_among(connection, [session.account.address])
         assert leases.held_by(connection, opened, world.clock()) == {session.account.address: slots}
+
+
+@pytest.mark.parametrize("idle", [0, 7, 12])
+def test_scarce_work_goes_to_idle_nodes_first(make_world: MakeWorld, idle: int) -> None:
+    """Some nine leases fill the batches within reach."""
+    world = make_world(stake_per_seat=1)
+    world.publish(0)
+    fast, *others = [proven(world, number) for number in range(1, 2 + idle)]
+    held, reason = fill(world, fast)
+    given = [ask(world, other).lease for other in others]
+    needed = len(held) + sum(lease is not None for lease in given)
+    if idle == 0:
+        assert len(held) == 4
+    elif idle == 7:
+        assert all(given), "what the fast node left is enough for all"
+        assert 1 < len(held) < 4
+        assert reason == scheduler.ENOUGH
+    else:
+        assert len(held) == 1
+        assert needed < 1 + idle, "not even one lease for each"
 
 
 def test_the_operators_limit_holds(make_world: MakeWorld) -> None:

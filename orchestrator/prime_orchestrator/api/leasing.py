@@ -115,7 +115,8 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         if not backend.planted.may_lease(view.connection, node.address, now):
             return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
     asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
-    choice = scheduler.decide(asker, view.supply, rules_of(backend))
+    supply = view.supply.reserved(view.idle) if view.open.get(node.address) else view.supply
+    choice = scheduler.decide(asker, supply, rules_of(backend))
     return _answer(
         view,
         node,

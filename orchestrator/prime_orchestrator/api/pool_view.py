@@ -91,6 +91,12 @@ class PoolView:
         return supply_of(self.connection, self.backend)
 
     @cached_property
+    def idle(self) -> int:
+        """How many active nodes have no open lease and may get one."""
+        self.write()  # nodes that were just granted a lease are not idle
+        return leases.idle_nodes(self.connection, self.now)
+
+    @cached_property
     def history(self) -> RunHistory:
         return revisions.history(self.connection, self.backend.context)
 
@@ -230,6 +236,8 @@ class PoolView:
     def grant(self, row: LeaseRow, node: NodeRow) -> None:
         """Notes a new lease, which `write` stores."""
         self._granted.append(row)
+        if not row.shadow and not self.open.get(node.address):
+            self.__dict__.pop("idle", None)
         self.open.setdefault(node.address, []).append(row)
         self._indices[row.step] = row.lease_index + 1
         if not row.shadow:

@@ -15,6 +15,7 @@ from prime_orchestrator.store.nodes import owner_column
 from prime_orchestrator.store.rows import record, records, update_each
 
 _leases = schema.leases.c
+_nodes = schema.nodes.c
 _submissions = schema.submissions.c
 
 
@@ -246,6 +247,17 @@ def held_by(connection: Connection, nodes: Collection[Address], now: float) -> d
         .group_by(_leases.node)
     )
     return {Address(node): int(count) for node, count in connection.execute(query)}
+
+
+def idle_nodes(connection: Connection, now: float) -> int:
+    """Returns how many active nodes that do not rest have no open paid lease."""
+    holds = sa.exists().where(
+        _leases.node == _nodes.address, _leases.status == "open", _leases.shadow.is_(False)
+    )
+    query = sa.select(sa.func.count()).where(
+        _nodes.status == "active", _nodes.rests_until <= now, ~holds
+    )
+    return int(connection.execute(query).scalar_one())
 
 
 def set_status(
