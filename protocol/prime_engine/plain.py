@@ -92,8 +92,10 @@ class _Running:
         return len(self.rows)
 
     def joinable(self) -> bool:
-        """Whether rows of another length can be added (not to a sliding window)."""
-        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        """Whether rows of another length can be added: not to a sliding window, nor where the model
+        keeps its cache elsewhere."""
+        layers = self.cache.layers
+        return all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
 
     def select(self, kept: list[int]) -> None:
         """Drops all other rows, and columns that only pad the rest if they are a quarter."""
