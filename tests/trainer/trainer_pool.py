@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import trainer_kit as kit
 import uvicorn
 from sqlalchemy import select
@@ -185,7 +186,12 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         yield child
     finally:
         if child.poll() is None:
+            # torchrun's ranks have groups of their own, and would keep its output open
+            ranks = psutil.Process(child.pid).children(recursive=True)
             os.killpg(child.pid, signal.SIGKILL)
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
         child.wait()
         if child.stdout is not None:
             child.stdout.close()
