@@ -102,12 +102,7 @@ def _store(server: Database, files: int) -> Iterator[_Filled]:
         )
     database = replace(server, url=server.url.replace("/postgres?", f"/{name}?"))
     with serving(database, definition(), validators=work.signers(1, 2)) as servers:
-        nodes = work.Nodes.seat(servers)
-        judges = work.Judges.seat(servers, work.signers(1, 2))
-        asyncio.run(work.hand_in(servers, nodes, 1))
-        asyncio.run(judges.judge(servers, 1))
-        end(servers.processes)
-        servers.processes.clear()
+        nodes = work.one_judged_file(servers, work.signers(1, 2))
         backend = servers.pool.backend
         with backend.store.begin() as connection:
             fill(connection, files, time.time())

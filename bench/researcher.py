@@ -24,10 +24,13 @@ from __future__ import annotations
 import ast
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +40,8 @@ from bench.form import ROOT, Row
 from bench.trainer import TRL, peer_python
 from prime_core.errors import FatalError, UnavailableError
 from prime_envs.registry import environment_for
-from prime_trainer.local import local_run
+from prime_trainer.config import load
+from prime_trainer.local import Options, local_run, run_local
 from prime_trainer.metrics import read_lines
 
 PACKAGES = ("torch", "transformers")
@@ -114,7 +118,7 @@ def write_problems(path: Path) -> Path:
 
 def our_round(out: Path, steps: int) -> Round:
     """Runs `trainer local` for `steps` steps into the folder `out`."""
-    words = [sys.executable, "-m", "bench.researcher_worker", SOURCE, MODEL, out, steps]
+    words = [sys.executable, "-m", "bench.researcher", SOURCE, MODEL, out, steps]
     found = _last_line("trainer local", words, {})
     for step, line in zip(found["steps"], read_lines(out / "metrics.jsonl"), strict=True):
         seconds = line["seconds"]
@@ -213,3 +217,29 @@ def python_lines(path: Path, function: str = "") -> int:
             inside -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     lines = [line.strip() for line in text.splitlines()]
     return sum(bool(lines[at - 1]) and not lines[at - 1].startswith("#") for at in inside)
+
+
+def main() -> None:
+    """Runs `trainer local` and notes the clocks at the end of each step: `python -m
+    bench.researcher RUN.toml MODEL OUT STEPS`.
+
+    The last line is one JSON object: `steps`, with `wall` and `cpu` (seconds) of each, and `peak`,
+    the largest resident set in bytes.
+    """
+    source, model, out, steps = sys.argv[1:]
+    marks: list[dict[str, float]] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if line.startswith("step "):
+            marks.append({"wall": time.perf_counter(), "cpu": time.process_time()})
+
+    flags = {"model": Path(model), "data": Path(out), "steps": int(steps)}
+    settings = load(flags, Path(source).with_suffix(".trainer.toml"))
+    run_local(Path(source), settings, Options(threads=1, evaluate_every=0), threading.Event(), say)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"steps": marks, "peak": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,6 @@ queues the reward root. Signatures of the copies do not hold; settling checks no
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import sqlalchemy as sa
@@ -16,7 +15,7 @@ from sqlalchemy import Connection
 
 from bench import work
 from bench.form import Row
-from bench.servers import Database, end, serving
+from bench.servers import Database, serving
 from prime_core import encoding
 from prime_core.errors import FatalError
 from prime_core.ids import Digest
@@ -37,11 +36,7 @@ def rows(quick: bool, database: Database) -> list[Row]:
     """All rows; empties the database."""
     files, keys = QUICK_FILES if quick else FILES, work.signers(1, 2)
     with serving(database, work.definition(), validators=keys) as servers:
-        nodes, judges = work.Nodes.seat(servers), work.Judges.seat(servers, keys)
-        asyncio.run(work.hand_in(servers, nodes, 1))
-        asyncio.run(judges.judge(servers, 1))
-        end(servers.processes)
-        servers.processes.clear()
+        nodes = work.one_judged_file(servers, keys)
         backend = servers.pool.backend
         with backend.store.begin() as connection:
             _fill(connection, backend, nodes, files)

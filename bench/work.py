@@ -30,6 +30,7 @@ from bench.servers import (
     Servers,
     connect,
     cpu_seconds,
+    end,
     open_sessions,
     put_bytes,
     serving,
@@ -385,6 +386,16 @@ class Judges:
             await asyncio.gather(*(judge(job) for job in answer.jobs))
             if not answer.jobs and not answer.reveal:
                 await asyncio.sleep(answer.retry_after_ms / 1000)
+
+
+def one_judged_file(servers: Servers, keys: Sequence[LocalSigner]) -> Nodes:
+    """Has one file made and judged by validators with `keys`, then ends the API processes."""
+    nodes, judges = Nodes.seat(servers), Judges.seat(servers, keys)
+    asyncio.run(hand_in(servers, nodes, 1))
+    asyncio.run(judges.judge(servers, 1))
+    end(servers.processes)
+    servers.processes.clear()
+    return nodes
 
 
 def _table(job: Job) -> VerdictTable:

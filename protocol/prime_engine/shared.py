@@ -143,7 +143,7 @@ class EngineThread:
         with self._changed:
             if self._stopped:
                 raise UnavailableError(STOPPED)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             self._tasks.append(task)
@@ -205,9 +205,10 @@ class EngineThread:
         try:
             self._engine.step()
         except BaseException as error:
-            for rows in self._rows:
-                self._engine.cancel(rows)
+            started = list(self._rows)
             self._fail(error)
+            for rows in started:
+                self._engine.cancel(rows)
             return
         for rows in [rows for rows in self._rows if rows.done]:
             self._rows.pop(rows).set_result(rows.results)
@@ -222,8 +223,8 @@ class EngineThread:
 
 
 class SharedEngine:
-    """The engine of a thread's policy, see prime_engine.base.Engine. Operations run in the
-    engine's thread. `close`, `in_dtype` and `replay` are not for those who share it."""
+    """What a user of EngineThread sees of the engine. Its methods are those of
+    prime_engine.base.Engine; they run in the engine's thread and block until they are done."""
 
     engine: BatchEngine
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from bench import engine_worker
+from bench import engine
 from bench.engine import DEVNET, asked
 from bench.honest_files import VLLM_PYTHON
 from prime_verify.engines import load_engine
@@ -18,14 +18,14 @@ MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
 
 def test_memory_of_proofs_is_far_below_that_of_the_states() -> None:
     tokens = 2048
-    assert engine_worker.states(tokens)["mb"] < tokens * engine_worker.HIDDEN * 2 / 2**20 / 2
+    assert engine.states(tokens)["mb"] < tokens * engine.HIDDEN * 2 / 2**20 / 2
 
 
 @pytest.mark.slow
 def test_shares_of_the_plain_engine_are_shares() -> None:
-    load = partial(load_engine, DEVNET, batch_rows=engine_worker.ROWS, threads=1)
-    found = engine_worker.proofs(load, quick=True)
-    assert found["tokens"] == engine_worker.ROWS * 33
+    load = partial(load_engine, DEVNET, batch_rows=engine.ROWS, threads=1)
+    found = engine.proofs(load, quick=True)
+    assert found["tokens"] == engine.ROWS * 33
     assert -0.5 < found["proof_share"] < 0.9
     assert 0 < found["prefill_share"] < 1
 

@@ -47,7 +47,7 @@ def same(found: list[Generation], expected: list[Generation]) -> None:
 
 
 class Sink:
-    """What a sink heard of each row: its places, and whether it ended."""
+    """Records the places of each row, and which rows ended."""
 
     def __init__(self) -> None:
         self.places: dict[int, list[int]] = {}

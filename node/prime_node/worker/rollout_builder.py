@@ -29,6 +29,7 @@ from prime_engine.batch import BatchEngine
 from prime_engine.shared import EngineThread
 from prime_engine.sizing import MEMORY_SHARE, Cards
 from prime_envs.registry import environment_for
+from prime_node.bridge_messages import file_name
 from prime_node.worker.client import BridgeClient
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import FolderEngines, load_engine
@@ -218,7 +219,7 @@ class RolloutBuilder:
         if self.options.throttle > 1.0:
             self._sleep(seconds * (self.options.throttle - 1.0))
             seconds *= self.options.throttle
-        name = f"{job.lease_digest[2:]}.parquet"
+        name = file_name(job.lease_digest)
         put_file(self.options.outbox, name, content)
         return Built(self.options.outbox / name, tokens, seconds)
 
