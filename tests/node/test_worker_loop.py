@@ -61,6 +61,8 @@ class Builder:
         self.changed = threading.Condition()
         self.going, self.most, self.room = 0, 0, True
         self.stopped = False
+        self.looked = 0
+        """How often the loop has looked whether it may ask for a lease."""
 
     def announce(self, bridge: Any) -> None:
         """It has no class."""
@@ -77,8 +79,13 @@ class Builder:
         return self.room
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        def look() -> bool:
+            self.looked += 1
+            self.changed.notify_all()
+            return condition()
+
         with self.changed:
-            return self.changed.wait_for(condition, seconds)
+            return self.changed.wait_for(look, seconds)
 
     def nudge(self) -> None:
         with self.changed:
@@ -101,7 +108,8 @@ class Builder:
 
 def until_going(count: int) -> Callable[[Builder, int], None]:
     def during(builder: Builder, going: int) -> None:
-        assert builder.wait_for(lambda: builder.most >= count or builder.stopped, 60)
+        with builder.changed:
+            assert builder.changed.wait_for(lambda: builder.most >= count or builder.stopped, 60)
         if builder.stopped:
             raise UnavailableError("the engine was stopped")
 
@@ -110,7 +118,8 @@ def until_going(count: int) -> Callable[[Builder, int], None]:
 
 def stop_after(agent: Agent, builder: Builder, stop: StopFlag, done: Callable[[], bool]) -> Any:
     def watch() -> None:
-        assert builder.wait_for(done, 60)
+        with builder.changed:
+            assert builder.changed.wait_for(done, 60)
         stop.set()
         builder.nudge()
 
@@ -143,8 +152,17 @@ def test_it_holds_as_many_leases_as_the_agent_allows(
 def test_without_room_in_the_batch_it_asks_for_no_second_lease(
     run: RunDefinition, tmp_path: Path
 ) -> None:
+    def until_looked(builder: Builder, going: int) -> None:
+        """Until the loop has looked twice: after a first look that finds room it would start
+        another job before the second."""
+        for _ in range(2):
+            before = builder.looked
+            builder.nudge()
+            with builder.changed:
+                assert builder.changed.wait_for(lambda: builder.looked > before, 60)  # noqa: B023
+
     agent, stop = Agent(run, 4, leases=3), StopFlag()
-    builder = Builder(tmp_path, until_going(1))
+    builder = Builder(tmp_path, until_looked)
     builder.room = False
     watcher = stop_after(agent, builder, stop, lambda: len(agent.submitted) == 3)
     work(agent, builder, stop)  # type: ignore[arg-type]
