@@ -93,8 +93,8 @@ class Connections:
 
 @dataclass
 class Held:
-    """One open lease. `sent`: the worker began to send a file for it. `said`: that its file has to
-    wait was logged. `silence`: seconds that passed in its unanswered calls."""
+    """One open lease. `sent`: the worker began to send a file for it. `said`: a warning that its
+    file has to wait was logged. `silence`: total seconds of its unanswered calls."""
 
     signed: SignedLease
     sent: bool = False
@@ -123,12 +123,12 @@ class OpenLeases:
         with self.changed:
             return dict(self._held)
 
-    def add(self, digest: Digest, signed: SignedLease, besides: Collection[Digest] = ()) -> None:
-        """Opens a lease, and closes all others except `besides`: they have ended, or they would
-        have been returned before it."""
+    def add(self, digest: Digest, signed: SignedLease, keep: Collection[Digest] = ()) -> None:
+        """Opens a lease and closes all others except those in `keep`. The orchestrator returns open
+        leases first, so a lease that it passed over has ended."""
         with self.changed:
             before = self._held.get(digest)
-            self._held = {one: held for one, held in self._held.items() if one in besides}
+            self._held = {one: held for one, held in self._held.items() if one in keep}
             self._held[digest] = Held(signed, silence=before.silence if before else 0.0)
 
     def remove(self, digest: Digest) -> None:
@@ -193,7 +193,7 @@ class LeaseBroker:
         self._most_slots = min(most_slots or MOST_SLOTS, MOST_SLOTS)
         self._slots = 1
         self._failures: dict[Digest, int] = {}
-        """How many files were rejected of each of the latest leases with any."""
+        """Number of rejected files by lease, for the latest leases that have any."""
         self.trouble = ""
         """Why the task can get no lease at all; empty if it can."""
         self._speeds: deque[int] = deque(maxlen=MOST_SLOTS)
@@ -326,7 +326,7 @@ class LeaseBroker:
             return LeaseOffer(lease=None, retry_after_ms=1000, reason=why_not)
         if digest in busy:
             return LeaseOffer(lease=None, retry_after_ms=1000, reason="the lease is worked on")
-        self._open.add(digest, answer.lease, besides=busy)
+        self._open.add(digest, answer.lease, keep=busy)
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
     def _unpaid(self, busy: Collection[Digest]) -> str:
@@ -397,7 +397,7 @@ class LeaseBroker:
             raise ConflictError("no lease is open: no file is taken")
         named = [one for one in opened if len(opened) == 1 or file_name(one) == name]
         if not named:
-            raise ConflictError("the file is of no open lease: it is not taken")
+            raise ConflictError("no open lease has a file of this name: it is refused")
         digest, held = named[0], opened[named[0]]
         held.sent = True
         with self._noting(digest, held):
@@ -443,7 +443,7 @@ class LeaseBroker:
         """Returns an open lease. Raises ConflictError if it is not open."""
         held = self._open.all().get(lease_digest)
         if held is None:
-            raise ConflictError("this lease is not one that is open")
+            raise ConflictError("this lease is not open")
         return held
 
     @contextmanager

@@ -124,12 +124,12 @@ def test_oversized_file_is_refused_and_leaves_no_copy(kit: Kit) -> None:
 def test_only_the_open_lease_can_be_submitted_or_given_back(kit: Kit) -> None:
     (kit.folder / "f").write_bytes(b"file")
     other = Digest("0x" + "11" * 32)
-    with pytest.raises(ConflictError, match="not one that is open"):
+    with pytest.raises(ConflictError, match="this lease is not open"):
         kit.client.submit(HandIn(lease_digest=other, file="f"))
     take_lease(kit)
-    with pytest.raises(ConflictError, match="not one that is open"):
+    with pytest.raises(ConflictError, match="this lease is not open"):
         kit.client.submit(HandIn(lease_digest=other, file="f"))
-    with pytest.raises(ConflictError, match="not one that is open"):
+    with pytest.raises(ConflictError, match="this lease is not open"):
         kit.client.abandon(Abandon(lease_digest=other))
 
 

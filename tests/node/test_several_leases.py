@@ -118,10 +118,10 @@ def test_a_file_is_taken_for_an_open_lease_only(kit: Kit, tmp_path: Path) -> Non
     other = tmp_path / file_name(Digest("0x" + "11" * 32))
     for name in (other.name, "f"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(ConflictError, match="of no open lease"):
+        with pytest.raises(ConflictError, match="no open lease has a file of this name"):
             kit.client.send_file(tmp_path / name)
     assert [path.name for path in kit.folder.iterdir()] == [file_name(held[0])]
-    with pytest.raises(ConflictError, match="not one that is open"):
+    with pytest.raises(ConflictError, match="this lease is not open"):
         kit.client.submit(HandIn(lease_digest=Digest("0x" + "11" * 32), file=file_name(held[0])))
 
 
@@ -282,7 +282,7 @@ def test_each_lease_calls_the_gateway_for_itself(kit: Kit, monkeypatch: pytest.M
     assert echo.asked == [(salts[lease], call_of(turn)) for turn, lease in enumerate(held)]
     with pytest.raises(ConflictError, match="the call names none of them"):
         kit.client.answer(call_of(0))
-    with pytest.raises(ConflictError, match="not one that is open"):
+    with pytest.raises(ConflictError, match="this lease is not open"):
         kit.client.for_lease(Digest("0x" + "11" * 32)).answer(call_of(0))
     with pytest.raises(MalformedError, match="digest"):
         kit.client.for_lease(Digest("0x11")).answer(call_of(0))

@@ -30,8 +30,8 @@ from prime_node.worker.rollout_builder import Built, Job
 
 log = logging.getLogger("prime.worker")
 WAIT_SECONDS, SHORT_WAIT_SECONDS = 20, 2
-"""How long a request for a lease waits; the shorter if the worker has leases, because it must
-notice that one of them failed."""
+"""Seconds that a request for a lease waits; the second while the worker has leases, so that it soon
+notices if one of them failed."""
 AGENT_PATIENCE = 15.0
 """Seconds without an answer from the agent after which the worker ends; a restarted agent starts
 its own worker."""
@@ -39,8 +39,8 @@ SEND_AGAIN_SECONDS = 5.0
 
 
 class StopAskedError(BaseException):
-    """Raised by SIGTERM in the main thread where stopping at once is harmless, and where a job
-    waits."""
+    """The worker was asked to stop. Raised inside `with` blocks on a StopFlag, and by its
+    `sleep`."""
 
 
 class StopFlag:
@@ -97,7 +97,7 @@ class Builder(Protocol):
         ...
 
     def has_room(self) -> bool:
-        """Whether one more lease would fill the batch."""
+        """Whether the batch can take the rows of another lease now."""
         ...
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -123,9 +123,9 @@ class _Jobs:
         self._fulfil = fulfil
         self._threads: dict[Digest, threading.Thread] = {}
         self.failure: BaseException | None = None
-        """Why a job ended that the worker cannot go on after."""
+        """The first error of a job after which the worker must end."""
         self.unavailable = False
-        """Whether a file could not be made since this was last reset."""
+        """Whether a job gave its lease back since the loop last paused."""
 
     def held(self) -> tuple[Digest, ...]:
         return tuple(self._threads)

@@ -19,7 +19,7 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 
 HOLD_SECONDS = 2.0
-"""How long a claim waits. A validator that is to stop may do so only after this time."""
+"""Seconds that a claim waits. A validator that stops may have to wait for its open claim."""
 LOOK_SECONDS = 0.2
 HELD_EACH = 8
 """Claims of one account that wait at once; others are answered immediately."""
@@ -27,7 +27,7 @@ HELD_EACH = 8
 
 class HeldClaims:
     """Answers the claims that reach this process, each after `seconds` at the latest if there is no
-    work. Belongs to the event loop."""
+    work. Use it on the event loop only."""
 
     def __init__(self, backend: Backend, seconds: float = HOLD_SECONDS) -> None:
         self._seconds = seconds
