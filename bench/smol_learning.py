@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct learns a conversation on a whole network: an honest node, a validator, a
+"""SmolLM2-135M-Instruct learns to use a tool on a whole network: an honest node, a validator, a
 relay, a trainer and a local chain, each one process with one thread.
 
-The task is docs/examples/run-local-guess.toml. Held-out problems are answered by the base and by
-the last policy, with the same noise.
+The task is docs/examples/run-local-python.toml: the model multiplies with the Python tool. Held-out
+problems are answered by the base and by the last policy, with the same noise.
 
-    reward_base, reward_trained     mean reward of held-out answers
-    found_base, found_trained       share of held-out problems whose number was found
-    step_s                          seconds from one policy to the next, on average
+    correct_base, correct_trained     share of held-out problems that were answered correctly
+    correct_gain                      their difference
+    step_s                            seconds from one policy to the next, on average
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from prime_core.run import RunDefinition
 from prime_trainer.local import local_run
 
 PACKAGES = ("torch", "transformers")
-SOURCE = ROOT / "docs/examples/run-local-guess.toml"
-STEPS, PROBLEMS = 40, 64
+SOURCE = ROOT / "docs/examples/run-local-python.toml"
+STEPS, PROBLEMS = 24, 64
+TASKS = ROOT / "docs/examples/products-tasks.jsonl"
 STEP_SECONDS = 1800.0
 PERIODS = Periods(
     epoch_length=8, validity=1200, slash_window=6, dispute_window=6, reward_delay=4, unbonding=1300
 )
 TASK = (
-    "schema_version", "environment", "conversation", "chat", "budgets", "max_output_tokens",
+    "schema_version", "conversation", "chat", "budgets", "temperature_micro", "max_output_tokens",
     "samples_per_group", "groups_per_lease", "groups_per_batch",
 )  # fmt: skip
 """Fields of the run that come from SOURCE."""
@@ -52,7 +53,10 @@ class LearningNetwork(Network):
     def definition(self, base: Digest) -> RunDefinition:
         """The demo's run with the task of SOURCE."""
         task = local_run(SOURCE, self.model)
-        changes = {name: getattr(task, name) for name in TASK} | {"lease_seconds": 600}
+        arguments = {**task.environment.arguments, "path": str(TASKS)}
+        environment = task.environment.model_copy(update={"arguments": arguments})
+        changes = {name: getattr(task, name) for name in TASK}
+        changes |= {"environment": environment, "lease_seconds": 600}
         return run_definition(self.plan, base).model_copy(update=changes)
 
 
@@ -104,10 +108,11 @@ def evaluated(root: Path, run_file: Path, problems: int) -> list[Row]:
             raise FatalError(f"{' '.join(command[:2])} failed: {done.stderr[-2000:]}")
     found = json.loads(done.stdout)
     (root / "evaluation.json").write_text(done.stdout)
+    base, trained = (found[which]["pass_1"]["mean"] for which in ("base", "trained"))
     return [
-        Row(f"{name}_{which}", found[which][key]["mean"], "")
-        for name, key in (("reward", "reward"), ("found", "pass_1"))
-        for which in ("base", "trained")
+        Row("correct_base", base, ""),
+        Row("correct_trained", trained, ""),
+        Row("correct_gain", trained - base, "", bar=0.25, better="higher"),
     ]
 
 

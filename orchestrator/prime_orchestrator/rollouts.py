@@ -3,6 +3,7 @@
     list    rows of the store                                  → FileFacts
     show    a file's bytes, its verdict table, a tokenizer     → Sample
     export  every accepted file, one at a time, in one view    → Parquet
+    grade   the accepted files of an evaluation                → GradedEvaluation
 
 Rewards come from the verdict table, as the trainer gets them; the node's own rewards are claims.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -30,12 +32,15 @@ from prime_core.storage.base import ObjectStore
 from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
+from prime_envs.registry import environment_for
+from prime_envs.shares import Interval, interval, pass_at_k, share
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions, uploads
 from prime_orchestrator.store import (
     Connection,
     Store,
     batches,
+    evaluations,
     groups,
     leases,
     meta,
@@ -324,6 +329,81 @@ def grades(
             )
         )
     return result
+
+
+@dataclass(frozen=True)
+class GradedEvaluation:
+    """What the graders say of an evaluation's accepted answers. `samples`: most answers to one
+    problem. `pass_1` and `pass_k`: probability that one answer, or at least one of `samples`, is
+    fully correct. `ungraded`: rows whose prompt is not the one that their lease prescribes."""
+
+    reward: Interval
+    pass_1: Interval
+    pass_k: Interval
+    samples: int
+    ungraded: int
+
+
+def grade_evaluation(
+    store: Store,
+    objects: ObjectStore,
+    number: int,
+    model: Path,
+    *,
+    begins: Callable[[int], None],
+    went: Callable[[int], None],
+) -> GradedEvaluation:
+    """Grades the accepted answers of evaluation `number` again, with the tokenizer of `model`.
+
+    Calls `begins` with the number of files, and `went` after each. Raises NotFoundError if there is
+    no such evaluation, UserError if no file of it is accepted yet, the errors of `read_file`, and
+    those of the run's environment.
+    """
+    with store.read() as connection:
+        row = evaluations.get(connection, number)
+        if row is None:
+            raise NotFoundError(f"there is no evaluation {number}")
+        found = [
+            (one, lease_of(connection, one)) for one in evaluations.accepted(connection, number)
+        ]
+        runs, tokenizer = runs_of(connection), load_tokenizer(connection, model)
+    if not found:
+        raise UserError(
+            f"no answer to evaluation {number} is accepted yet",
+            hint="see its progress with: orchestrator evaluations list",
+        )
+    run = runs.of_lease(found[0][1].lease)
+    answered: dict[int, list[Grade]] = {}
+    ungraded = 0
+    begins(len(found))
+    environment = environment_for(run)
+    try:
+        for one, lease in found:
+            file, rewards = read_file(objects, one, lease.lease.deadline)
+            asked = samples(file, rewards, range(len(file.rows)), tokenizer)
+            again = grades(asked, one, lease, run, environment, tokenizer)
+            for sample, grade in zip(asked, again, strict=True):
+                problem = (lease.heldout or 0) + sample.group
+                if problem >= row.problems:
+                    continue
+                if grade is None:
+                    ungraded += 1
+                else:
+                    answered.setdefault(problem, []).append(grade)
+            went(1)
+    finally:
+        environment.close()
+    passed = [
+        (len(one), sum(grade.parts["task_micro"] >= MICRO for grade in one))
+        for one in answered.values()
+    ]
+    return GradedEvaluation(
+        reward=interval([fmean(grade.score for grade in one) for one in answered.values()]),
+        pass_1=share([pass_at_k(count, right, 1) for count, right in passed]),
+        pass_k=share([pass_at_k(count, right, count) for count, right in passed]),
+        samples=max(count for count, _ in passed),
+        ungraded=ungraded,
+    )
 
 
 def load_tokenizer(connection: Connection, folder: Path) -> Any:

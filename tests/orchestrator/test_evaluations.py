@@ -75,7 +75,9 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     world, run = pool.world, pool.world.backend.context.run
     one, two = proven(world, 1), proven(world, 2)
     assert pool.orchestrator("evaluations", "list").startswith("no evaluation was started")
-    start(pool, "--problems", "3")
+    number = str(start(pool, "--problems", "3"))
+    with pytest.raises(UserError, match=f"no answer to evaluation {number} is accepted yet"):
+        pool.orchestrator("evaluations", "grade", number, "--model", str(MODEL))
     first = answered(pool, one, [RIGHT, RIGHT, RIGHT, WRONG])
     assert (first.heldout, first.lease.step, first.policy_version) == (0, 0, 0)
     assert first.opens()
@@ -91,6 +93,11 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     assert (found["problems"], found["answered"], found["rows"]) == (3, 3, 6), "not the fourth"
     assert found["reward"] == pytest.approx((1.0 + 0.5 + 0.0) / 3)
     assert found["interval"] == pytest.approx(1.96 * 0.5 / 3**0.5)
+    graded = pool.orchestrator("evaluations", "grade", number, "--model", str(MODEL), "--json")
+    shares = json.loads(graded)
+    assert shares["pass_1"]["mean"] == pytest.approx(0.5)
+    assert shares["pass_k"]["mean"] == pytest.approx(2 / 3), "of three problems, not the fourth"
+    assert (shares["samples"], shares["pass_k"]["count"], shares["ungraded"]) == (2, 3, 0)
     assert found["ended_at"] is None, "the next lease ends it"
     assert leased(world, one).heldout is None
     assert listed(pool)[0]["ended_at"] == world.clock()

@@ -25,9 +25,9 @@ from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs.base import MAX_OUTPUT_CHARACTERS, Grade, Problem, decode_output
 from prime_envs.chat import THINK, messages_of
 from prime_envs.graders.answers import final_section
+from prime_envs.shares import Interval, pass_at_k, share
 from prime_envs.sources import file_digest
 from prime_trainer.benchmark_tasks import Benchmark, read_problems
-from prime_trainer.evaluate import Interval, pass_at_k, share
 from prime_trainer.sampling import ROWS, Answered, Kept, Sampling, keep, sampling_seed
 from prime_trainer.talk import chat_of, rendered_text
 

@@ -49,12 +49,13 @@ from prime_engine.base import Discard, Engine
 from prime_envs.base import Grade
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
+from prime_envs.shares import pass_at_k
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import Settings
 from prime_trainer.data import GroupKey, TrainingBatch
 from prime_trainer.disk import writing
-from prime_trainer.evaluate import ask, compared, pass_at_k, summary
+from prime_trainer.evaluate import ask, compared, summary
 from prime_trainer.finished import curve
 from prime_trainer.learner import Learner, make_learner, train_step
 from prime_trainer.loading import require_model_folder

@@ -1,4 +1,4 @@
-"""`orchestrator evaluations start|list|end`: held-out problems, answered by the pool's nodes.
+"""`orchestrator evaluations start|list|grade|end`: held-out problems, answered by the pool's nodes.
 
 Evaluation leases are judged and paid like any other, and their files are never trained on.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +16,16 @@ import typer
 from prime_core.command_line import ConfigFile, Json, group
 from prime_core.errors import NotFoundError, UserError
 from prime_core.times import utc
-from prime_orchestrator.cli.storage import Data, Database, opened
+from prime_orchestrator.cli.storage import (
+    Bucket,
+    Data,
+    Database,
+    Endpoint,
+    Objects,
+    Region,
+    file_progress,
+    opened,
+)
 
 app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
 
@@ -99,6 +110,54 @@ def list_evaluations(
             f"{one.id:>5}{one.policy_version:>8}{answered:>12}{one.rows:>8}  "
             f"{reward:17}{utc(one.started_at):22}{ended}"
         )
+
+
+@app.command()
+def grade(
+    number: Annotated[int, typer.Argument(metavar="ID", help="Id, as list shows it.")],
+    model: Annotated[
+        Path, typer.Option(help="Model folder of the run, whose tokenizer decodes the answers.")
+    ],
+    config: ConfigFile = None,
+    data: Data = None,
+    database: Database = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
+    s3_region: Region = None,
+    json_output: Json = False,
+) -> None:
+    """Grade an evaluation's accepted answers again: the share of correct ones, pass@1 and pass@k.
+
+    Answers that are programs run in the environment's sandbox.
+    """
+    flags: dict[str, object] = dict(locals())
+    from prime_orchestrator import rollouts
+    from prime_orchestrator.store import backup
+
+    with opened(flags, config) as (settings, store), file_progress() as bar:
+        task = bar.add_task("files", total=None)
+        found = rollouts.grade_evaluation(
+            store,
+            settings.open_objects("", backup.place(store)),
+            number,
+            model,
+            begins=lambda total: bar.update(task, total=total),
+            went=lambda files: bar.advance(task, files),
+        )
+    if json_output:
+        typer.echo(json.dumps({"id": number, **asdict(found)}))
+        return
+    lines = (
+        ("reward", found.reward),
+        ("pass@1", found.pass_1),
+        (f"pass@{found.samples}", found.pass_k),
+    )
+    for name, one in lines:
+        typer.echo(f"{name:8}{one.mean:.3f}  95 % interval {one.low:.3f} to {one.high:.3f}")
+    typer.echo(f"over {found.reward.count} problems, {found.samples} answers each")
+    if found.ungraded:
+        typer.echo(f"{found.ungraded} answers were left out: their prompt is not the lease's")
 
 
 @app.command()

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from prime_core import ids
 from prime_core.command_line import ConfigFile, Json, group
@@ -30,6 +28,7 @@ from prime_orchestrator.cli.storage import (
     Endpoint,
     Objects,
     Region,
+    file_progress,
     opened,
 )
 
@@ -248,20 +247,12 @@ def export(
 
     wanted = _wanted(since, "accepted" if accepted else None, node)
     target = out / "rollouts.parquet" if out.is_dir() else out
-    terminal = Console(stderr=True)
-    bar = Progress(
-        TextColumn("files"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=terminal,
-        disable=not terminal.is_terminal,
-    )
     with _pool(locals(), config) as (settings, store):
         kept, tokenizer = settings.open_objects("", backup.place(store)), None
         if model is not None:
             with store.read() as connection:
                 tokenizer = rollouts.load_tokenizer(connection, model)
-        with bar:
+        with file_progress() as bar:
             task = bar.add_task("files", total=None)
             done = rollouts.export(
                 store,

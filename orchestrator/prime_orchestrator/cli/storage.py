@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from prime_orchestrator.config import Settings
     from prime_orchestrator.store import Store
 
@@ -39,3 +41,18 @@ def opened(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Sett
         yield settings, store
     finally:
         store.close()
+
+
+def file_progress() -> Progress:
+    """A progress bar over files on standard error; nothing is drawn where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    terminal = Console(stderr=True)
+    return Progress(
+        TextColumn("files"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=terminal,
+        disable=not terminal.is_terminal,
+    )

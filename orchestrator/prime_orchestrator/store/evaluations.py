@@ -19,6 +19,7 @@ from prime_core.messages import EvaluationInfo
 from prime_core.run import MICRO
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import record, records
+from prime_orchestrator.store.submissions import SubmissionRow
 
 _evaluations = schema.evaluations.c
 _leases = schema.leases.c
@@ -151,6 +152,17 @@ def results(connection: Connection, number: int, problems: int) -> list[ProblemR
         .order_by(problem)
     )
     return [ProblemResult(*(int(value) for value in row)) for row in connection.execute(query)]
+
+
+def accepted(connection: Connection, number: int) -> list[SubmissionRow]:
+    """Returns the accepted files of an evaluation, by their first held-out problem."""
+    query = (
+        sa.select(schema.submissions)
+        .join(schema.leases, _leases.digest == _files.lease_digest)
+        .where(_leases.evaluation == number, _files.status == "accepted")
+        .order_by(_leases.heldout, _files.digest)
+    )
+    return records(SubmissionRow, connection.execute(query).mappings().all())
 
 
 def info(connection: Connection, row: EvaluationRow) -> EvaluationInfo:
