@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,6 +72,11 @@ class NodeApi:
         self.client = OrchestratorClient(
             base_url, signer, "node", timeout=timeout, allow_private=allow_private
         )
+        self.another = partial(
+            NodeApi, base_url, signer,
+            timeout=timeout, shadow=shadow, allow_private=allow_private, now=now,
+        )  # fmt: skip
+        """Opens another connection of the same node, for another thread."""
 
     def close(self) -> None:
         self.client.close()

@@ -1,11 +1,12 @@
 """The node's side of a proof of its cards (prime_verify/proofs/cards.py), at admission to a run
-with `cards`."""
+with `cards`, and whenever the pool measures them again."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from prime_core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
@@ -67,6 +68,27 @@ def prove(
     stop = stop or threading.Event()
     cards, devices = claimed(asked, hardware)
     wish = CardsRequest(hardware=hardware, task_runtime=runtime, shadow=shadow, cards=cards)
+    try:
+        return _prove(api, wish, devices, throttle, stop)
+    finally:
+        _release(devices)
+
+
+def _release(devices: Sequence[str]) -> None:
+    """Gives the cards' memory back, which the worker's engine needs next."""
+    if devices != ("numpy",):
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _prove(
+    api: NodeApi,
+    wish: CardsRequest,
+    devices: Sequence[str],
+    throttle: float,
+    stop: threading.Event,
+) -> AdmissionAnswer | None:
     while (begun := api.begin_cards(wish)).work is None:
         if stop.wait(max(50, begun.retry_after_ms) / 1000):
             return None
@@ -94,7 +116,7 @@ def prove(
     drawn = api.commit_cards(begun.id, commitment)
     opening = prover.open([Cell(*cell) for cell in drawn.cells])
     admitted = api.open_cards(begun.id, opening)
-    log.info("proved %d x %s in %.2f s", len(cards), cards[0].model, seconds)
+    log.info("proved %d x %s in %.2f s", len(wish.cards), wish.cards[0].model, seconds)
     return admitted
 
 

@@ -185,6 +185,7 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
             return
         with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
             found = passport(api, address)
+            trouble = api.node(address).cards_trouble if found is not None else ""
     except PrimeError as error:
         yield _failed("passport", error, "")
         return
@@ -193,7 +194,12 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
         yield DoctorCheck("passport", "warning", "the pool has not measured this node's cards", fix)
         return
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.measured_at))
-    yield DoctorCheck("passport", "ok", f"{found.sentence}, measured on {when}")
+    sentence = f"{found.sentence}, measured on {when}"
+    if trouble:
+        fix = "the pool measures them again by itself: stop other work on them, and let it run"
+        yield DoctorCheck("passport", "failed", f"{sentence}. No lease is given: {trouble}", fix)
+        return
+    yield DoctorCheck("passport", "ok", sentence)
 
 
 def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[DoctorCheck]:

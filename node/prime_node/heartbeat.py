@@ -4,6 +4,8 @@ join        the owner's part and the challenge (join.py)
 work        the task runs; the lease broker gives leases
 wait        the lease broker gives no leases
 stop        the agent ends and logs why
+prove_cards_by  no lease is taken; once the open ones are delivered, the task ends, so that nothing
+            else runs on the cards, and they are proven again
 no answer   work goes on; the heartbeat is retried with growing pauses
 """
 
@@ -38,6 +40,7 @@ TICK_SECONDS = 1.0
 ENDINGS_SHOWN = 3
 LONGEST_SILENCE = 15.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FIRST_PROOF_PAUSE, LONGEST_PROOF_PAUSE = 60.0, 900.0
 REPLACE_SECONDS = 20.0
 """Time a task gets to end before the task of a later run starts."""
 FINAL_ERRORS = (UserError, PolicyError)
@@ -100,6 +103,12 @@ class HeartbeatLoop:
         self._next_tend = 0.0
         self._tend_pause = FIRST_PAUSE
         self._member = False
+        self._proves = False
+        """The latest answer asks for a proof of the cards."""
+        self._drained = False
+        """All leases were delivered and the task was stopped for it."""
+        self._next_proof = 0.0
+        self._proof_pause = FIRST_PROOF_PAUSE
 
     def run(self) -> int:
         while not self._stop.is_set():
@@ -114,7 +123,7 @@ class HeartbeatLoop:
                     f"this node declines the pool's run: {self._broker.declined}. All of its work "
                     "is delivered; change the limit, or give the seat up with: prime-node leave"
                 )
-            if self._member:
+            if self._member and not self._drained:
                 self._tend()
             self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
         log.warning("asked to stop: open leases are finished or given back")
@@ -150,6 +159,7 @@ class HeartbeatLoop:
         except FINAL_ERRORS:
             raise
         except PrimeError as error:
+            self._proves = False  # an older orchestrator in this one's place would refuse it
             self._note_silence(error)
             return None
         if self._silent_since is not None:
@@ -193,6 +203,7 @@ class HeartbeatLoop:
             heard_at=self._heard_at,
             lied=self._keeper.bad_sources(),
             instance=self._instance,
+            proves=self._proves,
         )
 
     def _note_silence(self, error: PrimeError) -> None:
@@ -224,8 +235,13 @@ class HeartbeatLoop:
             )
             self._directive = answer.directive
         self._member |= answer.directive == "work"
+        if answer.prove_cards_by is None and not self._join.measuring:
+            self._proves = self._drained = False
+            self._next_proof, self._proof_pause = 0.0, FIRST_PROOF_PAUSE
         self._broker.set_working(
-            answer.directive == "work", evaluates=answer.evaluates, slots=answer.lease_slots
+            answer.directive == "work" and not self._drained,
+            evaluates=answer.evaluates,
+            slots=answer.lease_slots,
         )
         if answer.directive == "stop":
             if answer.another_machine:
@@ -236,9 +252,33 @@ class HeartbeatLoop:
             return 0
         if answer.directive == "join":
             self._try_to_join()
+        elif answer.prove_cards_by is not None:
+            self._prove_again()
         elif answer.measure:
             self._join.measure()
         return None
+
+    def _prove_again(self) -> None:
+        """Says in the next heartbeat that the proof of the cards is known of, from when on no new
+        lease is given. Proves them once all leases are delivered and the task has ended."""
+        if not self._proves:
+            log.info("the pool measures this node's cards again, once its leases are delivered")
+            self._proves, self._next_beat = True, time.monotonic()
+            return
+        if self._join.measuring or time.monotonic() < self._next_proof:
+            return
+        try:
+            if self._broker.open_leases():
+                return
+        except UnavailableError as error:
+            log.warning("what waits in the spool is not known: %s", error)
+            return
+        self._drained = True
+        self._broker.set_working(False)
+        self._task.stop(REPLACE_SECONDS)
+        self._next_proof = time.monotonic() + self._proof_pause
+        self._proof_pause = min(LONGEST_PROOF_PAUSE, 2 * self._proof_pause)
+        self._join.measure()
 
     def _try_to_join(self) -> None:
         try:

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -189,11 +190,17 @@ class Join:
         (the pool refuses this machine), UnavailableError (retry).
         """
         if self._settings.shadow or self._owners_part.ready(self._stop):
-            self._solve()
+            self._solve(self._api)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether `measure` is under way."""
+        return self._measuring is not None and self._measuring.is_alive()
 
     def measure(self) -> None:
-        """Solves one more challenge in a separate thread, while heartbeats continue."""
-        if self._measuring is None or not self._measuring.is_alive():
+        """Solves one more challenge, or proves the cards again, in a separate thread, while
+        heartbeats continue."""
+        if not self.measuring:
             self._measuring = threading.Thread(
                 target=self._measure, name="prime-measure", daemon=True
             )
@@ -201,14 +208,15 @@ class Join:
 
     def _measure(self) -> None:
         try:
-            self._solve()
-        except PrimeError as error:
-            log.warning("this machine's speed was not measured: %s", error)
+            with closing(self._api.another()) as api:
+                self._solve(api)
+        except (PrimeError, RuntimeError) as error:  # RuntimeError: of torch, such as no memory
+            log.warning("this machine was not measured: %s", error)
 
-    def _solve(self) -> None:
+    def _solve(self, api: NodeApi) -> None:
         if self._run.cards is not None:
             prove(
-                self._api,
+                api,
                 self._run.cards,
                 self._hardware,
                 self._settings.runtime,
@@ -218,7 +226,7 @@ class Join:
             )
             return
         admit(
-            self._api,
+            api,
             self._hardware,
             self._settings.runtime,
             device=self.device,

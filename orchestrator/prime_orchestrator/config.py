@@ -24,6 +24,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.manager.planting import Planted
+from prime_orchestrator.manager.remeasuring import EVERY_SECONDS
 from prime_orchestrator.manager.standing import LEASE_SLOTS
 from prime_verify.canaries.planting import read_secret
 
@@ -82,6 +83,8 @@ class Settings(ChainSettings):
     """One lease in this many goes to them."""
     lease_slots: int = Field(default=LEASE_SLOTS, ge=1, le=MOST_SLOTS)
     """Most leases that a node holds open at once; its measured speed may allow fewer."""
+    remeasure_seconds: float = Field(default=EVERY_SECONDS, ge=0, allow_inf_nan=False)
+    """Mean time between two measurements of a node's cards, in a run with `cards`; 0: never."""
     requests_per_second: int = Field(default=200, ge=0)
     """Average request rate allowed per client address; 0 removes the limit."""
     trusted_proxies: Urls = ()

@@ -120,6 +120,7 @@ def run(settings: Settings) -> None:
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
             planted=settings.planted_nodes(),
             lease_slots=settings.lease_slots,
+            remeasure_seconds=settings.remeasure_seconds,
         )
         idle = settings.chain_idle_seconds
         lease = LoopLease(store, holder_of(settings.data), now=time.monotonic)

@@ -108,7 +108,7 @@ def check_rate(known: KnownCard, cards: int, tera: float, least_share: float) ->
     if tera < least:
         raise PolicyError(
             f"{numbers}: there are fewer or slower cards than claimed, other work runs on them, or "
-            "they are throttled; stop other work and join again"
+            "they are throttled; stop other work, and prove them again"
         )
     if tera > most:
         raise PolicyError(f"{numbers}: it is another card than claimed; name the one there is")

@@ -256,6 +256,9 @@ class Heartbeat(Strict):
     lied: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=16)
     instance: str = Field(default="", pattern=r"^([0-9a-f]{32})?$")
     """Random id of the agent's data folder. Two ids with one key are two machines."""
+    proves: bool = Field(default=False, exclude_if=lambda proves: not proves)
+    """The node knows `HeartbeatAnswer.prove_cards_by`. Sent while the latest answer names a time,
+    so that nodes that do not know it lose nothing."""
 
 
 class FileEnding(Answer):
@@ -297,6 +300,9 @@ class HeartbeatAnswer(Answer):
     asks at /v1/leases/evaluation, where it may get one."""
     lease_slots: int = Field(default=1, ge=1)
     """How many leases the node may hold open at once (LeaseRequest.holds)."""
+    prove_cards_by: Count | None = None
+    """Unix time by which the node proves its cards again, as at admission. It says that it knows
+    (`Heartbeat.proves`) and delivers its open leases first. It gets no other until then."""
 
 
 MOST_SLOTS = 16
@@ -472,6 +478,10 @@ class NodeInfo(Answer):
     units: int
     cards: str = ""
     """What its hardware passport names, such as "8 x h200"; empty without one."""
+    cards_measured_at: int = 0
+    """When the cards of the passport were measured, in Unix seconds; 0 without one."""
+    cards_trouble: str = ""
+    """Why the node gets no lease since its cards were measured again; empty if they passed."""
 
 
 class LeaseInfo(Answer):

@@ -135,6 +135,7 @@ def test_what_readers_take_exactly_has_the_recorded_fields() -> None:
     added = {name: {*now[name]} - {*known[name]} for name in known if now[name] != known[name]}
     assert added == {
         "prime_core.draws.SaltOpening": {"heldout"},  # of evaluation leases alone
+        "prime_core.messages.Heartbeat": {"proves"},  # once an answer names a time
         "prime_core.messages.LeaseRequest": {"holds"},  # once several leases are allowed
         "prime_node.bridge_messages.LeaseWish": {"holds"},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,16 @@ from command import prime_node
 from node_world import MANAGER, NODE, POOL, NodeWorld, node_world, until
 
 from prime_core.errors import UntrustedError, UserError
-from prime_core.known_cards import CPU
+from prime_core.known_cards import CPU, KNOWN
 from prime_core.messages import SignedPassport
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
 from prime_node import cards
 from prime_node.cards import claimed, passport
+from prime_node.state import DataFolder
 from prime_orchestrator.api.cards import passport_of
+from prime_orchestrator.store import measurements
+from prime_orchestrator.store.measurements import MeasurementRow
 
 TRIAL = Cards(kinds=("cpu",), counts=(1,), work_ms=20)
 H200 = Gpu(model="NVIDIA H200", memory_mb=143_771)
@@ -37,6 +41,19 @@ def doctor(world: NodeWorld) -> dict[str, Any]:
     return {check["name"]: check for check in json.loads(done.stdout)}
 
 
+def again(world: NodeWorld, row: MeasurementRow) -> None:
+    """The node is drawn."""
+    with world.store.begin() as connection:
+        measurements.put(connection, replace(row, asked_at=world.backend.now()))
+
+
+def measured(world: NodeWorld) -> MeasurementRow:
+    with world.store.read() as connection:
+        found = measurements.get(connection, NODE.address)
+    assert found is not None
+    return found
+
+
 @pytest.mark.slow
 def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: Path) -> None:
     with node_world(tmp_path, cards=TRIAL) as world:
@@ -52,6 +69,39 @@ def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: P
         world.admit()
         until(world.submissions, "a file is handed in")
         assert "proved 1 x CPU" in world.log()
+
+
+@pytest.mark.slow
+def test_a_node_measured_again_delivers_its_lease_proves_its_cards_and_works_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node_world(tmp_path, cards=TRIAL) as world:
+        agent = world.join()
+        until(lambda: world.node_status() == "admitted", "the node proved its cards")
+        world.admit()
+        until(world.leases, "it works")
+        first = passport_of(world.backend, NODE.address)
+        again(world, MeasurementRow(NODE.address))
+        until(lambda: passport_of(world.backend, NODE.address) != first, "a new passport")
+        before = {row["digest"]: row["status"] for row in world.leases()}
+        assert {*before.values()} == {"submitted"}, "its leases came first, and it took no other"
+        until(lambda: len(world.submissions()) > len(before), "it works on")
+        assert world.log().count("proved 1 x CPU") == 2
+        row = measured(world)
+        assert (row.passed, row.asked_at, row.trouble) == (1, None, "")
+
+        judged = replace(KNOWN["cpu"], memory_mb=1, judged=True)  # not what it claims to be
+        monkeypatch.setitem(KNOWN, "cpu", judged)
+        again(world, row)
+        until(lambda: measured(world).trouble, "the claim is refused")
+        words = "measured again: a card CPU has 1 MiB of memory, and this one claims"
+        shown = doctor(world)["passport"]
+        assert shown["outcome"] == "failed"
+        assert words in shown["found"]
+        data = DataFolder(world.folder / "node")
+        until(lambda: words in getattr(data.read_status(), "reason", ""), "status says so")
+        assert agent.poll() is None, "it goes on, for a later measurement"
+        assert "expired" not in {row["status"] for row in world.leases()}
 
 
 @pytest.mark.slow

@@ -20,14 +20,21 @@ from prime_broadcast.peers import place_of, site_of
 from prime_chain.amounts import prime
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from prime_core.ids import Address
-from prime_core.messages import AdmissionAnswer, AdmissionRequest, Challenge, ChallengeAnswer
+from prime_core.messages import (
+    AdmissionAnswer,
+    AdmissionRequest,
+    Challenge,
+    ChallengeAnswer,
+    SignedPassport,
+)
 from prime_core.node import Hardware, Invite
+from prime_core.run import RunDefinition
 from prime_core.version import UPGRADE
 from prime_orchestrator.api import shadow as shadow_work
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.liveness import joining
-from prime_orchestrator.manager import revisions, speed
+from prime_orchestrator.manager import remeasuring, revisions, speed
 from prime_orchestrator.manager.members import (
     active_stake,
     derive_node,
@@ -42,6 +49,7 @@ from prime_orchestrator.store import (
     lock,
     meta,
     nodes,
+    passports,
     shadows,
     slashes,
 )
@@ -79,6 +87,7 @@ def challenge(
             "this pool asks each node to prove its cards, and this node's program cannot, or it "
             f"started before the pool asked: upgrade it ({UPGRADE}) and start it again"
         )
+    require(run, request.hardware)
     size, rounds = run.speed.challenge_size, run.speed.challenge_rounds
     row = issue(backend, account, request, address, size=size, rounds=rounds)
     if row is None:
@@ -88,6 +97,12 @@ def challenge(
             id=row.id, seed=row.seed, size=row.size, rounds=row.rounds, deadline=row.deadline
         )
     )
+
+
+def require(run: RunDefinition, hardware: Hardware) -> None:
+    """Raises PolicyError if the machine does not meet the run's requirements."""
+    if missing := run.requirements.shortfalls(hardware):
+        raise PolicyError("the pool asks for " + "; ".join(missing))
 
 
 def issue(
@@ -101,13 +116,8 @@ def issue(
     cards: str | None = None,
 ) -> ChallengeRow | None:
     """Writes a challenge, or returns None if it is not the node's turn. `cards`: the state of a
-    proof of cards. Raises as `challenge` does."""
+    proof of cards. Raises as `challenge` does, but for the requirements."""
     now = backend.now()
-    with backend.store.read() as connection:
-        run = revisions.next_run(connection, backend.context)
-    missing = run.requirements.shortfalls(request.hardware)
-    if missing:
-        raise PolicyError("the pool asks for " + "; ".join(missing))
     limited = request.shadow and is_bounded(address)
     row = ChallengeRow(
         id=backend.random(16).hex(),
@@ -271,9 +281,15 @@ def solution(
     return admit(backend, account, row, rate)
 
 
-def admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) -> AdmissionAnswer:
-    """Records a node's rate (million multiply-adds per second) and invites it. Raises as
-    `challenge` does: its provider or a slash may have changed since."""
+def admit(
+    backend: Backend,
+    account: Address,
+    row: ChallengeRow,
+    rate: float,
+    passport: SignedPassport | None = None,
+) -> AdmissionAnswer:
+    """Records a node's rate (million multiply-adds per second) and its passport, and invites it.
+    Raises as `challenge` does: its provider or a slash may have changed since."""
     context, now = backend.context, backend.now()
     _look(backend, account, row.shadow)
     measured = AdmissionAnswer(mmacs_per_second=int(rate))
@@ -283,6 +299,9 @@ def admit(backend: Backend, account: Address, row: ChallengeRow, rate: float) ->
         node = nodes.lock_row(connection, account)
         _check_admissible(connection, backend, account, node, row.shadow)
         challenges.set_rate(connection, row.id, rate)
+        if passport is not None:
+            passports.put(connection, passport)
+            remeasuring.passed(connection, account)
         standing = "none" if node is None else node.status
         seated = standing in ("active", "silent") or (
             standing == "admitted" and joining(connection, account)[0] == "wait"

@@ -89,6 +89,8 @@ class Backend:
     planted: Planted = field(default_factory=Planted)
     lease_slots: int = LEASE_SLOTS
     """Most leases that a node holds open at once."""
+    remeasure_seconds: float = 0.0
+    """Mean time between two measurements of a node's cards (manager/remeasuring.py); 0: never."""
     relay_faults: RelayFaults = field(default_factory=RelayFaults)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)

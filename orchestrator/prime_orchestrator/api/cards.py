@@ -1,4 +1,5 @@
-"""Proof of cards at admission (prime_verify/proofs/cards.py), for runs with `cards`.
+"""Proof of cards (prime_verify/proofs/cards.py) at admission and later (manager/remeasuring.py),
+for runs with `cards`.
 
     claimed cards ──► sizes, operands ──► echoes ──► order: the time starts ──► commitment: it ends
                                                                                      │
@@ -38,7 +39,7 @@ from prime_core.run import MICRO, Cards
 from prime_core.signing import DigestField, Strict
 from prime_orchestrator.api import admission
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.manager import revisions
+from prime_orchestrator.manager import remeasuring, revisions
 from prime_orchestrator.store import Connection, challenges, passports
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_verify.proofs.cards import Cell, Proof, Work
@@ -106,8 +107,13 @@ def begin(
         run = revisions.next_run(reader, backend.context)
     if run.cards is None:
         raise PolicyError("this pool asks for no proof of cards; upgrade this node's program")
-    known = known_card(request.cards)
-    _check_asked(run.cards, known, len(request.cards))
+    try:
+        known = known_card(request.cards)
+        _check_asked(run.cards, known, len(request.cards))
+        admission.require(run, request.hardware)
+    except PolicyError as error:
+        remeasuring.refused(backend.store, account, str(error), backend.now())
+        raise
     work = _work(run.cards, known, len(request.cards))
     state = State(
         kind=known.kind,
@@ -263,6 +269,7 @@ def opening(
         check_rate(known, work.cards, rate / 1e12, state.least_share_micro / MICRO)
     except PrimeError as error:
         log.warning("node %s did not prove its cards: %s", account, error)
+        remeasuring.refused(backend.store, account, str(error), backend.now())
         raise
     passport = HardwarePassport(
         pool=backend.context.pool,
@@ -278,9 +285,7 @@ def opening(
         measured_at=int(backend.now()),
     )
     signed = SignedPassport(passport=passport, signature=backend.sign(passport))
-    with backend.store.begin() as store:  # first, so that an admitted node has its passport
-        passports.put(store, signed)
-    return admission.admit(backend, account, row, work.cards * rate / 1e6)
+    return admission.admit(backend, account, row, work.cards * rate / 1e6, signed)
 
 
 def passport_of(backend: Backend, account: Address) -> SignedPassport:

@@ -28,7 +28,7 @@ from prime_orchestrator.api import shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.pool_view import TRIES, PoolView
-from prime_orchestrator.manager import speed, standing, uploads
+from prime_orchestrator.manager import remeasuring, speed, standing, uploads
 from prime_orchestrator.manager.standing import PATIENCE, pause_of
 from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
 from prime_orchestrator.store import leases, lock, shadows, submissions
@@ -100,7 +100,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         )
     if held := _held(view, node, ask, most=view.slots.of(node)):
         return held
-    if waiting := _rest(view, node) or _uncovered(view, node):
+    if waiting := _unproven(view, node) or _rest(view, node) or _uncovered(view, node):
         return waiting
     backend, now = view.backend, view.now
     if (money := view.money) and (why := money.objection()):
@@ -203,6 +203,13 @@ def _rest(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
             reason="leases of this provider's nodes expired, so it holds fewer at once for a while",
         )
     return None
+
+
+def _unproven(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
+    """Returns the answer to a node whose cards are measured again, or did not pass; None if it may
+    get a lease."""
+    why = remeasuring.why_no_lease(view.proofs.get(node.address))
+    return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=why) if why else None
 
 
 def _uncovered(view: PoolView, node: NodeRow) -> LeaseAnswer | None:

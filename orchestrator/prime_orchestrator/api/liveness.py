@@ -12,7 +12,7 @@ from prime_core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswe
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach, shadow
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.manager import revisions, speed, standing
+from prime_orchestrator.manager import remeasuring, revisions, speed, standing
 from prime_orchestrator.store import (
     Connection,
     chain,
@@ -21,12 +21,14 @@ from prime_orchestrator.store import (
     intents,
     leases,
     lock,
+    measurements,
     nodes,
     policies,
     row_marks,
     sessions,
     submissions,
 )
+from prime_orchestrator.store.measurements import MeasurementRow
 from prime_orchestrator.store.nodes import NodeRow
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ GAP_SECONDS = 10.0
 """Ticks come every second; after a gap this long, heartbeats may have been missed through our
 fault."""
 FORGET_SECONDS = 10.0
-"""How often what is no longer needed is deleted."""
+"""How often what is no longer needed is deleted, and nodes are drawn to be measured again."""
 RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
 
@@ -129,6 +131,7 @@ def _answer_beats(
     measured = speed.want_challenges(connection, rows.values(), now) if run.cards is None else ()
     run_digest, slots = run.digest(), backend.slots(run)
     evaluates = evaluations.running(connection) is not None
+    proofs = _proofs(connection, said) if run.cards is not None else {}
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
     answers = []
     for at, ((account, beat), files) in enumerate(zip(said, endings, strict=True)):
@@ -136,6 +139,10 @@ def _answer_beats(
         directive, reason = _directive(connection, account, node, pool_ended=ended)
         if at in elsewhere:
             directive, reason = "stop", elsewhere[at]
+        prove_by = None
+        if node is not None and node.status == "active" and directive == "work":
+            reason = remeasuring.why_no_lease(proofs.get(account))
+            prove_by = remeasuring.due_by(proofs.get(account), run)
         if beat.lied and node is not None:
             backend.relay_faults.note(account, beat.lied, relays)
         answers.append(
@@ -152,9 +159,22 @@ def _answer_beats(
                 another_machine=at in elsewhere,
                 evaluates=evaluates,
                 lease_slots=slots.of(node) if node is not None else 1,
+                prove_cards_by=prove_by,
             )
         )
     return answers
+
+
+def _proofs(
+    connection: Connection, said: Sequence[tuple[Address, Heartbeat]]
+) -> dict[Address, MeasurementRow]:
+    """Returns what is asked of the nodes, after noting which of them say that they know it."""
+    found = measurements.of(connection, {account for account, _ in said})
+    for account, beat in said:
+        row = found.get(account)
+        if beat.proves and row is not None and row.asked_at is not None and not row.knows:
+            found[account] = remeasuring.note_known(connection, row)
+    return found
 
 
 def _endings(
@@ -225,7 +245,7 @@ class LifeTicks:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._up_since = self._ticked_at = backend.now()
-        self._forget_at = self._up_since
+        self._forget_at = self._drawn_at = self._up_since
 
     def tick(self) -> None:
         """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""
@@ -259,6 +279,7 @@ class LifeTicks:
                 )
         if now >= self._forget_at:
             self._forget(now)
+            self._measure_again(now)
             self._forget_at = now + FORGET_SECONDS
         self._ticked_at = now
 
@@ -271,3 +292,17 @@ class LifeTicks:
             row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
         shadow.forget(backend.store, backend.objects, now)
+
+    def _measure_again(self, now: float) -> None:
+        backend = self._backend
+        with backend.store.begin() as connection:
+            remeasuring.tick(
+                connection,
+                revisions.next_run(connection, backend.context),
+                backend.remeasure_seconds,
+                backend.random,
+                now=now,
+                elapsed=now - self._drawn_at,
+                up_since=self._up_since,
+            )
+        self._drawn_at = now

@@ -23,6 +23,7 @@ from prime_orchestrator.store import (
     drift,
     intents,
     jobs,
+    measurements,
     meta,
     nodes,
     opinions,
@@ -99,6 +100,13 @@ class PoolMetrics:
                 "Nodes that reported wrong chunks, by relay. Unit: nodes.",
                 "relay",
                 faults,
+            )
+            yield _gauges(
+                "prime_cards_measured_again",
+                "Repeated proofs of nodes' cards by outcome. Ignored: by nodes of older programs. "
+                "Unit: proofs.",
+                "outcome",
+                measurements.totals(connection),
             )
             yield GaugeMetricFamily(
                 "prime_next_step",

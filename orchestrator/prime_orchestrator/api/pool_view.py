@@ -30,11 +30,13 @@ from prime_orchestrator.store import (
     exact_classes,
     groups,
     leases,
+    measurements,
     nodes,
     policies,
     submissions,
 )
 from prime_orchestrator.store.leases import LeaseRow
+from prime_orchestrator.store.measurements import MeasurementRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow
 
@@ -182,6 +184,13 @@ class PoolView:
     @cached_property
     def _held(self) -> dict[Address, int]:
         return leases.held_by(self.connection, self._everyone, self.now)
+
+    @cached_property
+    def proofs(self) -> dict[Address, MeasurementRow]:
+        """What is asked of the nodes' cards; nothing in a run without `cards`."""
+        if self.run.cards is None:
+            return {}
+        return measurements.of(self.connection, self.nodes)
 
     @cached_property
     def coverage(self) -> Coverage | None:

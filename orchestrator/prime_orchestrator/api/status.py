@@ -38,6 +38,7 @@ from prime_orchestrator.store import (
     evaluations,
     intents,
     leases,
+    measurements,
     meta,
     nodes,
     opinions,
@@ -233,9 +234,11 @@ def _infos(
     counts = submissions.counts_by_node(connection, addresses)
     unpaid = submissions.counts_by_node(connection, addresses, shadow=True)
     cards = passports.named(connection, addresses)
+    troubles = measurements.troubles(connection, addresses)
     found = []
     for node in rows:
         count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
+        name, measured_at = cards.get(node.address, ("", 0))
         found.append(
             NodeInfo(
                 node=node.address,
@@ -249,7 +252,9 @@ def _infos(
                 void=count.get("void", 0),
                 expired_unjudged=count.get("expired_unjudged", 0),
                 units=0 if node.status == "shadow" else count.get("units", 0),
-                cards=cards.get(node.address, ""),
+                cards=name,
+                cards_measured_at=measured_at,
+                cards_trouble=troubles.get(node.address, ""),
             )
         )
     return found

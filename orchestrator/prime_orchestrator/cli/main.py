@@ -153,6 +153,13 @@ def serve(
     lease_slots: Annotated[
         int | None, typer.Option(help="Most leases that a node holds open at once (default 4).")
     ] = None,
+    remeasure_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean time between two random measurements of a node's cards (default 86400; "
+            "0: never)."
+        ),
+    ] = None,
     trusted_proxies: Annotated[
         list[str] | None,
         typer.Option(

@@ -164,8 +164,8 @@ def lock(connection: Connection, name: str) -> None:
 
     A transaction takes several locks in this order, so that no two transactions wait for each
     other: "assignments" (before rows of several jobs), the row of a job, "chain", "leases", rows of
-    submissions, of nodes by address, of leases by digest. A no-op on SQLite, whose write
-    transactions are already serialized.
+    submissions, of nodes by address, of leases by digest, "measurements". A no-op on SQLite, whose
+    write transactions are already serialized.
     """
     if connection.dialect.name == "postgresql":
         number = zlib.crc32(f"prime/{name}".encode())

@@ -250,12 +250,16 @@ def held_by(connection: Connection, nodes: Collection[Address], now: float) -> d
 
 
 def idle_nodes(connection: Connection, now: float) -> int:
-    """Returns how many active nodes that do not rest have no open paid lease."""
+    """Returns how many active nodes that do not rest, and are not to prove their cards first, have
+    no open paid lease."""
     holds = sa.exists().where(
         _leases.node == _nodes.address, _leases.status == "open", _leases.shadow.is_(False)
     )
+    proof = schema.measurements.c
+    awaited = sa.and_(proof.asked_at.is_not(None), proof.knows == 1)
+    unproven = sa.exists().where(proof.node == _nodes.address, sa.or_(awaited, proof.trouble != ""))
     query = sa.select(sa.func.count()).where(
-        _nodes.status == "active", _nodes.rests_until <= now, ~holds
+        _nodes.status == "active", _nodes.rests_until <= now, ~holds, ~unproven
     )
     return int(connection.execute(query).scalar_one())
 

@@ -16,8 +16,8 @@ from prime_orchestrator.store.rows import upsert
 def put(connection: Connection, passport: SignedPassport) -> None:
     """Writes a node's passport in place of its earlier one."""
     said = passport.passport
-    values = {"node": said.node, "cards": said.named, "body": passport.model_dump_json()}
-    upsert(connection, schema.passports, values)
+    values = {"node": said.node, "cards": said.named, "measured_at": said.measured_at}
+    upsert(connection, schema.passports, values | {"body": passport.model_dump_json()})
 
 
 def get(connection: Connection, node: Address) -> SignedPassport | None:
@@ -27,10 +27,13 @@ def get(connection: Connection, node: Address) -> SignedPassport | None:
     return None if body is None else SignedPassport.model_validate_json(body)
 
 
-def named(connection: Connection, nodes: Collection[Address] | None) -> dict[Address, str]:
-    """Returns what those of the nodes (None: of all) that proved cards have, such as "8 x h200"."""
+def named(
+    connection: Connection, nodes: Collection[Address] | None
+) -> dict[Address, tuple[str, int]]:
+    """Returns what those of the nodes (None: of all) that proved cards have, such as "8 x h200",
+    and when it was measured, in Unix seconds."""
     table = schema.passports.c
-    query = sa.select(table.node, table.cards)
+    query = sa.select(table.node, table.cards, table.measured_at)
     if nodes is not None:
         query = query.where(table.node.in_(list(nodes)))
-    return {Address(node): str(cards) for node, cards in connection.execute(query)}
+    return {Address(node): (str(cards), int(at)) for node, cards, at in connection.execute(query)}

@@ -122,6 +122,22 @@ passports = Table(
     Column("node", Text, primary_key=True),
     Column("cards", Text, nullable=False),  # such as "8 x h200"
     Column("body", Text, nullable=False),  # JSON of SignedPassport
+    Column("measured_at", BigInteger, nullable=False, server_default=text("0")),
+)
+
+measurements = Table(
+    "measurements",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("asked_at", Float),  # None: not under way
+    Column("again_at", Float),  # None: when it is drawn
+    Column("knows", Integer, nullable=False, default=0),  # 1: it has said that it proves again
+    Column("failures", Integer, nullable=False, default=0),  # in a row
+    Column("trouble", Text, nullable=False, default=""),  # why it gets no lease
+    Column("passed", Integer, nullable=False, default=0),
+    Column("refused", Integer, nullable=False, default=0),
+    Column("unanswered", Integer, nullable=False, default=0),
+    Column("ignored", Integer, nullable=False, default=0),
 )
 
 leases = Table(

@@ -113,6 +113,13 @@ function drawReach(reach) {
   at("reach-to").textContent = newest ? `${longest.toFixed(1)} s after publication` : "";
 }
 
+function cards(node) {
+  const found = element("td", node.cards || "–", node.cards_trouble ? "warn" : "");
+  const measured = new Date(1000 * node.cards_measured_at).toISOString().slice(0, 16);
+  found.title = node.cards_trouble || (node.cards_measured_at ? `measured ${measured} UTC` : "");
+  return found;
+}
+
 function drawNodes(status) {
   at("nodes").replaceChildren(...status.nodes.map((node) => {
     const row = document.createElement("tr");
@@ -120,7 +127,7 @@ function drawNodes(status) {
     row.append(
       cell(link("nodes", node.node)),
       element("td", node.status, tone[node.status]),
-      element("td", node.cards || "–"),
+      cards(node),
       element("td", node.speed_class),
       element("td", node.policy_version ?? "–"),
       element("td", node.last_heartbeat ? `${age} s ago` : "–"),
