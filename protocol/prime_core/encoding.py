@@ -41,15 +41,20 @@ def parse_canonical_json(data: bytes) -> Any:
     return value
 
 
+_SCALARS = frozenset({str, int, bool, type(None)})
+
+
 def _refuse_floats(value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise MalformedError("canonical JSON has text keys only")
-            _refuse_floats(item)
+            if type(item) not in _SCALARS:
+                _refuse_floats(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            _refuse_floats(item)
+            if type(item) not in _SCALARS:
+                _refuse_floats(item)
     elif value is not None and not isinstance(value, str | bool | int):
         raise MalformedError(f"canonical JSON holds no {type(value).__name__}")
 

@@ -20,6 +20,7 @@ from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import SignedSubmission
 from prime_core.settlement import (
     LeafFact,
     RestoredFact,
@@ -65,7 +66,7 @@ CHAIN_BLOCK = "chain_block"
 """Key in `meta`: number of the newest block the indexer has processed."""
 CHAIN_TIME = "chain_time"
 """Key in `meta`: that block's time in Unix seconds."""
-_BATCH = 10_000
+_BATCH = 256
 _READERS = 8
 """Objects read at once."""
 _LOOKED = "settlement_looked_to"
@@ -414,7 +415,8 @@ def _leaves(
         for event in chain.events(connection, "RootPosted", second=seq)
     }
     missing = {*seqs}
-    for row, seq, posted_at in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
+    for row in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
+        seq, posted_at = row.root_seq, row.posted_at
         if row.digest in seqs:
             missing.discard(row.digest)
             seq = seqs[row.digest]
@@ -425,7 +427,8 @@ def _leaves(
                 f"the settlement before holds {row.digest} by root {seq}, which is not on chain: "
                 "the arbiter must disable its reward root"
             )
-        receipt = row.receipt_answer()
+        receipt = ReceiptAnswer.model_validate_json(row.receipt)
+        signed = SignedSubmission.model_validate_json(row.body)
         run = history.at(row.step)
         fact = LeafFact(
             submission_digest=row.digest,
@@ -438,7 +441,7 @@ def _leaves(
             refused=row.digest in refused,
             answered=answered_for(
                 rooted_at=posted_at,
-                valid_until=row.signed().submission.valid_until,
+                valid_until=signed.submission.valid_until,
                 accountable=context.deployment.periods.accountable,
             ),
             price=run.price_per_unit,
@@ -467,7 +470,8 @@ def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
 
     with ThreadPoolExecutor(_READERS) as pool:
         batches = (leaves[start : start + _BATCH] for start in range(0, len(leaves), _BATCH))
-        return [fact for some in batches for fact in pool.map(read, some)]
+        found = pool.map(lambda batch: [read(leaf) for leaf in batch], batches)
+        return [fact for some in found for fact in some]
 
 
 def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:

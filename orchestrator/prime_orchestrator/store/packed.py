@@ -23,10 +23,9 @@ from prime_core.ids import address
 
 _MARK = "1:"
 _HEX = re.compile(r"0x(?:[0-9a-f]{130}|[0-9a-f]{64}|[0-9a-fA-F]{40})(?![0-9a-fA-F])")
-_SIZES = {b"\x01": 20, b"\x02": 32, b"\x03": 65}
-"""Bytes of an address, a digest and a signature, by their marks. JSON text contains no mark."""
-_KINDS = {size: mark for mark, size in _SIZES.items()}
-_ANY = re.compile(b"[\x01\x02\x03]")
+_KINDS = {20: b"\x01", 32: b"\x02", 65: b"\x03"}
+"""Marks of an address, a digest and a signature, by their bytes. JSON text contains no mark."""
+_RAW = re.compile(rb"\x01(.{20})|\x02(.{32})|\x03(.{65})", re.DOTALL)
 _MARKED = re.compile("[\x01\x02\x03]")
 _ZERO = b"\x02" + bytes(32)
 _DICTIONARY = (
@@ -73,14 +72,12 @@ def _to_bytes(text: str) -> bytes:
 
 
 def _to_text(found: bytes) -> str:
-    parts, at = [], 0
-    while match := _ANY.search(found, at):
-        end = match.end() + _SIZES[match[0]]
-        raw = found[match.end() : end]
-        name = address(raw) if len(raw) == 20 else f"0x{raw.hex()}"
-        parts += [found[at : match.start()].decode(), name]
-        at = end
-    return "".join([*parts, found[at:].decode()])
+    return _RAW.sub(_name, found).decode()
+
+
+def _name(match: re.Match[bytes]) -> bytes:
+    raw: bytes = match[0][1:]
+    return (address(raw) if len(raw) == 20 else f"0x{raw.hex()}").encode()
 
 
 class Packed(TypeDecorator[str]):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core import encoding
-from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.rows import record, records
-from prime_orchestrator.store.submissions import SubmissionRow
 
 _roots = schema.roots.c
 _submissions = schema.submissions.c
@@ -151,13 +151,35 @@ def first_epoch(connection: Connection, after: int, until: int) -> int | None:
     return connection.execute(query).scalar()
 
 
+@dataclass(frozen=True)
+class RootedFile:
+    """What a settlement reads of a file: columns of its submission, then the number of its root on
+    chain and that root's block time (None if it is not confirmed)."""
+
+    digest: Digest
+    node: Address
+    step: int
+    body: str
+    receipt: str
+    verdict: Digest | None
+    units: int
+    prompt_units: int
+    root_seq: int | None
+    posted_at: int | None
+
+
 def leaves(
     connection: Connection, after: int, until: int, names: Collection[Digest]
-) -> Iterator[tuple[SubmissionRow, int | None, int | None]]:
-    """Yields (submission, number of its root, the root's block time): the leaves of confirmed roots
-    of the epochs after + 1 to `until`, and those of `names`, with None if no root is confirmed."""
+) -> Iterator[RootedFile]:
+    """Yields the leaves of confirmed roots of the epochs after + 1 to `until`, and the files
+    `names`, whose root may not be confirmed."""
+    one = _submissions
+    columns: list[sa.ColumnElement[Any]] = [
+        *(one.digest, one.node, one.step, one.body, one.receipt, one.verdict),
+        *(one.units, one.prompt_units, _roots.chain_seq, _roots.posted_at),
+    ]
     query = (
-        sa.select(schema.submissions, _roots.chain_seq, _roots.posted_at)
+        sa.select(*columns)
         .outerjoin(schema.roots, _roots.id == _submissions.root_id)
         .where(
             sa.or_(
@@ -167,5 +189,5 @@ def leaves(
         )
         .execution_options(yield_per=_AT_ONCE)
     )
-    for *row, seq, posted_at in connection.execute(query):
-        yield SubmissionRow(*row), seq, posted_at
+    for row in connection.execute(query):
+        yield RootedFile(*row)
