@@ -11,7 +11,7 @@ Rewards come from the verdict table, as the trainer gets them; the node's own re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from prime_orchestrator.manager import revisions, uploads
 from prime_orchestrator.store import (
     Connection,
     Store,
+    archive,
     batches,
     evaluations,
     groups,
@@ -48,6 +49,7 @@ from prime_orchestrator.store import (
     policies,
 )
 from prime_orchestrator.store import submissions as files
+from prime_orchestrator.store.archive import ArchivedFile
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 from prime_verify.build import PlannedRow, plan_rows
@@ -145,11 +147,16 @@ def runs_of(connection: Connection) -> RunHistory:
     return revisions.history_of(connection, RunDefinition.parse(found.encode()))
 
 
-def facts(connection: Connection, rows: Sequence[SubmissionRow]) -> list[FileFacts]:
-    """Returns the facts of these submissions, in order. Raises UserError as `runs_of`."""
+def facts(
+    connection: Connection, rows: Sequence[SubmissionRow], archived: ArchivedFile | None = None
+) -> list[FileFacts]:
+    """Returns the facts of these submissions, in order. `archived`: the file of the only one, if it
+    is archived. Raises UserError as `runs_of`."""
     runs, next_step = runs_of(connection), batches.next_step(connection)
     names = [row.digest for row in rows]
     known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
+    if archived is not None:
+        known[archived.submission.digest] = list(archived.groups)
     run = runs.at(next_step)
     return [
         _file_facts(
@@ -214,9 +221,12 @@ def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts
     )
 
 
-def find(connection: Connection, name: str) -> SubmissionRow:
-    """Returns the submission whose digest begins with `name`. Raises NotFoundError if there is
-    none, UserError if there are several or `name` is not the beginning of a digest."""
+def find(
+    connection: Connection, name: str, objects: ObjectStore | None = None
+) -> tuple[SubmissionRow, ArchivedFile | None]:
+    """Returns the submission whose digest begins with `name`, and its file if it is archived
+    (looked for only with `objects`). Raises NotFoundError if there is none, UserError if there are
+    several or `name` is not the beginning of a digest."""
     digits = name.lower().removeprefix("0x")
     if not 4 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
         raise UserError(
@@ -224,15 +234,24 @@ def find(connection: Connection, name: str) -> SubmissionRow:
             hint="give 4 or more of the digits that orchestrator rollouts list shows",
         )
     found = files.beginning(connection, f"0x{digits}", 2)
-    if not found:
+    older = archive.beginning(connection, f"0x{digits}", 2) if objects is not None else []
+    if not found and not older:
         raise NotFoundError(f"no rollout file of this pool has an id that begins with 0x{digits}")
-    if len(found) > 1:
+    if len(found) + len(older) > 1:
         raise UserError(f"several ids begin with 0x{digits}", hint="give more of its digits")
-    return found[0]
+    if found or objects is None:
+        return found[0], None
+    archived = archive.find(connection, objects, older[0])
+    assert archived is not None
+    return archived.submission, archived
 
 
-def lease_of(connection: Connection, row: SubmissionRow) -> SignedLease:
-    """Returns the lease of a submission."""
+def lease_of(
+    connection: Connection, row: SubmissionRow, archived: ArchivedFile | None = None
+) -> SignedLease:
+    """Returns the lease of a submission; `archived`: its file if it is archived."""
+    if archived is not None:
+        return archived.lease.signed()
     found = leases.get(connection, row.lease_digest)
     if found is None:
         raise FatalError(f"submission {row.digest} names a lease that the store does not hold")
@@ -484,12 +503,12 @@ def export(
     went: Callable[[int], None] = lambda _files: None,
 ) -> Exported:
     """Writes the rows of all `wanted` files to the Parquet file `out`, which appears once it is
-    complete. Reads one view of the store, one file at a time. Accepted files of evaluations are
-    left out: their problems are held out.
+    complete. Reads one view of the store, one file at a time, archived ones first. Accepted files
+    of evaluations are left out: their problems are held out.
 
-    Args: `begins` is called with the number of files, `went` after each. Raises UserError if `out`
-    exists or cannot be written; NotFoundError, UntrustedError or MalformedError if an accepted file
-    is missing from the store or damaged.
+    Args: `begins` is called with the largest possible number of files, `went` after each. Raises
+    UserError if `out` exists or cannot be written; NotFoundError, UntrustedError or MalformedError
+    if an accepted file is missing from the store or damaged.
     """
     make_folder(out.parent)
     if out.exists():
@@ -500,7 +519,8 @@ def export(
             place, run = meta.get(connection, meta.SERVES), runs_of(connection).first
             about = {"pool": place or "", "run": str(run.digest())}
             with pq.ParquetWriter(part, COLUMNS.with_metadata(about), compression="zstd") as writer:
-                begins(files.count(connection, wanted))
+                older = sum(page.files for page in archive.pages(connection, wanted.since))
+                begins(older + files.count(connection, wanted))
                 done = _write(connection, objects, wanted, writer, tokenizer, went)
         part.replace(out)
     except OSError as error:
@@ -528,37 +548,43 @@ def _write(
             writer.write_table(pa.Table.from_batches(ready))
             ready.clear()
 
-    for page in files.every(connection, wanted, _AT_ONCE):
-        for row, known in zip(page, facts(connection, page), strict=True):
-            if any(group.state == "held out" for group in known.groups):
-                went(1)
-                continue
-            try:
-                batch = _record_batch(connection, objects, row, known, tokenizer)
-            except FileError as error:
-                if row.status == "accepted":
-                    raise MalformedError(f"rollout file {row.digest}: {error}") from error
-                unreadable += 1
-            except NotFoundError as error:
-                raise NotFoundError(f"rollout file {row.digest}: {error}") from error
-            else:
-                ready.append(batch)
-                count, rows = count + 1, rows + batch.num_rows
-            if sum(batch.nbytes for batch in ready) >= ROW_GROUP_BYTES:
-                flush()
+    for row, known, deadline in _wanted(connection, objects, wanted):
+        if any(group.state == "held out" for group in known.groups):
             went(1)
+            continue
+        try:
+            batch = _record_batch(objects, row, known, deadline, tokenizer)
+        except FileError as error:
+            if row.status == "accepted":
+                raise MalformedError(f"rollout file {row.digest}: {error}") from error
+            unreadable += 1
+        except NotFoundError as error:
+            raise NotFoundError(f"rollout file {row.digest}: {error}") from error
+        else:
+            ready.append(batch)
+            count, rows = count + 1, rows + batch.num_rows
+        if sum(batch.nbytes for batch in ready) >= ROW_GROUP_BYTES:
+            flush()
+        went(1)
     flush()
     return Exported(count, rows, unreadable)
 
 
+def _wanted(
+    connection: Connection, objects: ObjectStore, wanted: Wanted
+) -> Iterator[tuple[SubmissionRow, FileFacts, int]]:
+    """Yields the submissions, each with its facts and its lease's deadline."""
+    for one in archive.every(connection, objects, wanted):
+        (known,) = facts(connection, [one.submission], one)
+        yield one.submission, known, one.lease.deadline
+    for page in files.every(connection, wanted, _AT_ONCE):
+        for row, known in zip(page, facts(connection, page), strict=True):
+            yield row, known, lease_of(connection, row).lease.deadline
+
+
 def _record_batch(
-    connection: Connection,
-    objects: ObjectStore,
-    row: SubmissionRow,
-    known: FileFacts,
-    tokenizer: Any,
+    objects: ObjectStore, row: SubmissionRow, known: FileFacts, deadline: int, tokenizer: Any
 ) -> pa.RecordBatch:
-    deadline = lease_of(connection, row).lease.deadline
     file, rewards = read_file(objects, row, deadline)
     state = {group.group: group for group in known.groups}
     same = {

@@ -54,6 +54,7 @@ from prime_orchestrator.api.connections import Proxies, behind
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.config import Settings
 from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.archiving import ARCHIVE_SECONDS
 from prime_orchestrator.manager.loops import ManagerLoops, Pace
 from prime_orchestrator.manager.uploads import SWEEP_SECONDS
 from prime_orchestrator.store import Store, meta, open_store
@@ -179,6 +180,7 @@ async def _serve(
                 ("money", manager.money_tick, MONEY_SECONDS),
                 ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
                 ("uploads", manager.upload_tick, SWEEP_SECONDS),
+                ("archive", manager.archive_tick, ARCHIVE_SECONDS),
             )
             for name, tick, every in ticks:
                 heads = NewHeads(settings.rpc_ws) if name == "chain" and settings.rpc_ws else None

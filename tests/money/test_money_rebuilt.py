@@ -11,7 +11,7 @@ from anvil_kit import needs_anvil
 from chain_kit import ARBITER, World, make_world
 from fastapi.testclient import TestClient
 from money_kit import RUN, TOKEN, VALIDATOR
-from walk_kit import HONEST, LIAR, OTHER, OWNER, Published, one, rebuild_root, settled
+from walk_kit import HONEST, LIAR, OTHER, OWNER, Published, amounts, one, rebuild_root, settled
 
 from prime_chain.contracts import Claim
 from prime_chain.event import Event
@@ -33,6 +33,7 @@ from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager import loops, revisions
+from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import _leaves, _Turn, settle_epochs
@@ -151,6 +152,63 @@ def test_rebuild_follows_holds_forfeits_and_restorations_over_epochs(
     }
     rebuilt = rebuild_root(world, second.epoch)
     assert rebuilt.match, rebuilt.problems
+
+
+@pytest.mark.slow
+def test_files_are_archived_once_no_settlement_holds_them_and_are_rebuilt_all_the_same(
+    members: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, mgr = members, members.mgr
+    world.start_of_an_epoch()
+    files = [mgr.submit(node) for node in (HONEST, HONEST, LIAR, LIAR, LIAR)]
+    for at, file in enumerate(files):  # the last is rejected; the newest of each node stay
+        mgr.judge(file, Reason.WRONG_SKETCH if at == 4 else Reason.NONE)
+        mgr.now.time += 1
+    paid, held = files[0].digest, files[2].digest
+    world.until_rooted()
+    leaf = one(world, schema.slashes)["submission_digest"]
+    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
+    with monkeypatch.context() as idle:  # open when the epoch is settled
+        idle.setattr(loops, "queue_executions", lambda *_: [])
+        world.loops.chain_tick()
+        world.loops.money_tick()
+        for _ in range(2):
+            world.anvil.mine(2)
+            world.loops.chain_tick()
+        first = settled(world)
+        assert [f.state for f in first.files if f.submission_digest == held] == ["held"]
+        world.send(ARBITER, world.contracts.slasher.cancel(leaf))
+        world.loops.chain_tick()
+    assert amounts(world)[held] == "earned"
+
+    worker = Archiver(
+        mgr.store, mgr.objects, mgr.context, mgr.now, page_files=1, kept=1, kept_of_node=1
+    )
+    assert worker.tick() == 0, "the arbiter may still disable the reward root"
+    claimable = one(world, schema.reward_roots)["claimable_at"]
+    world.forward(max(0, claimable - world.client.block("latest").time) + RUN.epoch_seconds)
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    world.anvil.mine(2)
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    with mgr.store.begin() as connection:  # the batches of their steps are sealed
+        values = {"step": 9, "digest": "0x", "body": "", "rows": 1, "mean_reward_micro": 0}
+        query = sa.insert(schema.batches).values(**values, staleness_max=0, sealed_at=0.0)
+        connection.execute(query)
+    assert [worker.tick() for _ in range(2)] == [1, 0]
+    assert held in amounts(world)
+    assert paid not in amounts(world)
+
+    world.ticks()
+    second = settled(world)
+    assert second.previous == first.digest()
+    assert {f.submission_digest: f.state for f in second.files}[held] == "paid"
+    world.forward(world.deployment.periods.reward_delay + RUN.epoch_seconds)
+    world.ticks()
+    assert [worker.tick() for _ in range(2)] == [1, 0]
+    assert held not in amounts(world)
+    assert settled(world) == second
+    for epoch in (first.epoch, second.epoch):
+        assert rebuild_root(world, epoch).match
 
 
 @pytest.mark.slow

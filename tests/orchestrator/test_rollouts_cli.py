@@ -381,7 +381,7 @@ def test_an_export_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None
     lost = pool.accepted(session, [RIGHT, WRONG, RIGHT, WRONG])
     row = rollouts.find
     with pool.world.backend.store.read() as connection:
-        pool.world.backend.objects.delete(digest_key(row(connection, lost).sha256))
+        pool.world.backend.objects.delete(digest_key(row(connection, lost)[0].sha256))
     out = tmp_path / "set"
     out.mkdir()
     with pytest.raises(NotFoundError, match=lost):

@@ -28,7 +28,7 @@ from prime_core.storage.base import ObjectStat
 from prime_core.task import Lease
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import uploads
-from prime_orchestrator.store import jobs, leases, nodes, submissions
+from prime_orchestrator.store import archive, jobs, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -83,6 +83,9 @@ def look_up(backend: Backend, given: Sequence[SignedSubmission]) -> list[Known |
     with backend.store.read() as connection:
         rows = leases.those(connection, digests)
         before = submissions.of_leases(connection, digests)
+        for digest in digests - rows.keys():
+            if kept := archive.of_lease(connection, backend.objects, digest):
+                before[digest] = kept.submission
         seated = nodes.those(connection, {signed.node for signed in genuine})
     return [
         error or Known(rows.get(named), before.get(named), seated.get(signed.node))
@@ -105,10 +108,10 @@ def check(backend: Backend, signed: SignedSubmission, known: Known) -> Checked |
     """Makes the other checks of `submit`; returns the receipt if the same file was submitted
     before. Raises what `submit` raises."""
     digest, row, node = backend.digest(signed.submission), known.lease, known.node
+    if known.before is not None:  # archived, if there is no lease
+        return _again(known.before.digest, digest, known.before.receipt_answer())
     if row is None:
         raise NotFoundError("there is no lease of that digest")
-    if known.before is not None:
-        return _again(known.before.digest, digest, known.before.receipt_answer())
     check_claim(signed, row.signed().lease)
     _check_shape(backend, signed)
     if node is None or node.status in ("quarantined", "ejected", "left"):

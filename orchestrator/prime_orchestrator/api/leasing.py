@@ -31,7 +31,7 @@ from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.manager import remeasuring, speed, standing, uploads
 from prime_orchestrator.manager.standing import PATIENCE, pause_of
 from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
-from prime_orchestrator.store import leases, lock, shadows, submissions
+from prime_orchestrator.store import archive, leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -333,6 +333,8 @@ def handed_in(backend: Backend, digest: Digest) -> SignedLease:
     """Returns a lease for which a file was submitted. Raises NotFoundError for any other."""
     with backend.store.read() as connection:
         row = leases.get(connection, digest)
+        if row is None and (kept := archive.of_lease(connection, backend.objects, digest)):
+            row = kept.lease
     if row is None or row.status != "submitted":
         raise NotFoundError("no file was handed in for a lease of that digest")
     return row.signed()

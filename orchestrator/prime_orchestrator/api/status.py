@@ -33,6 +33,7 @@ from prime_orchestrator.manager.funding import funding
 from prime_orchestrator.manager.settlement import newest_settlement
 from prime_orchestrator.store import (
     Connection,
+    archive,
     batches,
     chain,
     evaluations,
@@ -301,7 +302,7 @@ def _slashes(connection: Connection) -> list[dict[str, int | str]]:
 def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
     """Returns the state of a submission. Raises NotFoundError."""
     with backend.store.read() as connection:
-        row = submissions.get(connection, digest)
+        row = archive.submission(connection, backend.objects, digest)
         if row is None:
             raise NotFoundError("there is no submission of that digest")
         (info,) = _submission_infos(connection, [row])
@@ -310,9 +311,12 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
 
 def submission_list(backend: Backend, node: Address, before: Digest | None) -> list[SubmissionInfo]:
     """Returns a page of the node's submissions, newest first, those older than `before` if it is
-    given. Raises NotFoundError if `before` is not a submission of this node."""
+    given, without archived ones. Raises NotFoundError if `before` is not a submission of this
+    node."""
     with backend.store.read() as connection:
-        last = None if before is None else submissions.get(connection, before)
+        last = None
+        if before is not None:
+            last = archive.submission(connection, backend.objects, before)
         if before is not None and (last is None or last.node != node):
             raise NotFoundError(f"node {node} has no submission {before}")
         wanted = Wanted(node=node)

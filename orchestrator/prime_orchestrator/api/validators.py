@@ -56,6 +56,7 @@ from prime_orchestrator.manager import draws, history, revisions, uploads
 from prime_orchestrator.manager.judging import check_law
 from prime_orchestrator.store import (
     Connection,
+    archive,
     chain,
     exact_classes,
     jobs,
@@ -774,9 +775,13 @@ def opinions_on(backend: Backend, digest: Digest) -> OpinionList:
     validators who are still judging do not see the others' opinions. Raises NotFoundError."""
     with backend.store.read() as connection:
         row = submissions.get(connection, digest)
-        if row is None:
+        kept = archive.find(connection, backend.objects, digest) if row is None else None
+        if row is not None:
+            found = opinions.of(connection, digest) if row.verdict is not None else []
+        elif kept is not None:
+            row, found = kept.submission, list(kept.opinions)
+        else:
             raise NotFoundError("there is no submission of that digest")
-        found = opinions.of(connection, digest) if row.verdict is not None else []
     return OpinionList(
         submission_digest=digest,
         status=row.status,

@@ -69,13 +69,14 @@ def list_files(
     database: Database = None,
     json_output: Json = False,
 ) -> None:
-    """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
+    """The newest rollout files: verdict, reward, staleness, why groups were dropped. Archived ones
+    are shown by `show`."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import submissions
 
     wanted = _wanted(since, verdict, node)
     with _pool(locals(), config) as (_, store), store.read() as connection:
-        older = None if before is None else rollouts.find(connection, before)
+        older = None if before is None else rollouts.find(connection, before)[0]
         rows = submissions.newest(connection, wanted, last + 1, before=older)
         found = rollouts.facts(connection, rows[:last])
     following = found[-1].id if len(rows) > last else None
@@ -146,14 +147,15 @@ def show(
     if grade and model is None:
         raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
     with _pool(locals(), config) as (settings, store):
+        kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
-            found = rollouts.find(connection, file)
-            (known,) = rollouts.facts(connection, [found])
-            runs, lease = rollouts.runs_of(connection), rollouts.lease_of(connection, found)
+            found, archived = rollouts.find(connection, file, kept)
+            (known,) = rollouts.facts(connection, [found], archived)
+            runs = rollouts.runs_of(connection)
+            lease = rollouts.lease_of(connection, found, archived)
             tokenizer = None
             if model is not None:
                 tokenizer = rollouts.load_tokenizer(connection, model)
-        kept = settings.open_objects("", backup.place(store))
         detail = rollouts.accusation(kept, found)
         damage, rows, samples = "", 0, []
         try:

@@ -4,6 +4,7 @@
     judge_tick   every 0.2 s     opinions of validators → verdicts
     batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
     money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
+    archive_tick every 10 s      rows of files that are over → objects
 
 Each can be stopped between any two statements and run again. If the chain is unreachable,
 `chain_tick` raises UnavailableError after the transactions have been sent; the others never query
@@ -26,6 +27,7 @@ from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import suspicion, targets, uploads
 from prime_orchestrator.manager.appointments import end_appointments
+from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.completeness import check_events
 from prime_orchestrator.manager.draws import DrawBoard, reveal_second
@@ -140,6 +142,15 @@ class ManagerLoops:
     def upload_tick(self) -> int:
         """Deletes expired uploads that no submission names; returns how many."""
         return uploads.sweep(self.store, self.objects, self.now)
+
+    @cached_property
+    def archiver(self) -> Archiver:
+        """Archives files that are over."""
+        return Archiver(self.store, self.objects, self.context, self.now)
+
+    def archive_tick(self) -> int:
+        """Archives a page of files that are over; returns how many."""
+        return self.archiver.tick()
 
     def money_tick(self) -> None:
         """Reveals planted files, posts work roots, voids files not judged or rooted in time, drops

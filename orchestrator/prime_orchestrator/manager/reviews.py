@@ -49,9 +49,9 @@ def send_back(
     sent = []
     for other in row_marks.holders(connection, marks, but=submission):
         row = submissions.get(connection, other)
-        if row is None or row.status != "accepted" or row.repeated_rows:
+        if row is not None and (row.status != "accepted" or row.repeated_rows):
             continue  # a file with shared rows was already replayed whole
-        if row.shadow or _final(connection, context, row):
+        if row is None or row.shadow or _final(connection, context, row):  # None: archived
             row_marks.forget_file(connection, other)
         elif jobs.reopen(connection, other):
             opinions.forget(connection, other)  # their authors may judge it again

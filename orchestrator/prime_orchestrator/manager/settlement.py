@@ -137,7 +137,7 @@ def settle_epochs(
         return None
     previous = None
     if turn.previous is not None:
-        previous = _load(objects, turn.previous)
+        previous = load(objects, turn.previous)
     held = [f for f in previous.files if f.state == "held"] if previous else []
     settlement = None
     if turn.new_leaves or held or _was_restored(store, context, previous):
@@ -198,7 +198,7 @@ def _is_stale(connection: Connection, intent: str, newest: Digest) -> bool:
     return row.status == "failed" or store_intents.forget_waiting(connection, [intent]) > 0
 
 
-def _load(objects: ObjectStore, name: Digest) -> Settlement:
+def load(objects: ObjectStore, name: Digest) -> Settlement:
     """Returns the settlement `name` with all its files. Raises UnavailableError if an object of it
     is missing or is not a settlement, as one of a table that others posted may be."""
     try:
@@ -332,7 +332,7 @@ def _settled_before(
     latest of them has it."""
     found: dict[Digest, SettledFile] = {}
     while newest is not None and newest != ZERO_DIGEST and names > found.keys():
-        settlement = _load(objects, newest)
+        settlement = load(objects, newest)
         for settled in settlement.files:
             if settled.submission_digest in names:
                 found.setdefault(Digest(settled.submission_digest), settled)

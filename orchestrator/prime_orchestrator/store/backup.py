@@ -11,18 +11,19 @@ is a folder with a SQLite file and a directory store, independent of the pool's 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_core.errors import NotFoundError, UserError
+from prime_core.errors import MalformedError, NotFoundError, UntrustedError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.storage.directory import DirectoryStore
-from prime_orchestrator.store import meta, schema
+from prime_orchestrator.store import archive, meta, schema
 from prime_orchestrator.store.engine import Store, open_store, sqlite_url
 from prime_orchestrator.store.migrate import current, head
 
@@ -130,7 +131,7 @@ def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
             connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
             for table in _tables()
         )
-        named = dict(_named(connection))
+        named = dict(_named(connection, objects))
     for name, staged in named.items():
         if not any(_is_there(objects, key, name, read) for key in (digest_key(name), *staged)):
             absent.append(name)
@@ -144,12 +145,21 @@ def _is_there(objects: ObjectStore, key: str, name: Digest, read: bool) -> bool:
         return False
 
 
-def _named(connection: Connection) -> Iterator[tuple[Digest, tuple[str, ...]]]:
-    """Yields every object that a column names, and alternative keys where it may be stored."""
+def _named(
+    connection: Connection, objects: ObjectStore
+) -> Iterator[tuple[Digest, tuple[str, ...]]]:
+    """Yields every object that a column or an archived file names, and alternative keys where it
+    may be stored. Files of a page that is absent or damaged are left out; its own name is not."""
     for column in _NAMED:
         found = sa.select(column).where(column.is_not(None)).distinct()
         for (name,) in connection.execute(found):
             yield Digest(name), ()
+    for page in archive.pages(connection):
+        yield page.digest, ()
+        with suppress(NotFoundError, MalformedError, UntrustedError):
+            for line in archive.read(objects, page.digest):
+                for name in archive.named(line):
+                    yield name, ()
     leases = schema.leases.c
     joined = sa.select(_S.sha256, leases.deadline).join(
         schema.leases, leases.digest == _S.lease_digest

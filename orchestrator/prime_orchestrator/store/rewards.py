@@ -105,6 +105,14 @@ def newest_root(connection: Connection, *, confirmed: bool = False) -> RewardRoo
     return record(RewardRootRow, connection.execute(query).mappings().first())
 
 
+def newest_claimable(connection: Connection, time: int) -> int:
+    """Returns the latest epoch whose reward root could be claimed at `time` (Unix seconds), or
+    −1."""
+    query = sa.select(sa.func.max(_roots.epoch)).where(_roots.claimable_at <= time)
+    found = connection.execute(query).scalar()
+    return -1 if found is None else int(found)
+
+
 def root_of(connection: Connection, epoch: int) -> RewardRootRow | None:
     """Returns an epoch's reward root, or None."""
     query = sa.select(schema.reward_roots).where(_roots.epoch == epoch)

@@ -89,7 +89,8 @@ def confirmed_among(connection: Connection, ids: Collection[int]) -> dict[int, D
 
 def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Digest]] | None:
     """Returns the sequence number of the confirmed root that holds `submission`, and its Merkle
-    proof; None while no such root is confirmed."""
+    proof; None while no such root is confirmed, and once files of the root are archived: then no
+    proof of it is due any more."""
     root = of(connection, submission)
     if root is None or root.chain_seq is None:
         return None
@@ -101,6 +102,8 @@ def proof_of(connection: Connection, submission: Digest) -> tuple[int, list[Dige
             .order_by(_submissions.leaf_index)
         ).scalars()
     ]
+    if len(leaves) != root.count:
+        return None
     return root.chain_seq, encoding.merkle_proof(leaves, leaves.index(submission))
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
+    SmallInteger,
     Table,
     Text,
     UniqueConstraint,
@@ -222,7 +223,27 @@ submissions = Table(
     Index("submissions_unjudged", "status", "reason", "shadow", "node"),
 )
 
-tallies = Table(  # judged submissions by node; triggers on submissions keep it (migration 0012)
+archive_pages = Table(  # objects with the rows of files that are over (store/archive.py)
+    "archive_pages",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("digest", Text, nullable=False),
+    Column("files", Integer, nullable=False),
+    Column("epoch", BigInteger, nullable=False),  # the newest settled one when it was written
+    Column("first_received", Float, nullable=False),
+    Column("last_received", Float, nullable=False),
+)
+
+archived = Table(  # where an archived file is
+    "archived",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),  # of the submission: 32 bytes
+    Column("lease_digest", LargeBinary, nullable=False, unique=True),
+    Column("page", Integer, nullable=False),  # archive_pages.id
+    Column("place", SmallInteger, nullable=False),  # line of the page, from 0
+)
+
+tallies = Table(  # judged submissions by node, also archived ones; triggers keep it
     "tallies",
     metadata,
     Column("node", Text, nullable=False),

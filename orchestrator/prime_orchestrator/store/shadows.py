@@ -150,9 +150,26 @@ def find(connection: Connection, *, given_before: float) -> list[DeletableLease]
 
 
 def forget(connection: Connection, gone: Sequence[DeletableLease]) -> None:
-    """Deletes these leases with their submissions, jobs, assignments and opinions. Marks of rows
-    expire on their own."""
+    """Deletes these leases with their submissions, jobs, assignments and opinions, and counts the
+    submissions no more. Marks of rows expire on their own."""
     files = [one.submission for one in gone if one.submission is not None]
+    tallies = schema.tallies.c
+    counted = (
+        sa.select(
+            *(_submissions.node, _submissions.shadow, _submissions.status),
+            *(sa.func.count().label("files"), sa.func.sum(_submissions.units).label("units")),
+        )
+        .where(_submissions.digest.in_(files), _submissions.status != "submitted")
+        .group_by(_submissions.node, _submissions.shadow, _submissions.status)
+        .order_by(_submissions.node, _submissions.shadow, _submissions.status)
+    )
+    for row in connection.execute(counted).all():
+        mine = (tallies.node == row.node, tallies.shadow == row.shadow)
+        connection.execute(
+            sa.update(schema.tallies)
+            .where(*mine, tallies.status == row.status)
+            .values(files=tallies.files - row.files, units=tallies.units - row.units)
+        )
     for table in (schema.opinions, schema.assignments, schema.jobs):
         connection.execute(sa.delete(table).where(table.c.submission_digest.in_(files)))
     connection.execute(sa.delete(schema.submissions).where(_submissions.digest.in_(files)))

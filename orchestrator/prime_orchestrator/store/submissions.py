@@ -155,6 +155,14 @@ class Wanted:
             found.append(_submissions.node == self.node)
         return found
 
+    def fits(self, row: SubmissionRow) -> bool:
+        """Whether the filter matches `row`."""
+        return (
+            (self.since is None or row.received_at >= self.since)
+            and self.status in (None, row.status)
+            and self.node in (None, row.node)
+        )
+
 
 def newest(
     connection: Connection, wanted: Wanted, limit: int, *, before: SubmissionRow | None = None
@@ -497,17 +505,26 @@ def accepted_of(connection: Connection, node: Address) -> int:
 
 def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, int]:
     """Returns `accepted_of` for those of the nodes that have any."""
-    was_planted = _submissions.digest.in_(sa.select(schema.planted.c.submission_digest))
-    query = (
+    paid = sa.select(_tallies.node, _tallies.files).where(
+        _tallies.node.in_(list(nodes)),
+        _tallies.status == "accepted",
+        _tallies.shadow.is_(False),
+        _tallies.files > 0,
+    )
+    found = {Address(node): int(count) for node, count in connection.execute(paid)}
+    planted = (
         sa.select(_submissions.node, sa.func.count())
+        .join(schema.planted, schema.planted.c.submission_digest == _submissions.digest)
         .where(
             _submissions.node.in_(list(nodes)),
             _submissions.status == "accepted",
-            sa.or_(_submissions.shadow.is_(False), was_planted),
+            _submissions.shadow.is_(True),
         )
         .group_by(_submissions.node)
     )
-    return {Address(node): int(count) for node, count in connection.execute(query)}
+    for node, count in connection.execute(planted):
+        found[Address(node)] = found.get(Address(node), 0) + int(count)
+    return found
 
 
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:

@@ -1,0 +1,157 @@
+"""Moves the rows of files that are over from the tables to the archive (store/archive.py).
+
+A round begins when the reward root of a further epoch has been claimable for one epoch: no arbiter
+can disable it any more. It goes through the files of that epoch and earlier ones, oldest first, a
+page in a tick. Files that do not fill a page wait for the next round, and so do those that
+`archive.over` leaves out, the newest KEPT_OF_NODE of each node, those that the newest settlement
+holds, and those that are not yet in permanent storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from prime_core.ids import Address, Digest
+from prime_core.storage.base import ObjectStore, digest_key, put_object
+from prime_orchestrator import scheduler
+from prime_orchestrator.context import PoolContext
+from prime_orchestrator.manager.revisions import current
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, load
+from prime_orchestrator.store import Connection, archive, batches, lock, opinions, rewards
+from prime_orchestrator.store.archive import FILES, Bounds, Candidate
+from prime_orchestrator.store.engine import Store
+
+log = logging.getLogger(__name__)
+
+ARCHIVE_SECONDS = 10.0
+KEPT = opinions.RECENT
+"""Newest submissions, leases, opinions and groups of the pool that stay in the tables: status and
+metrics show them, and the scheduler counts them."""
+KEPT_OF_NODE = 64
+"""Newest paid files and newest judged ones of each node that stay: its speed and its standing are
+taken from them. More than a node's open leases (`MOST_SLOTS`) and its newest two together."""
+_READERS = 8
+
+
+@dataclass
+class Round:
+    """Where the round stands: `after` (received at, digest) in the files of epochs up to `epoch`.
+    `held`: files that the newest settlement holds."""
+
+    epoch: int = -1
+    after: tuple[float, str] = (-1.0, "")
+    held: frozenset[Digest] = frozenset()
+    over: bool = True
+    nodes: dict[Address, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass
+class Archiver:
+    """Archives the pool's files. `page_files`, `kept`, `kept_of_node`: see FILES, KEPT and
+    KEPT_OF_NODE; without `kept`, it is KEPT or the scheduler's window if that is larger."""
+
+    store: Store
+    objects: ObjectStore
+    context: PoolContext
+    now: Callable[[], float]
+    page_files: int = FILES
+    kept: int | None = None
+    kept_of_node: int = KEPT_OF_NODE
+    round: Round = field(default_factory=Round)
+
+    def tick(self) -> int:
+        """Archives one page; returns the number of its files, 0 if there is nothing to do. Raises
+        UnavailableError if objects cannot be read or written; the next tick goes on."""
+        with self.store.read() as connection:
+            epoch = self._settled(connection)
+            if epoch > self.round.epoch:
+                self.round = Round(epoch, held=self._held(connection, epoch), over=False)
+            if self.round.over:
+                return 0
+            bounds = self._bounds(connection)
+        chosen = self._choose(bounds)
+        if len(chosen) < self.page_files:
+            self.round.over = True
+            return 0
+        names = [one.digest for one in chosen]
+        if not self._move(names, bounds):
+            return 0  # rows changed meanwhile; the next tick chooses again
+        self.round.after = (chosen[-1].received_at, chosen[-1].digest)
+        log.info("%d files of epochs up to %d are archived", len(names), epoch)
+        return len(names)
+
+    def _settled(self, connection: Connection) -> int:
+        """Returns the newest epoch whose reward root could be claimed for one epoch, or −1."""
+        clock = chain_clock(connection)
+        if clock is None:
+            return -1
+        since = clock.time - self.context.run.epoch_seconds
+        return rewards.newest_claimable(connection, since)
+
+    def _held(self, connection: Connection, epoch: int) -> frozenset[Digest]:
+        """Returns the files that the settlement of an epoch or the newest one holds."""
+        found = (rewards.root_of(connection, epoch), rewards.newest_root(connection))
+        return frozenset(
+            file.submission_digest
+            for name in {root.object for root in found if root is not None}
+            for file in load(self.objects, name).files
+            if file.state == "held"
+        )
+
+    def _bounds(self, connection: Connection) -> Bounds:
+        run, step = current(connection, self.context), batches.next_step(connection)
+        newest = self.kept or max(KEPT, scheduler.window(run.budgets))
+        return Bounds(
+            self.round.epoch,
+            step,
+            step - run.max_staleness,
+            *archive.newest_times(connection, newest),
+        )
+
+    def _choose(self, bounds: Bounds) -> list[Candidate]:
+        """Returns the next files to archive, at most `page_files`."""
+        chosen: list[Candidate] = []
+        after = self.round.after
+        while (missing := self.page_files - len(chosen)) > 0:
+            with self.store.read() as connection:
+                found = archive.over(connection, bounds, after=after, limit=self.page_files)
+                free = [one for one in found if self._is_free(connection, one)][:missing]
+            with ThreadPoolExecutor(_READERS) as pool:
+                there = pool.map(self.objects.exists, [digest_key(one.sha256) for one in free])
+                chosen += [one for one, is_there in zip(free, there, strict=True) if is_there]
+            if len(found) < self.page_files:
+                break
+            last = free[-1] if len(free) == missing else found[-1]
+            after = (last.received_at, last.digest)
+        return chosen
+
+    def _is_free(self, connection: Connection, one: Candidate) -> bool:
+        """Whether neither a settlement nor its node needs the file in the tables."""
+        if one.digest in self.round.held:
+            return False
+        if one.node not in self.round.nodes:
+            newest = archive.newest_of_node(connection, one.node, self.kept_of_node)
+            self.round.nodes[one.node] = newest
+        received, judged = self.round.nodes[one.node]
+        return one.received_at < received and one.judged_at < judged
+
+    def _move(self, names: list[Digest], bounds: Bounds) -> bool:
+        """Writes the object of a page, then moves its files there. Returns False and moves none if
+        a row changed in between or is in use."""
+        with self.store.read() as connection:
+            lines = archive.lines(connection, names)
+        page = put_object(self.objects, archive.encode(lines))
+        with self.store.begin() as connection:
+            if not archive.lock_jobs(connection, names):
+                return False
+            lock(connection, CHAIN_LOCK)  # no settlement and no event reads or changes them
+            if not archive.lock_files(connection, names):
+                return False
+            still = {one.digest for one in archive.over(connection, bounds, among=names)}
+            if still != set(names) or archive.lines(connection, names) != lines:
+                return False
+            archive.move(connection, page, names, bounds.epoch)
+        return True
