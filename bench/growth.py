@@ -5,7 +5,9 @@ under other names, one file a second up to now, a batch for each hundred. `growt
 this process and PostgreSQL for one lease, batch tick, status, page of nodes, or page of metrics, on
 the largest store over the smallest; the stores take turns. `restart_s`: from starting an API
 process on the largest store to its first status, with the byte code that an installation has.
-`bytes_per_file`: of the tables that are kept for ever, with indexes.
+`bytes_per_file`: of the tables that are kept for ever, with indexes, once all epochs are settled
+and their files archived, after VACUUM FULL: a pool at work reuses the space of deleted rows.
+`bytes_per_file_in_tables`: before.
 """
 
 from __future__ import annotations
@@ -37,14 +39,20 @@ from bench.servers import (
     start_api,
 )
 from prime_core.errors import FatalError
-from prime_core.ids import Address
+from prime_core.ids import ZERO_DIGEST, Address
 from prime_core.messages import LeaseRequest
 from prime_core.run import RunDefinition
+from prime_core.settlement import settle
+from prime_core.storage.base import put_object
+from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.api import leasing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
+from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
-from prime_orchestrator.store import open_store, schema
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
+from prime_orchestrator.store import meta, open_store, rewards, schema
+from prime_orchestrator.store.rewards import RewardRootRow
 
 SIZES = (1_000, 100_000, 1_000_000)
 QUICK_SIZES = (100, 1_000)
@@ -52,8 +60,8 @@ A_BATCH = 100
 """Files in a batch."""
 SECONDS, ROUNDS = 4.0, 8
 """How long each kind of work is repeated on a store, and in how many turns."""
-KEPT = ("leases", "submissions", "opinions", "credits")
-"""Tables that keep rows of a file for ever (docs/retention.md)."""
+KEPT = ("leases", "submissions", "opinions", "credits", "archived", "archive_pages")
+"""Tables that keep rows of a file until it is archived, and after (docs/retention.md)."""
 
 
 def definition() -> RunDefinition:
@@ -200,19 +208,65 @@ def _start(place: Place) -> tuple[float, float]:
 
 
 def _bytes(quick: bool, store: _Filled) -> list[Row]:
+    before = sum(_sizes(store).values())
+    with tempfile.TemporaryDirectory(prefix="bench-archive-") as folder:
+        objects = _AllThere(Path(folder))
+        archived, pages, seconds = _archive(quick, store, objects)
+    with store.pool.backend.store.engine.connect() as plain:
+        vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
+        for name in KEPT:
+            vacuum.execute(sa.text(f"VACUUM FULL {name}"))
+    sizes = _sizes(store)
+    return [
+        Row("bytes_per_file", sum(sizes.values()),
+            f"bytes in {', '.join(KEPT)}, with indexes, {archived:,} of {store.files:,} files "
+            "archived", bar=None if quick else 600),
+        *(Row(f"bytes_per_file_{name}", size, "bytes") for name, size in sizes.items()),
+        Row("bytes_per_file_in_tables", before, "bytes before any file is archived"),
+        Row("archive_page_s", seconds / max(pages, 1), "s for one page"),
+    ]  # fmt: skip
+
+
+def _sizes(store: _Filled) -> dict[str, float]:
+    """Bytes a file in each table of KEPT, with its indexes."""
+    query = "SELECT pg_total_relation_size('{}')"
     with store.pool.backend.store.read() as connection:
-        sizes = {
-            name: int(
-                connection.execute(sa.text(f"SELECT pg_total_relation_size('{name}')")).scalar_one()
-            )
-            / store.files
+        return {
+            name: int(connection.execute(sa.text(query.format(name))).scalar_one()) / store.files
             for name in KEPT
         }
-    return [
-        Row("bytes_per_file", sum(sizes.values()), f"bytes in {', '.join(KEPT)}, with indexes",
-            bar=None if quick else 600),
-        *(Row(f"bytes_per_file_{name}", size, "bytes") for name, size in sizes.items()),
-    ]  # fmt: skip
+
+
+class _AllThere(DirectoryStore):
+    """Objects of a pool whose rollout files are not there, and that says they are."""
+
+    def exists(self, key: str) -> bool:
+        return True
+
+
+def _archive(quick: bool, store: _Filled, objects: _AllThere) -> tuple[int, int, float]:
+    """Settles all epochs and archives all files that are over. Returns how many, in how many pages,
+    and the seconds that took."""
+    backend = store.pool.backend
+    run, now = backend.context.run, int(backend.now())
+    settlement = settle(
+        chain_id=1, pool=backend.context.pool, epoch=now, as_of_block=0, previous=None,
+        previous_name=ZERO_DIGEST, leaves=(), slashes=(),
+    )  # fmt: skip
+    name = put_object(objects, settlement.canonical())
+    with backend.store.begin() as connection:
+        root = RewardRootRow(now, ZERO_DIGEST, "0", name, now, claimable_at=now - run.epoch_seconds)
+        rewards.add_root(connection, root)
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(now))
+    archiver = Archiver(backend.store, objects, backend.context, backend.now)
+    if quick:
+        archiver.page_files, archiver.kept, archiver.kept_of_node = 100, 50, 1
+    archived = pages = 0
+    since = time.monotonic()
+    while files := archiver.tick():
+        archived, pages = archived + files, pages + 1
+    return archived, pages, time.monotonic() - since
 
 
 # ── filling ──
