@@ -115,18 +115,18 @@ class Archiver:
         """Returns the next files to archive, at most `page_files`."""
         chosen: list[Candidate] = []
         after = self.round.after
-        while (missing := self.page_files - len(chosen)) > 0:
+        while len(chosen) < self.page_files:
             with self.store.read() as connection:
-                found = archive.over(connection, bounds, after=after, limit=self.page_files)
-                free = [one for one in found if self._is_free(connection, one)][:missing]
+                some = archive.following(connection, after, bounds, self.page_files)
+                found = archive.over(connection, bounds, [digest for _, digest in some])
+                free = [one for one in found if self._is_free(connection, one)]
             with ThreadPoolExecutor(_READERS) as pool:
                 there = pool.map(self.objects.exists, [digest_key(one.sha256) for one in free])
                 chosen += [one for one, is_there in zip(free, there, strict=True) if is_there]
-            if len(found) < self.page_files:
+            if len(some) < self.page_files:
                 break
-            last = free[-1] if len(free) == missing else found[-1]
-            after = (last.received_at, last.digest)
-        return chosen
+            after = some[-1]
+        return chosen[: self.page_files]
 
     def _is_free(self, connection: Connection, one: Candidate) -> bool:
         """Whether neither a settlement nor its node needs the file in the tables."""
@@ -150,7 +150,7 @@ class Archiver:
             lock(connection, CHAIN_LOCK)  # no settlement and no event reads or changes them
             if not archive.lock_files(connection, names):
                 return False
-            still = {one.digest for one in archive.over(connection, bounds, among=names)}
+            still = {one.digest for one in archive.over(connection, bounds, names)}
             if still != set(names) or archive.lines(connection, names) != lines:
                 return False
             archive.move(connection, page, names, bounds.epoch)

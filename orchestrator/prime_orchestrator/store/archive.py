@@ -99,16 +99,25 @@ class Candidate:
     judged_at: float
 
 
-def over(
-    connection: Connection,
-    bounds: Bounds,
-    *,
-    after: tuple[float, str] = (-1.0, ""),
-    among: Collection[Digest] | None = None,
-    limit: int = FILES,
-) -> list[Candidate]:
-    """Returns files that are over, oldest first, those later than `after` (received at, digest);
-    only `among` these if given. A file is over if
+def following(
+    connection: Connection, after: tuple[float, str], bounds: Bounds, limit: int
+) -> list[tuple[float, Digest]]:
+    """Returns (received at, digest) of the oldest submissions later than `after` that are not among
+    the pool's newest, at most `limit`."""
+    query = (
+        sa.select(_S.received_at, _S.digest)
+        .where(
+            _S.received_at.between(after[0], bounds.received),  # uses the index
+            sa.tuple_(_S.received_at, _S.digest) > sa.tuple_(*after),
+        )
+        .order_by(_S.received_at, _S.digest)
+        .limit(limit)
+    )
+    return [(float(at), Digest(digest)) for at, digest in connection.execute(query)]
+
+
+def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> list[Candidate]:
+    """Returns those of the submissions whose files are over, oldest first. A file is over if
 
     - it is accepted, paid work in a confirmed root of an epoch that `bounds` includes, and its rows
       are not in other files
@@ -144,6 +153,7 @@ def over(
         .join(schema.roots, schema.roots.c.id == _S.root_id)
         .join(schema.leases, _L.digest == _S.lease_digest)
         .where(
+            _S.digest.in_(list(among)),
             _S.status == "accepted",
             _S.shadow.is_(False),
             sa.func.coalesce(_S.repeated_rows, 0) == 0,
@@ -151,18 +161,13 @@ def over(
             schema.roots.c.epoch <= bounds.epoch,
             _S.step < bounds.next_step,
             _S.received_at < bounds.received,
-            _S.received_at >= after[0],  # uses the index
-            sa.tuple_(_S.received_at, _S.digest) > sa.tuple_(*after),
             _L.status == "submitted",
             _L.evaluation.is_(None),
             _L.created_at < bounds.leased,
             *(~one for one in blocking),
         )
         .order_by(_S.received_at, _S.digest)
-        .limit(limit)
     )
-    if among is not None:
-        query = query.where(_S.digest.in_(list(among)))
     return [Candidate(*row) for row in connection.execute(query)]
 
 
