@@ -48,7 +48,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.api import leasing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
-from prime_orchestrator.manager.archiving import Archiver
+from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import meta, open_store, rewards, schema
@@ -259,7 +259,9 @@ def _archive(quick: bool, store: _Filled, objects: _AllThere) -> tuple[int, int,
         rewards.add_root(connection, root)
         meta.put(connection, CHAIN_BLOCK, "1")
         meta.put(connection, CHAIN_TIME, str(now))
-    archiver = Archiver(backend.store, objects, backend.context, backend.now)
+    archiver = Archiver(
+        backend.store, objects, backend.context, lambda: backend.now() + KEPT_SECONDS
+    )
     if quick:
         archiver.page_files, archiver.kept, archiver.kept_of_node = 100, 50, 1
     archived = pages = 0

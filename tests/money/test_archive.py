@@ -19,7 +19,7 @@ from prime_core.verdict import Reason
 from prime_orchestrator import rollouts
 from prime_orchestrator.api import intake, status
 from prime_orchestrator.api.app import create_app
-from prime_orchestrator.manager.archiving import Archiver
+from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, settle_epochs
 from prime_orchestrator.store import (
@@ -89,8 +89,11 @@ def filled(mgr: ManagerSide) -> list[SubmissionRow]:
 
 
 def archiver(mgr: ManagerSide) -> Archiver:
+    def a_day_later() -> float:
+        return mgr.now() + KEPT_SECONDS
+
     return Archiver(
-        mgr.store, mgr.objects, mgr.context, mgr.now, page_files=3, kept=1, kept_of_node=1
+        mgr.store, mgr.objects, mgr.context, a_day_later, page_files=3, kept=1, kept_of_node=1
     )
 
 

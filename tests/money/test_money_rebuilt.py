@@ -33,7 +33,7 @@ from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager import loops, revisions
-from prime_orchestrator.manager.archiving import Archiver
+from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
 from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import _leaves, _Turn, settle_epochs
@@ -181,8 +181,11 @@ def test_files_are_archived_once_no_settlement_holds_them_and_are_rebuilt_all_th
         world.loops.chain_tick()
     assert amounts(world)[held] == "earned"
 
+    def a_day_later() -> float:
+        return mgr.now() + KEPT_SECONDS
+
     worker = Archiver(
-        mgr.store, mgr.objects, mgr.context, mgr.now, page_files=1, kept=1, kept_of_node=1
+        mgr.store, mgr.objects, mgr.context, a_day_later, page_files=1, kept=1, kept_of_node=1
     )
     assert worker.tick() == 0, "the arbiter may still disable the reward root"
     claimable = one(world, schema.reward_roots)["claimable_at"]

@@ -33,6 +33,8 @@ metrics show them, and the scheduler counts them."""
 KEPT_OF_NODE = 64
 """Newest paid files and newest judged ones of each node that stay: its speed and its standing are
 taken from them. More than a node's open leases (`MOST_SLOTS`) and its newest two together."""
+KEPT_SECONDS = 86_400.0
+"""Younger leases stay: those of the last hour are counted."""
 _READERS = 8
 
 
@@ -104,11 +106,15 @@ class Archiver:
     def _bounds(self, connection: Connection) -> Bounds:
         run, step = current(connection, self.context), batches.next_step(connection)
         newest = self.kept or max(KEPT, scheduler.window(run.budgets))
+        received, leased, judged, accepted = archive.newest_times(connection, newest)
         return Bounds(
-            self.round.epoch,
-            step,
-            step - run.max_staleness,
-            *archive.newest_times(connection, newest),
+            epoch=self.round.epoch,
+            next_step=step,
+            oldest_version=step - run.max_staleness,
+            received=received,
+            leased=min(leased, self.now() - KEPT_SECONDS),
+            judged=judged,
+            accepted=accepted,
         )
 
     def _choose(self, bounds: Bounds) -> list[Candidate]:

@@ -220,13 +220,15 @@ def lock_jobs(connection: Connection, names: Collection[Digest]) -> bool:
 
 def lock_files(connection: Connection, names: Collection[Digest]) -> bool:
     """Locks the submissions of these files like `lock_jobs`. Returns False if one is gone, too."""
-    return len(submissions.lock_free(connection, names)) == len(names)
+    mine = sa.select(_S.digest).where(_S.digest.in_(list(names)))
+    return len(connection.execute(mine.with_for_update(skip_locked=True)).all()) == len(names)
 
 
 def move(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
     """Deletes the rows of these files, which are the lines of `page` in this order, and writes
     where they are. The caller has locked the rows."""
-    files = submissions.those(connection, names)
+    query = sa.select(_S.digest, _S.lease_digest, _S.received_at).where(_S.digest.in_(list(names)))
+    files = {row.digest: row for row in connection.execute(query)}
     times = [row.received_at for row in files.values()]
     values = {"digest": page, "files": len(names), "epoch": epoch}
     values |= {"first_received": min(times), "last_received": max(times)}
