@@ -182,7 +182,7 @@ def heartbeat_loop(
     data.make()
     stop = threading.Event()
     task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
-    join: Any = SimpleNamespace(measure=lambda: None)
+    join: Any = SimpleNamespace(measure=lambda: None, measuring=False)
     parts = Parts(
         kit.broker, policy_keeper(kit), kit.spool, join, task, kit.revisions,
         options=lambda run: WorkerOptions(1, 0, 1.0), threads=threads,
