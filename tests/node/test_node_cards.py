@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from bridge_kit import bridge_kit, hand_in, heartbeat_loop
 from command import prime_node
 from node_world import MANAGER, NODE, POOL, NodeWorld, node_world, until
 
-from prime_core.errors import UntrustedError, UserError
+from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.known_cards import CPU, KNOWN
-from prime_core.messages import SignedPassport
+from prime_core.messages import Heartbeat, HeartbeatAnswer, SignedPassport
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
 from prime_node import cards
+from prime_node.api import NodeApi
 from prime_node.cards import claimed, passport
 from prime_node.state import DataFolder
 from prime_orchestrator.api.cards import passport_of
@@ -102,6 +106,54 @@ def test_a_node_measured_again_delivers_its_lease_proves_its_cards_and_works_on(
         until(lambda: words in getattr(data.read_status(), "reason", ""), "status says so")
         assert agent.poll() is None, "it goes on, for a later measurement"
         assert "expired" not in {row["status"] for row in world.leases()}
+
+
+def test_the_proof_waits_for_what_is_not_delivered_and_the_task_for_the_proof(
+    world: NodeWorld, tmp_path: Path
+) -> None:
+    with bridge_kit(world, tmp_path / "k") as kit:
+        loop, _ = heartbeat_loop(kit, lambda stop: None)
+        api, join, task = loop._api, loop._join, loop._task
+        done: list[str] = []
+        proves: list[bool] = []
+        by: int | None = None
+        silent = False
+
+        def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
+            proves.append(body.proves)
+            if silent:
+                raise UnavailableError("an older orchestrator refuses what it does not know")
+            asked = {"prove_cards_by": by, "measure": False}
+            return NodeApi.heartbeat(api, body).model_copy(update=asked)
+
+        with (
+            patch.object(api, "heartbeat", heartbeat),
+            patch.object(join, "measure", lambda: done.append("proven")),
+            patch.object(task, "stop", lambda grace: done.append("stopped"), create=True),
+        ):
+            loop._beat()
+            hand_in(kit)
+            by = 2_000_000_000
+            loop._beat()
+            loop._beat()
+            assert (proves, done) == ([False, False, True], []), "a file is on its way"
+            kit.uploader.start()
+            kit.uploader.drain(20, time.monotonic)
+            loop._beat()
+            loop._beat()
+            assert done == ["stopped", "proven"], "the next try comes after a pause"
+            assert not kit.broker._working
+            assert loop._drained, "the task stays away"
+            silent = True
+            loop._beat()
+            silent = False
+            loop._beat()
+            assert proves[-2:] == [True, False]
+            by = None
+            loop._beat()
+            assert kit.broker._working
+            assert not loop._drained
+        assert kit.uploader.stop(10) == 0
 
 
 @pytest.mark.slow
