@@ -21,6 +21,7 @@ from prime_core.node import Hardware
 from prime_core.verdict import Reason
 from prime_orchestrator.store import (
     Store,
+    archive,
     batches,
     chain,
     challenges,
@@ -203,6 +204,24 @@ def test_a_status_reads_neither_all_void_files_nor_all_intents(store: Store) -> 
     files, sent = plans
     assert "submissions_unjudged (status=? AND reason=? AND shadow=?" in files
     assert "intents_newest" in sent
+
+
+def test_a_page_of_the_archive_is_chosen_without_reading_all_files(store: Store) -> None:
+    plans: list[str] = []
+
+    @sa.event.listens_for(store.engine, "before_cursor_execute")
+    def _plan(_c: object, cursor: Any, statement: str, values: Any, *_: object) -> None:
+        if statement.startswith("SELECT submissions"):
+            cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans.append(cursor.fetchall()[0][3])
+
+    bounds = archive.Bounds(1, 1, 1, 1.0, 1.0, 1.0, 1.0)
+    with store.read() as connection:
+        archive.following(connection, (0.0, ""), bounds, 9)
+        archive.over(connection, bounds, [name(number) for number in range(9)])
+    following, over = plans
+    assert "submissions_newest (received_at>? AND received_at<?)" in following
+    assert "submissions USING INDEX sqlite_autoindex_submissions_1 (digest=?)" in over
 
 
 # -- jobs --------------------------------------------------------------------------------------

@@ -154,14 +154,15 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
         .join(schema.leases, _L.digest == _S.lease_digest)
         .where(
             _S.digest.in_(list(among)),
-            _S.status == "accepted",
+            sa.func.coalesce(_S.status, "")
+            == "accepted",  # SQLite would take the index of statuses
             _S.shadow.is_(False),
             sa.func.coalesce(_S.repeated_rows, 0) == 0,
             schema.roots.c.chain_seq.is_not(None),
             schema.roots.c.epoch <= bounds.epoch,
             _S.step < bounds.next_step,
             _S.received_at < bounds.received,
-            _L.status == "submitted",
+            sa.func.coalesce(_L.status, "") == "submitted",
             _L.evaluation.is_(None),
             _L.created_at < bounds.leased,
             *(~one for one in blocking),
