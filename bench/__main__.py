@@ -30,7 +30,7 @@ BENCHES = {
     "environments": "Programs a second in the sandbox, graders, file times by speed class",
     "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",
     "smol_network": "The whole network with SmolLM2-135M-Instruct: memory of each process",
-    "smol_learning": "SmolLM2-135M-Instruct learns to use a tool on a network (about an hour)",
+    "smol_learning": "SmolLM2-135M-Instruct learns to use a tool on a network (half an hour)",
     "demo": "Nine whole demos from a clean checkout: at rest, on busy cores, on one core (an hour)",
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",

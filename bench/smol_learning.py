@@ -31,7 +31,7 @@ from prime_trainer.local import local_run
 
 PACKAGES = ("torch", "transformers")
 SOURCE = ROOT / "docs/examples/run-local-python.toml"
-STEPS, PROBLEMS = 24, 64
+STEPS, PROBLEMS = 10, 64
 TASKS = ROOT / "docs/examples/products-tasks.jsonl"
 STEP_SECONDS = 1800.0
 PERIODS = Periods(
@@ -117,7 +117,7 @@ def evaluated(root: Path, run_file: Path, problems: int) -> list[Row]:
 
 
 def run(quick: bool) -> list[Row]:
-    """The rows, in an hour or more; `quick` takes one step and four problems. The network's folder
+    """The rows, in half an hour or more; `quick` takes one step and four problems. The network's folder
     is kept below var/."""
     if quick:
         with tempfile.TemporaryDirectory(prefix="smol-learning-") as folder:
