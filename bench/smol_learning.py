@@ -117,8 +117,8 @@ def evaluated(root: Path, run_file: Path, problems: int) -> list[Row]:
 
 
 def run(quick: bool) -> list[Row]:
-    """The rows, in half an hour or more; `quick` takes one step and four problems. The network's folder
-    is kept below var/."""
+    """The rows, in half an hour or more; `quick` takes one step and four problems. The network's
+    folder is kept below var/."""
     if quick:
         with tempfile.TemporaryDirectory(prefix="smol-learning-") as folder:
             return play(Path(folder), 1, 4)
