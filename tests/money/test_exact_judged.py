@@ -23,7 +23,7 @@ from prime_core.ids import Digest
 from prime_core.messages import ClassRequest, LeaseRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
-from prime_core.validator_messages import ClassList, ExactClass, Job
+from prime_core.validator_messages import ClassList, ExactClass, Job, ReleaseRequest
 from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import VARIANTS
@@ -295,6 +295,32 @@ def test_a_file_that_no_one_else_can_judge_is_paid_by_statistics(
     assert exact.panel.mgr.row(row.digest).status == "accepted"
     assert exact.opinions_by(row) == {VALIDATOR.address, SECOND.address}
     assert exact.records() == {}
+
+
+@pytest.mark.slow
+def test_a_file_is_decided_when_the_last_validator_left_for_it_abstains(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One states a mismatch, one could not look for it, and the third has no policy."""
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1)
+    exact.announce(exact.validators[0])
+    blind = FolderEngines(exact.panel.policies, _with_other_facts)
+    arm(exact.validators[1], exact.panel.policies, blind, exact.calibration)
+    backend, third = exact.panel.mgr.backend, exact.validators[2]
+    row = exact.submit(exact.proved_by("old1_1e6"))
+    with backend.store.begin() as connection:
+        jobs.note_validators(connection, [THIRD.address], 0.0)  # not seen for long
+    while any(one.judge_next() for one in exact.validators[:2]):
+        pass
+    assert exact.panel.mgr.row(row.digest).status == "submitted", "the third is asked"
+    job = third.claim()
+    assert job is not None
+    request = ReleaseRequest(
+        worker="kit", submission=job.submission_digest, kind="abstain",
+        reason=int(Reason.POLICY_MISSING), detail="",
+    )  # fmt: skip
+    api.release(backend, THIRD.address, request)
+    assert exact.judge(row).status == "accepted"
 
 
 def _said(outcome: Outcome, reason: Reason, *, compared: int, mismatches: bool) -> Judgement:

@@ -53,7 +53,7 @@ from prime_core.validator_messages import (
 from prime_core.verdict import PROOF_PASS, Opinion, Outcome, Reason, SignedOpinion
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import draws, history, revisions, uploads
-from prime_orchestrator.manager.judging import check_law
+from prime_orchestrator.manager.judging import check_law, no_one_left
 from prime_orchestrator.store import (
     Connection,
     archive,
@@ -277,9 +277,8 @@ def assign_files(connection: Connection, backend: Backend, now: float, most: int
     if not short:
         return
     lists = backend.draws.known([job.submission_digest for job in short])
-    able = jobs.live(connection, now - LIVE_SECONDS) & chain.appointed(
-        connection, backend.context.pool
-    )
+    appointed = chain.appointed(connection, backend.context.pool)
+    able = jobs.live(connection, now - LIVE_SECONDS) & appointed
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
     named = {one.numeric for one in lists.values() if one.numeric is not None}
@@ -300,13 +299,16 @@ def assign_files(connection: Connection, backend: Backend, now: float, most: int
             first[digest] = needed
         parts = {one.validator: one for one in known.get(digest, ())}
         members = frozenset[Address]() if found.numeric is None else provers[found.numeric]
-        accused = bool(members) and _accused(connection, digest, parts)
+        accused = found.numeric is not None and _accused(connection, digest, parts)
         chosen = _chosen(digest, needed, listed, secret, parts, able, members, load, accused)
         for validator in chosen:
             load[validator] = load.get(validator, 0) + 1
         given += [(digest, validator) for validator in chosen]
         if not chosen and _active(parts) < needed:
-            _settle_short(connection, digest, listed, parts, now)
+            if accused and no_one_left(listed, parts.values(), appointed):
+                jobs.change(connection, digest, status="full", needed=_active(parts))
+            else:
+                _settle_short(connection, digest, listed, parts, now)
     jobs.set_needed(connection, first)
     jobs.assign(connection, given, now=now)
 

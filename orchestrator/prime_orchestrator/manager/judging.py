@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -313,7 +313,7 @@ class Judge:
             one = self._due(row, known[digest], lease.signed(), said.get(digest, []), runs)
             if digest in work:
                 listed = self.board.listed(self.objects, lease.signed())
-                one = replace(one, last=_no_one_left(listed, work[digest], appointed))
+                one = replace(one, last=no_one_left(listed, work[digest], appointed))
             due.append(one)
             size += sum(one.table_size for one in due[-1].found)
             if size >= TABLES_AT_ONCE:
@@ -430,6 +430,10 @@ class Judge:
                     jobs.change(connection, digest, status="done")
                     return False
                 row = again
+            if verdict is None and one.last:
+                log.error("submission %s: no validator is left for it: it is set aside", digest)
+                jobs.change(connection, digest, status="quarantined")
+                return False
             if verdict is None:
                 log.info("submission %s: one more opinion is asked for", digest)
                 jobs.change(connection, digest, status="open", needed=len(found) + 1, whole=True)
@@ -549,8 +553,8 @@ def _of_class(row: SubmissionRow, promises: Mapping[Digest, LeaseRow]) -> bool:
     return lease is not None and lease.signed().numeric_class() is not None
 
 
-def _no_one_left(
-    listed: DrawList, parts: Sequence[AssignmentRow], appointed: Collection[Address]
+def no_one_left(
+    listed: DrawList, parts: Iterable[AssignmentRow], appointed: Collection[Address]
 ) -> bool:
     """Whether every appointed validator that a lease names gave an opinion or abstained."""
     done = {part.validator for part in parts if part.status in ("given", "abstained")}
