@@ -81,7 +81,7 @@ def proofs(load: Callable[[], Any], quick: bool) -> dict[str, float]:
     engine = endless(load())
     asked = requests(ROWS, 33 if quick else 128)
     without, proved, passes = [], [], []
-    for turn in range(3 if quick else 6):
+    for turn in range(3 if quick else 4):
         bare = cpu(lambda: engine.generate(asked, 1.0, Discard()))
         made: list[Any] = []
         full = cpu(lambda: made.extend(engine.generate(asked, 1.0, WindowReducer(a_key))))  # noqa: B023
