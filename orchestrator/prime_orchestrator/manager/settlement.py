@@ -37,6 +37,7 @@ from prime_core.settlement import (
     standing,
 )
 from prime_core.storage.base import ObjectStore, put_object
+from prime_core.storage.directory import DirectoryStore
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import Outcome, Reason, Verdict
 from prime_orchestrator.context import PoolContext, read_object
@@ -468,7 +469,8 @@ def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
         judged = judged_fact(leaf.verdict, verdict, leaf.units, leaf.prompt_units)
         return replace(leaf.fact, judged=judged)
 
-    with ThreadPoolExecutor(_READERS) as pool:
+    # Threads hide a bucket's latency. On a folder they only compete for the interpreter.
+    with ThreadPoolExecutor(1 if isinstance(objects, DirectoryStore) else _READERS) as pool:
         batches = (leaves[start : start + _BATCH] for start in range(0, len(leaves), _BATCH))
         found = pool.map(lambda batch: [read(leaf) for leaf in batch], batches)
         return [fact for some in found for fact in some]
