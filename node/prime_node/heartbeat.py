@@ -192,7 +192,7 @@ class HeartbeatLoop:
         try:
             leases = self._broker.open_leases()[:64]
         except UnavailableError as error:  # informational: send the heartbeat without them
-            log.warning("what waits in the spool is not known: %s", error)
+            log.warning("cannot read the spool, so the proof of the cards waits: %s", error)
             leases = ()
         return Heartbeat(
             policy_version=self._keeper.newest(),
@@ -259,10 +259,10 @@ class HeartbeatLoop:
         return None
 
     def _prove_again(self) -> None:
-        """Says in the next heartbeat that the proof of the cards is known of, from when on no new
-        lease is given. Proves them once all leases are delivered and the task has ended."""
+        """Acknowledges the request in the next heartbeat; the orchestrator then gives no new lease.
+        Proves the cards once all leases are delivered and the task has ended."""
         if not self._proves:
-            log.info("the pool measures this node's cards again, once its leases are delivered")
+            log.info("the pool asks for a new proof of the cards; open leases are delivered first")
             self._proves, self._next_beat = True, time.monotonic()
             return
         if self._join.measuring or time.monotonic() < self._next_proof:
@@ -271,7 +271,7 @@ class HeartbeatLoop:
             if self._broker.open_leases():
                 return
         except UnavailableError as error:
-            log.warning("what waits in the spool is not known: %s", error)
+            log.warning("cannot read the spool, so the proof of the cards waits: %s", error)
             return
         self._drained = True
         self._broker.set_working(False)

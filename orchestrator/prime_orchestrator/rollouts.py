@@ -352,7 +352,7 @@ def grades(
 
 @dataclass(frozen=True)
 class GradedEvaluation:
-    """What the graders say of an evaluation's accepted answers. `samples`: most answers to one
+    """Results of an evaluation's accepted answers. `samples`: the largest number of answers to one
     problem. `pass_1` and `pass_k`: probability that one answer, or at least one of `samples`, is
     fully correct. `ungraded`: rows whose prompt is not the one that their lease prescribes."""
 

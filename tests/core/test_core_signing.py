@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from eth_account import Account
 from eth_account.messages import encode_typed_data
 from eth_utils.address import is_address, to_checksum_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from prime_core import ids
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.ids import Address, Digest, Signature
 from prime_core.node import SessionGrant, SessionRevocation
-from prime_core.signing import SECP256K1_ORDER, Domain, LocalSigner, Statement
+from prime_core.signing import (
+    SECP256K1_ORDER,
+    DigestField,
+    Domain,
+    LocalSigner,
+    SignatureField,
+    Statement,
+)
 from prime_core.task import Lease
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(lambda raw: Digest("0x" + raw.hex()))
@@ -21,6 +31,8 @@ ADDRESSES = st.binary(min_size=20, max_size=20).map(
     lambda raw: to_checksum_address("0x" + raw.hex())
 )
 KEYS = st.integers(1, SECP256K1_ORDER - 1).map(lambda number: number.to_bytes(32, "big"))
+DIGEST_FIELD: TypeAdapter[str] = TypeAdapter(DigestField)
+SIGNATURE_FIELD: TypeAdapter[str] = TypeAdapter(SignatureField)
 DOMAINS = st.builds(Domain, chain_id=st.integers(0, 2**256 - 1), contract=ADDRESSES)
 
 
@@ -126,3 +138,25 @@ def test_an_address_is_taken_exactly_if_it_is_one_and_its_checksum_holds(text: s
 def test_what_is_no_private_key_is_refused(key: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         LocalSigner(key)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.sampled_from([0, 31, 32, 33, 64, 65, 66, 4096, 4097]), data=st.data())
+def test_a_message_s_hexadecimal_fields_take_what_their_types_take(
+    size: int, data: st.DataObject
+) -> None:
+    """pydantic checks the fields by patterns, everything else by prime_core.ids."""
+    text = "0x" + (bytes([data.draw(st.integers(0, 255))]) * size).hex()
+    at = data.draw(st.integers(0, len(text)))
+    change = data.draw(st.sampled_from(["", "", "\n", " ", "A", "g", "٣", "00"]))
+    text = text[:at] + change + text[at + data.draw(st.sampled_from([0, len(change)])) :]
+    for field, check in ((DIGEST_FIELD, ids.digest), (SIGNATURE_FIELD, ids.signature)):
+        assert _takes(field.validate_python, text) == _takes(check, text), text
+
+
+def _takes(check: Callable[[str], object], text: str) -> bool:
+    try:
+        check(text)
+    except (MalformedError, ValueError):
+        return False
+    return True

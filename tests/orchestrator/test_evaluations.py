@@ -11,6 +11,7 @@ import pytest
 from orchestrator_world import Session, World
 from test_dropped_leases import Watch, owned
 from test_rollouts_cli import MODEL, RIGHT, WRONG, Pool, pool, store
+from typer.testing import CliRunner
 
 from prime_core.draws import SaltOpening
 from prime_core.errors import PrimeError, UserError
@@ -20,6 +21,7 @@ from prime_core.task import SignedLease
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import evaluating
 from prime_orchestrator.api.status import status
+from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager import reviews, standing
 from prime_orchestrator.store import evaluations, groups, leases, submissions
 from prime_verify.build import problem_indices
@@ -115,6 +117,13 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     assert pool.json("show", pool.listed()[-1]["id"], "--model", str(MODEL), "--grade")["samples"][
         0
     ]["reason"], "graded as its lease asked"
+
+
+def test_a_mistyped_folder_is_no_pool_and_is_not_made(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["evaluations", "list", "--data", str(tmp_path / "typo")])
+    assert isinstance(done.exception, UserError)
+    assert "there is no pool in" in str(done.exception)
+    assert not (tmp_path / "typo").exists()
 
 
 def test_only_proven_nodes_that_know_evaluations_get_them(pool: Pool) -> None:

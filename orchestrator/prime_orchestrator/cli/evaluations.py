@@ -24,7 +24,7 @@ from prime_orchestrator.cli.storage import (
     Objects,
     Region,
     file_progress,
-    opened,
+    pool_store,
 )
 
 app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
@@ -48,7 +48,7 @@ def start(
     from prime_orchestrator.rollouts import runs_of
     from prime_orchestrator.store import evaluations, policies
 
-    with opened(flags, config) as (_, store), store.begin() as connection:
+    with pool_store(flags, config) as (_, store), store.begin() as connection:
         newest = policies.latest_version(connection)
         version = newest if policy is None else policy
         if version is None or policies.get(connection, version) is None:
@@ -89,7 +89,7 @@ def list_evaluations(
     flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import evaluations
 
-    with opened(flags, config) as (_, store), store.read() as connection:
+    with pool_store(flags, config) as (_, store), store.read() as connection:
         found = [evaluations.info(connection, row) for row in evaluations.newest(connection, last)]
     if json_output:
         typer.echo(json.dumps({"evaluations": [one.model_dump() for one in found]}))
@@ -135,7 +135,7 @@ def grade(
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
-    with opened(flags, config) as (settings, store), file_progress() as bar:
+    with pool_store(flags, config) as (settings, store), file_progress() as bar:
         task = bar.add_task("files", total=None)
         found = rollouts.grade_evaluation(
             store,
@@ -172,7 +172,7 @@ def end(
     flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import evaluations
 
-    with opened(flags, config) as (_, store), store.begin() as connection:
+    with pool_store(flags, config) as (_, store), store.begin() as connection:
         if evaluations.get(connection, number) is None:
             raise NotFoundError(f"there is no evaluation {number}")
         evaluations.end(connection, number, now=time.time())

@@ -6,12 +6,10 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,13 +27,11 @@ from prime_orchestrator.cli.storage import (
     Objects,
     Region,
     file_progress,
-    opened,
+    pool_store,
 )
 
 if TYPE_CHECKING:
-    from prime_orchestrator.config import Settings
     from prime_orchestrator.rollouts import FileFacts, Sample
-    from prime_orchestrator.store import Store
     from prime_orchestrator.store.submissions import Wanted
 
 MOST = 1000
@@ -75,7 +71,7 @@ def list_files(
     from prime_orchestrator.store import submissions
 
     wanted = _wanted(since, verdict, node)
-    with _pool(locals(), config) as (_, store), store.read() as connection:
+    with pool_store(locals(), config) as (_, store), store.read() as connection:
         older = None if before is None else rollouts.find(connection, before)[0]
         rows = submissions.newest(connection, wanted, last + 1, before=older)
         found = rollouts.facts(connection, rows[:last])
@@ -146,7 +142,7 @@ def show(
 
     if grade and model is None:
         raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
-    with _pool(locals(), config) as (settings, store):
+    with pool_store(locals(), config) as (settings, store):
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
             found, archived = rollouts.find(connection, file, kept)
@@ -249,7 +245,7 @@ def export(
 
     wanted = _wanted(since, "accepted" if accepted else None, node)
     target = out / "rollouts.parquet" if out.is_dir() else out
-    with _pool(locals(), config) as (settings, store):
+    with pool_store(locals(), config) as (settings, store):
         kept, tokenizer = settings.open_objects("", backup.place(store)), None
         if model is not None:
             with store.read() as connection:
@@ -270,25 +266,6 @@ def export(
         return
     left_out = f"; {done.unreadable} files do not parse" if done.unreadable else ""
     typer.echo(f"{done.rows} rows of {done.files} files in {target}{left_out}")
-
-
-@contextmanager
-def _pool(flags: dict[str, Any], config: Path | None) -> Iterator[tuple[Settings, Store]]:
-    """The pool's settings and database. Raises UserError if there is no pool: a folder that was
-    mistyped is not made."""
-    from prime_orchestrator.config import Settings, load
-    from prime_orchestrator.store import backup, sqlite_file
-
-    named = {name: flags[name] for name in Settings.model_fields if name in flags}
-    file = sqlite_file(load(named, config).database_url)
-    if file is not None and not file.is_file():
-        raise UserError(
-            f"there is no pool in {file}",
-            hint="name the folder of orchestrator serve by --data, or its --database",
-        )
-    with opened(flags, config) as (settings, store):
-        backup.place(store)
-        yield settings, store
 
 
 def _wanted(since: str | None, verdict: str | None, node: str | None) -> Wanted:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_core.errors import UserError
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -41,6 +43,25 @@ def opened(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Sett
         yield settings, store
     finally:
         store.close()
+
+
+@contextmanager
+def pool_store(flags: dict[str, object], config: Path | None) -> Iterator[tuple[Settings, Store]]:
+    """The settings and the database of a pool that exists. Raises UserError if there is none, so
+    that a mistyped folder is not made."""
+    from prime_orchestrator.config import Settings, load
+    from prime_orchestrator.store import backup, sqlite_file
+
+    named = {name: flags[name] for name in Settings.model_fields if name in flags}
+    file = sqlite_file(load(named, config).database_url)
+    if file is not None and not file.is_file():
+        raise UserError(
+            f"there is no pool in {file}",
+            hint="name the folder of orchestrator serve by --data, or its --database",
+        )
+    with opened(flags, config) as (settings, store):
+        backup.place(store)
+        yield settings, store
 
 
 def file_progress() -> Progress:

@@ -34,7 +34,7 @@ KEPT_OF_NODE = 64
 """Newest paid files and newest judged ones of each node that stay: its speed and its standing are
 taken from them. More than a node's open leases (`MOST_SLOTS`) and its newest two together."""
 KEPT_SECONDS = 86_400.0
-"""Younger leases stay: those of the last hour are counted."""
+"""Leases younger than this many seconds stay, because the scheduler counts recent ones."""
 _READERS = 8
 
 
@@ -135,7 +135,8 @@ class Archiver:
         return chosen[: self.page_files]
 
     def _is_free(self, connection: Connection, one: Candidate) -> bool:
-        """Whether neither a settlement nor its node needs the file in the tables."""
+        """Whether the file may leave the tables: no settlement holds it, and it is not among its
+        node's newest."""
         if one.digest in self.round.held:
             return False
         if one.node not in self.round.nodes:

@@ -431,7 +431,9 @@ class Judge:
                     return False
                 row = again
             if verdict is None and one.last:
-                log.error("submission %s: no validator is left for it: it is set aside", digest)
+                log.error(
+                    "submission %s is set aside: its validators disagree and none is left", digest
+                )
                 jobs.change(connection, digest, status="quarantined")
                 return False
             if verdict is None:

@@ -36,18 +36,18 @@ PROOF_SECONDS = 900
 MOST_UNANSWERED = 3
 FIRST_PAUSE, LONGEST_PAUSE = 600.0, 6 * 3600.0
 AWAITED = (
-    "its cards are measured again: it delivers its open leases, and gets the next one once its "
-    "cards are proven"
+    "the pool is measuring this node's cards again; it gets new leases after it has delivered its "
+    "open ones and passed"
 )
 UNANSWERED = (
-    f"the last {MOST_UNANSWERED} measurements of its cards got no proof in time: the next lease is "
-    "given once one has; see the agent's log, and prime-node doctor"
+    f"this node did not prove its cards in time, {MOST_UNANSWERED} times in a row; it gets no "
+    "lease until it passes. See the agent's log and prime-node doctor"
 )
 
 
 def chance(seconds: float, period: float) -> float:
-    """Returns the chance to be drawn within `seconds`, for draws that come every `period` seconds
-    on average, independent of earlier ones."""
+    """Returns the probability of at least one draw within `seconds`, if draws are a Poisson process
+    with one every `period` seconds on average."""
     return -math.expm1(-seconds / period)
 
 
@@ -120,7 +120,7 @@ def _failed(row: MeasurementRow, now: float) -> MeasurementRow:
 
 
 def passed(connection: Connection, node: Address) -> None:
-    """Ends what was asked of a node that proved its cards: it gets leases again."""
+    """Closes the measurement of a node that proved its cards; the node gets leases again."""
     if measurements.get(connection, node) is None:
         return
     lock(connection, LOCK)
@@ -136,8 +136,8 @@ def passed(connection: Connection, node: Address) -> None:
 
 
 def refused(store: Store, node: Address, why: str, now: float) -> None:
-    """Records why the proof that was asked of a node is refused: it gets no lease until it passes.
-    Does nothing if none is asked of it."""
+    """Records why a node failed a measurement; it gets no lease until it passes. Does nothing if no
+    measurement of the node is open."""
     with store.begin() as connection:
         lock(connection, LOCK)
         row = measurements.get(connection, node)
@@ -149,7 +149,7 @@ def refused(store: Store, node: Address, why: str, now: float) -> None:
 
 
 def note_known(connection: Connection, row: MeasurementRow) -> MeasurementRow:
-    """Records that the node said that it knows what is asked of it; returns the new row."""
+    """Records that the node acknowledged the request; returns the new row."""
     lock(connection, LOCK)
     known = replace(measurements.get(connection, row.node) or row, knows=1)
     measurements.put(connection, known)
@@ -157,7 +157,7 @@ def note_known(connection: Connection, row: MeasurementRow) -> MeasurementRow:
 
 
 def due_by(row: MeasurementRow | None, run: RunDefinition) -> int | None:
-    """Returns by when (Unix seconds) the node is to prove its cards; None if nothing is asked."""
+    """Returns the deadline of the node's proof in Unix seconds; None if none is requested."""
     return None if row is None or row.asked_at is None else int(_end(row.asked_at, run))
 
 

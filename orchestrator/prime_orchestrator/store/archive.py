@@ -90,7 +90,7 @@ def newest_times(connection: Connection, count: int) -> tuple[float, float, floa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A file that is over but for what its node's newest files say."""
+    """A file that `over` returned. Whether it is among its node's newest is not checked yet."""
 
     digest: Digest
     node: Address
