@@ -192,7 +192,7 @@ class HeartbeatLoop:
         try:
             leases = self._broker.open_leases()[:64]
         except UnavailableError as error:  # informational: send the heartbeat without them
-            log.warning("cannot read the spool, so the proof of the cards waits: %s", error)
+            log.warning("cannot read the spool, so this heartbeat names no open lease: %s", error)
             leases = ()
         return Heartbeat(
             policy_version=self._keeper.newest(),
