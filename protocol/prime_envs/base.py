@@ -138,8 +138,10 @@ class Environment(ABC):
 
     @property
     def tools_may_give_up(self) -> bool:
-        """Whether a call of a tool may end by a limit of time."""
-        return self.conversation is not None and "python-1" in self.conversation.tools
+        """Whether a call of a tool may end by a limit of the machine."""
+        return self.conversation is not None and bool(
+            {"python-1", "python-2"}.intersection(self.conversation.tools)
+        )
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)

@@ -130,6 +130,10 @@ def load_tools(conversation: Conversation) -> SearchIndex | None:
         from prime_envs.python_tool import require_monty
 
         require_monty()
+    if "python-2" in conversation.tools:
+        from prime_envs.python_wasm import require_python
+
+        require_python()
     words = [_word(name) for name in conversation.tools]
     if len(set(words)) < len(words):
         raise UserError("conversation.tools names one tool in two versions")
@@ -376,6 +380,15 @@ def python(calls: Sequence[Arguments]) -> Observation:
     return run(calls)
 
 
-TOOLS: dict[str, Tool] = {"calculator-1": calculator, "notes-1": notes, "python-1": python}
+def cpython(calls: Sequence[Arguments]) -> Observation:
+    """See prime_envs.python_wasm."""
+    from prime_envs.python_wasm import run
+
+    return run(calls)
+
+
+TOOLS: dict[str, Tool] = {
+    "calculator-1": calculator, "notes-1": notes, "python-1": python, "python-2": cpython,
+}  # fmt: skip
 SEARCH = "search-1"
 """The tool that needs more than the row's calls: the run's corpus."""

@@ -27,6 +27,11 @@ from prime_envs.python_tool import require_monty, run
 require_monty()
 print("answer", run([{"code": "x = 6"}, {"code": "print(x * 7)"}]).text)
 """
+PYTHON_SANDBOX = """
+from prime_envs.python_wasm import require_python, run
+require_python()
+print("answer", run([{"code": "x = 6"}, {"code": "print(x * 7)"}]).text)
+"""
 SEARCH_TOOL = """
 from prime_envs.search import SearchIndex
 print(SearchIndex([("Tea", "green leaves"), ("Sea", "blue water")]).search("water"))
@@ -53,6 +58,7 @@ PROGRAMS = [
 PARTS = [
     ("rollout-base", "prime-broadcast", ("diff", MODEL, MODEL), "identical True"),
     ("rollout-base,python-tool", "python", ("-c", PYTHON_TOOL), "answer 42"),
+    ("rollout-base,python-sandbox", "python", ("-c", PYTHON_SANDBOX), "answer 42"),
     ("rollout-base,search-tool", "python", ("-c", SEARCH_TOOL), "blue water"),
     ("s3", "python", ("-c", S3), "Signature="),
     ("wandb", "python", ("-c", WANDB), "logged"),
