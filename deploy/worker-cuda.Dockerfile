@@ -19,7 +19,10 @@ RUN pip install --no-cache-dir "${VLLM}"
 COPY pyproject.toml README.md ./
 COPY protocol protocol
 COPY node node
-RUN pip install --no-cache-dir ".[rollout-base,families,python-tool,search-tool]"
+RUN pip install --no-cache-dir ".[rollout-base,families,python-sandbox,python-tool,search-tool]"
+# The interpreter of the tool python-2, compiled: tasks have no writable folder to keep it in.
+ENV PRIME_TOOL_CACHE=/opt/prime-tools
+RUN python -m prime_envs.python_wasm
 
 # The engine checks the first two at start and refuses to run without them.
 ENV VLLM_USE_V2_MODEL_RUNNER=0 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \

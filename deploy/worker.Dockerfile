@@ -16,11 +16,15 @@ RUN pip install --no-cache-dir "${TORCH}"
 COPY pyproject.toml constraints.txt README.md ./
 COPY protocol protocol
 COPY node node
-RUN pip install --no-cache-dir --constraint constraints.txt ".[rollout-base,families,python-tool,search-tool,torch]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[rollout-base,families,python-sandbox,python-tool,search-tool,torch]"
+# The interpreter of the tool python-2, compiled: tasks have no writable folder to keep it in.
+ENV PRIME_TOOL_CACHE=/opt/prime-tools
+RUN python -m prime_envs.python_wasm
 
 FROM python:3.11-slim
 COPY --from=build /opt/venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH \
+COPY --from=build /opt/prime-tools /opt/prime-tools
+ENV PATH=/opt/venv/bin:$PATH PRIME_TOOL_CACHE=/opt/prime-tools \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 USER 65532:65532
 CMD ["python", "-m", "prime_node.worker"]

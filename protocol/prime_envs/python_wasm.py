@@ -12,7 +12,8 @@ What depends on the machine is not: the native stack, which the interpreter's ow
 should never let it reach, and WALL_SECONDS, which a working machine stays far below.
 
 Programs run in a child process, in a fresh instance for each row. The binary is compiled once for a
-machine, in one to three minutes, and kept in a folder (cache_folder).
+machine, in one to three minutes, and kept in a folder (cache_folder); `python -m
+prime_envs.python_wasm` does that ahead, for images.
 """
 
 from __future__ import annotations
@@ -289,7 +290,9 @@ def _pinned_bytes(name: str, digest: str) -> bytes:
 
 
 WORD = 0xFFFFFFFF
-SUCCESS, BAD_FILE, INVALID, NO_ENTRY, NOT_SUPPORTED, NO_SEEK = 0, 8, 28, 44, 58, 70
+SUCCESS, BAD_FILE, INVALID, NO_ENTRY, NOT_SUPPORTED, READ_ONLY, NO_SEEK = 0, 8, 28, 44, 58, 69, 70
+WRITING = 1 << 6
+"""The right to write to a file."""
 CHARACTERS, DIRECTORY, REGULAR = 2, 3, 4
 ENDED = 256
 """The status of a program that ended its session by exit(), plus its exit code."""
@@ -416,6 +419,8 @@ class _System:
     ) -> int:  # fmt: skip
         if file != ROOT or memory.take(path, length) != LIBRARY_NAME:
             return NO_ENTRY
+        if rights & WRITING:
+            return READ_ONLY
         new = next(n for n in range(ROOT + 1, ROOT + 2 + len(self._open)) if n not in self._open)
         self._open[new] = 0
         return memory.put("<I", place, new)
@@ -506,3 +511,9 @@ class _Memory:
             self.put_bytes(at, text + b"\0")
             at += len(text) + 1
         return SUCCESS
+
+
+if __name__ == "__main__":
+    require_python()
+    prepare(str(cache_folder()))
+    print(compiled_file(cache_folder()))

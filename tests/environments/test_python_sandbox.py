@@ -1,0 +1,145 @@
+"""The tool python-2: what programs answer, what they cannot reach, and that limits are counts.
+
+The first use on a machine compiles the interpreter, in one to three minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_core.errors import UserError
+from prime_core.run import Conversation
+from prime_envs import python_wasm
+from prime_envs.python_wasm import run
+from prime_envs.tools import Observation, answer, load_tools
+
+CONVERSATION = Conversation(turns=6, tools=("python-2",), calls="fence-1")
+COUNTED = Observation("", exact=True, limit="reached")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def last(*programs: str) -> Observation:
+    return run([{"input": program} for program in programs])
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("print(93843 * 62308)", "5847169644"),
+        ("x = [i * i for i in range(4)]\nx", "[0, 1, 4, 9]"),
+        ("x = 1", "(no output)"),
+        ("print('a')\n1 / 0", "a\nerror: ZeroDivisionError: division by zero"),
+        ("def f(:", "error: SyntaxError: invalid syntax"),
+        ("import datetime\nprint(datetime.date.today())", "2020-01-01"),
+        ("def f(n):\n    return f(n + 1)\nf(0)",
+         "error: RecursionError: maximum recursion depth exceeded"),
+        ("bytearray(10**9)", "error: MemoryError"),
+        ("import math\nprint(math.sin(1e22))", "-0.8522008497671888"),
+        ("import numpy as np\nprint(np.arange(4.0) @ np.arange(4.0))", "14.0"),
+        ("import sympy\nx = sympy.Symbol('x')\nprint(sympy.factor(x**2 - 1))", "(x - 1)*(x + 1)"),
+        ("import scipy.stats\nprint(scipy.stats.norm.cdf(0))", "0.5"),
+        ("x" * 9000, "error: a program has at most 8192 characters"),
+    ],
+)  # fmt: skip
+def test_a_program_prints_or_has_a_value(program: str, text: str) -> None:
+    assert last(program) == Observation(text)
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("print(open('/etc/passwd').read())", "FileNotFoundError"),
+        ("open('/tmp/a', 'w')", "FileNotFoundError"),
+        ("open('/usr/local/lib/python315.zip', 'r+b').write(b'x')", "OSError"),
+        ("open('/usr/local/lib/../../../etc/passwd')", "FileNotFoundError"),
+        ("import subprocess\nsubprocess.run(['true'])", "OSError"),
+        ("import os\nos.fork()", "AttributeError"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "AttributeError"),
+        ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
+        ("input()", "EOFError"),
+    ],
+)
+def test_a_program_reaches_nothing_of_the_machine(program: str, error: str) -> None:
+    assert last(program).text.startswith(f"error: {error}")
+
+
+def test_each_process_gives_the_same_answer() -> None:
+    program = """
+import os, random, time, uuid
+import numpy as np
+time.sleep(5)
+print(time.time(), time.monotonic(), random.random(), os.urandom(4), hash("a"), id(object()),
+      {"a", "b", "c"}, uuid.uuid4(), os.environ, os.stat("/usr/local/lib/python315.zip"),
+      np.random.default_rng().normal(), np.exp(np.linspace(0, 1, 99)).sum().hex())
+"""
+    first = last(program)
+    assert first.text.startswith("1577836805.")
+    assert last(program) == first
+    python_wasm._child().close()
+    assert last(program) == first, "another process"
+
+
+def test_names_stay_for_the_rows_next_program_and_for_no_other_row() -> None:
+    assert last("import random\nx = random.random()", "x") == last(
+        "import random", "random.random()"
+    )
+    assert last("x").text == "error: NameError: name 'x' is not defined"
+    assert last("x = 1", "1 / 0", "x").text == "1"
+    assert last("x = 1\nexit()", "x").text == "error: NameError: name 'x' is not defined"
+    turns = ["```python\ny = 6\n```", "so\n```\nprint(y * 7)\n```"]
+    assert answer(turns, CONVERSATION, None) == Observation("42")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
+        "import time\nwhile True: time.time()",
+        "import os\nwhile True: os.urandom(1 << 20)",
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    ],
+)
+def test_a_limit_is_a_count_and_ends_the_row(program: str) -> None:
+    assert last(program) == COUNTED
+    assert last("print(1)", program) == COUNTED
+    assert last("print(1)") == Observation("1"), "the next row is a new one"
+
+
+def test_output_is_cut_and_memory_is_bounded() -> None:
+    assert last("print('x' * 10**7)").text == "x" * python_wasm.OUTPUT_BYTES
+    assert last("x = []\nwhile True: x.append('a' * 10**6)").text.startswith("error: ")
+
+
+def test_a_native_stack_that_overflows_accuses_no_one() -> None:
+    """Its size is the compiler's business, so machines may differ."""
+    program = "import sys\nsys.setrecursionlimit(10**8)\ndef f(n): return f(n + 1)\nf(0)"
+    assert last(program) == Observation("", exact=False, limit="reached")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200))
+def test_no_program_makes_the_tool_raise(program: str) -> None:
+    assert last(program).exact
+
+
+def test_another_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_tools(CONVERSATION)
+    with pytest.raises(UserError, match=r"is not the file that python-2 is made of"):
+        python_wasm._pinned_bytes(python_wasm.LIBRARY[0], "00" * 32)
+    monkeypatch.setitem(python_wasm.PINNED, "wasmtime", "0.0.1")
+    with pytest.raises(UserError, match=r"needs wasmtime 0\.0\.1; 49\.0\.0 is installed"):
+        load_tools(CONVERSATION)
+
+
+def test_native_code_that_others_could_write_is_not_loaded(tmp_path: Path) -> None:
+    sandbox: Any = python_wasm._Sandbox.__new__(python_wasm._Sandbox)
+    place = tmp_path / "code.cwasm"
+    place.write_bytes(b"code")
+    place.chmod(0o666)
+    with pytest.raises(PermissionError, match="can be written by others"):
+        sandbox._stored(place)
