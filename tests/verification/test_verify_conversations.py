@@ -29,6 +29,7 @@ from prime_verify import build
 from prime_verify.build import PlannedRow
 from prime_verify.calibrate import HonestFile, synthetic_run
 from prime_verify.proofs.activations import pack, unpack, windows_of
+from prime_verify.replies import reply_to
 from prime_verify.rollout_file import (
     FileError,
     FileRow,
@@ -274,6 +275,77 @@ def test_words_where_the_environment_has_none_are_found(talking: Any) -> None:
     finding = talking.judge(made)
     assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
     assert "longer than the run allows" in finding.detail
+
+
+class Resamples:
+    """An engine that draws one turn of all rows by noise of its own, as a node does that tries
+    until it likes a turn. Everything after is honest, and states and log-probabilities fit."""
+
+    def __init__(self, engine: Any, turn: int) -> None:
+        self._engine = engine
+        self._turn = turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[Any], *others: Any) -> list[Generation]:
+        self._turn -= 1
+        if self._turn == -1:
+            requests = [replace(one, noise_seed=one.noise_seed ^ 1) for one in requests]
+        made: list[Generation] = self._engine.generate(requests, *others)
+        return made
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+def test_a_turn_that_was_drawn_again_is_found_wherever_it_is(talking: Any, turn: int) -> None:
+    file = talking.made(
+        0,
+        generate=lambda plan, engine: build.generate_rows(
+            plan, talking.run, Resamples(engine, turn), environment=talking.environment
+        ),
+        metadata={"schema_version": "2"},
+    )
+    finding = talking.judge(file)
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_SAMPLING), finding
+
+
+def test_later_turns_that_were_made_from_another_history_are_found(talking: Any) -> None:
+    """The model saw other words of the environment than the file holds."""
+    other = environment_for(talking.run)
+    observe = other.observe
+
+    def swapped(problem: Problem, turns: Sequence[str]) -> Observation | None:
+        said = observe(problem, turns)
+        assert said is not None
+        return replace(said, text=said.text.replace("a", "e").replace("o", "i"))
+
+    other.observe = swapped  # type: ignore[method-assign]
+
+    def restored(rows: list[FileRow], plan: list[PlannedRow], made: Any) -> list[FileRow]:
+        changed_rows = []
+        for row, due in zip(rows, plan, strict=True):
+            tokens = list(row.output_tokens)
+            for turn in range(0, len(row.spans) - 1, 2):
+                begin = sum(row.spans[: turn + 1])
+                said = reply_to(
+                    due, talking.run, talking.environment, talking.engine.tokenizer,
+                    tokens[:begin], row.spans[: turn + 1], None,
+                )  # fmt: skip
+                assert len(said.tokens) == row.spans[turn + 1]
+                tokens[begin : begin + len(said.tokens)] = said.tokens
+            changed_rows.append(replace(row, output_tokens=tuple(tokens)))
+        return changed_rows
+
+    file = talking.made(
+        0,
+        generate=lambda plan, engine: build.generate_rows(
+            plan, talking.run, engine, environment=other
+        ),
+        change=restored,
+        metadata={"schema_version": "2"},
+    )
+    finding = talking.judge(file)
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_ACTIVATIONS)
 
 
 def test_what_does_not_fit_ends_the_row_by_length(talking: Any, world: Any) -> None:
