@@ -17,6 +17,8 @@ import httpx
 from devnet.chain import end_with_parent, free_port
 
 BUCKET = "pools"
+PUBLIC = "public"
+"""A bucket that everyone may read."""
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
 START_SECONDS = 120.0
 
@@ -39,12 +41,15 @@ def find_weed() -> Path | None:
 
 @contextmanager
 def s3_server(weed: Path, folder: Path) -> Iterator[S3Server]:
-    """A server that keeps its data in `folder`, with the empty bucket BUCKET."""
+    """A server that keeps its data in `folder`, with the empty buckets BUCKET and PUBLIC."""
     import boto3
 
     rights = ["Admin", "Read", "Write", "List", "Tagging"]
     keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-    identities = [{"name": "test", "credentials": keys, "actions": rights}]
+    identities = [
+        {"name": "test", "credentials": keys, "actions": rights},
+        {"name": "anonymous", "actions": [f"Read:{PUBLIC}"]},
+    ]
     config = folder / "s3.json"
     config.write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir()
@@ -84,6 +89,7 @@ def s3_server(weed: Path, folder: Path) -> Iterator[S3Server]:
             aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
         )  # fmt: skip
         client.create_bucket(Bucket=BUCKET)
+        client.create_bucket(Bucket=PUBLIC)
         client.close()
         credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
         yield S3Server(url, credentials, process.pid)

@@ -52,6 +52,10 @@ Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's traine
 OriginHost = Annotated[str | None, typer.Option(help="Address the origin binds.")]
 OriginPort = Annotated[int | None, typer.Option(help="Its port; 0: any free one.")]
 OriginUrl = Annotated[str | None, typer.Option(help="How relays reach it.")]
+S3Bucket = Annotated[str | None, typer.Option(help="Put policies into this bucket, too.")]
+S3Endpoint = Annotated[str | None, typer.Option(help="Its server's URL; without it: AWS.")]
+S3Region = Annotated[str | None, typer.Option(help="Its region.")]
+S3Url = Annotated[str | None, typer.Option(help="Its URL for readers, or a CDN's.")]
 LearningRate = Annotated[float | None, typer.Option(help="AdamW's peak rate.")]
 LoraRank = Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")]
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for event files.")]
@@ -99,6 +103,10 @@ def run(
     origin_connections_each: Annotated[
         int | None, typer.Option(help="Of one address at once; 0: unlimited.")
     ] = None,
+    s3_bucket: S3Bucket = None,
+    s3_endpoint: S3Endpoint = None,
+    s3_region: S3Region = None,
+    s3_public_url: S3Url = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many batches.")] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Batches between checkpoints.")
@@ -635,6 +643,10 @@ def publish(
     origin_host: OriginHost = None,
     origin_port: OriginPort = None,
     origin_url: OriginUrl = None,
+    s3_bucket: S3Bucket = None,
+    s3_endpoint: S3Endpoint = None,
+    s3_region: S3Region = None,
+    s3_public_url: S3Url = None,
     serve: Annotated[
         bool,
         typer.Option(help="Until a relay or node has all of it; --no-serve if a mirror serves it."),

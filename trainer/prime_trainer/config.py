@@ -103,6 +103,14 @@ class Settings(ChainSettings):
     origin_connections_each: int = Field(default=256, ge=0)
     """Maximum simultaneous connections per address (an IPv6 /64) to the origin, of 1024 in total. A
     relay uses two. 0: unlimited, for an origin whose readers all come through one proxy."""
+    s3_bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
+    """Put each policy into this bucket, too, from which nodes fetch it. Credentials come from the
+    environment (AWS_ACCESS_KEY_ID …)."""
+    s3_endpoint: str = ""
+    """The S3 server's URL; empty: AWS."""
+    s3_region: str = "us-east-1"
+    s3_public_url: str = ""
+    """The bucket's URL for readers, for example a CDN's; by default the endpoint's."""
     steps: int | None = Field(default=None, ge=0)
     """Stop after this many batches in total; by default never."""
     checkpoint_every: int = Field(default=1, ge=1)

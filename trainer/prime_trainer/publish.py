@@ -45,6 +45,7 @@ from prime_core.messages import PolicyList, RelayAnnouncement
 from prime_core.signing import Signer
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_trainer import snapshot
+from prime_trainer.bucket import Bucket
 from prime_trainer.config import TRAINING_FILE, Settings
 from prime_trainer.disk import writing
 from prime_trainer.feed import PoolFacts
@@ -112,8 +113,10 @@ class Publisher:
         client: OrchestratorClient,
         *,
         delta_from: int,
+        bucket: Bucket | None = None,
     ) -> None:
         self.root = root
+        self._bucket = bucket
         self._pool = facts.info.pool
         self._base_model = facts.run.base_model
         self._signer = signer
@@ -156,6 +159,8 @@ class Publisher:
             )
         signed = self._sign(manifest)
         finalize(self.root, signed)
+        if self._bucket is not None:
+            self._bucket.update()
         self.hand_in(version)
         thinned = layout.thin(
             self.root,
@@ -212,15 +217,18 @@ class _Asked(DirectoryContent):
 
 
 class TrainerOrigin:
-    """Serves `root` over HTTP and announces its address to the orchestrator until stopped."""
+    """Serves `root` over HTTP and announces its address, and that of the bucket that mirrors it, to
+    the orchestrator until stopped."""
 
     def __init__(
         self,
         root: Path,
         serving: Serving,
         new_client: Callable[[], OrchestratorClient],
+        bucket: Bucket | None = None,
     ) -> None:
         self._root = root
+        self._bucket = bucket
         self._new_client = new_client
         self._asked = _Asked(root)
         self._server = Server(self._asked, serving)
@@ -263,12 +271,15 @@ class TrainerOrigin:
         with self._new_client() as client:
             reported = False
             while not self._stopped.is_set():
-                versions = tuple(layout.versions(self._root))[-64:]
+                served = {self.url: tuple(layout.versions(self._root))}
+                if self._bucket is not None and self._bucket.versions:
+                    served[self._bucket.url] = self._bucket.versions
                 try:
-                    said = RelayAnnouncement(url=self.url, versions=versions)
-                    client.post("/v1/relays", said, Empty)
+                    for url, versions in served.items():
+                        said = RelayAnnouncement(url=url, versions=versions[-64:])
+                        client.post("/v1/relays", said, Empty)
                     if not reported:
-                        log.info("the orchestrator lists this origin at %s", self.url)
+                        log.info("the orchestrator lists this origin at %s", ", ".join(served))
                     reported = True
                 except PrimeError as error:
                     log.warning("could not announce the origin: %s", error)

@@ -31,6 +31,7 @@ from prime_trainer.feed import PoolFacts, check_on_chain, insist, pool_facts, re
 
 if TYPE_CHECKING:
     from prime_core.run import RunDefinition
+    from prime_trainer.bucket import Bucket
     from prime_trainer.dryrun import Estimate
     from prime_trainer.publish import Publisher, TrainerOrigin
 
@@ -79,17 +80,43 @@ def known_facts(
     return facts
 
 
+def bucket_of(settings: Settings, facts: PoolFacts) -> Bucket | None:
+    """The bucket of the settings, tested, if they name one. Raises as `open_bucket` does."""
+    if not settings.s3_bucket:
+        if settings.s3_endpoint or settings.s3_public_url:
+            raise UserError("an S3 server was given without a bucket", hint="add --s3-bucket")
+        return None
+    from prime_trainer.bucket import open_bucket
+    from prime_trainer.publish import ORIGIN
+
+    pools = facts.domain("pools")
+    return open_bucket(
+        settings.data / ORIGIN,
+        bucket=settings.s3_bucket,
+        place=f"{pools.chain_id}/{pools.contract}/{facts.info.pool}",
+        endpoint=settings.s3_endpoint,
+        region=settings.s3_region,
+        public_url=settings.s3_public_url,
+    )
+
+
 def new_publisher(
-    settings: Settings, facts: PoolFacts, signer: LocalSigner, client: OrchestratorClient
+    settings: Settings,
+    facts: PoolFacts,
+    signer: LocalSigner,
+    client: OrchestratorClient,
+    bucket: Bucket | None = None,
 ) -> Publisher:
     """The publisher over `<data>/origin`."""
     from prime_trainer.publish import ORIGIN, Publisher
 
     root = settings.data / ORIGIN
-    return Publisher(root, facts, signer, client, delta_from=settings.delta_from)
+    return Publisher(root, facts, signer, client, delta_from=settings.delta_from, bucket=bucket)
 
 
-def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> TrainerOrigin:
+def new_origin(
+    settings: Settings, root: Path, signer: LocalSigner, bucket: Bucket | None = None
+) -> TrainerOrigin:
     """The origin over `root`, not yet serving."""
     from prime_broadcast.server import Limits, Serving
     from prime_trainer.publish import TrainerOrigin
@@ -101,7 +128,7 @@ def new_origin(settings: Settings, root: Path, signer: LocalSigner) -> TrainerOr
         settings.origin_url or None,
         Limits(connections_per_address=settings.origin_connections_each),
     )
-    return TrainerOrigin(root, serving, lambda: OrchestratorClient(url, signer, "relay"))
+    return TrainerOrigin(root, serving, lambda: OrchestratorClient(url, signer, "relay"), bucket)
 
 
 def run_trainer(settings: Settings, stop: threading.Event) -> None:
@@ -139,8 +166,9 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
         learner = make_learner(facts.run, settings, world)
         publishing = None
         if signer is not None:
-            publisher = new_publisher(settings, facts, signer, client)
-            origin = new_origin(settings, publisher.root, signer)
+            bucket = bucket_of(settings, facts)
+            publisher = new_publisher(settings, facts, signer, client, bucket)
+            origin = new_origin(settings, publisher.root, signer, bucket)
             stack.enter_context(origin)
             write_address(settings.data, origin.url)
             print(f"origin: {origin.url}", flush=True)
@@ -204,14 +232,15 @@ def publish_by_hand(
     ):
         facts = pool_facts(client, settings.run)
         require_trainer(facts, signer.address)
-        publisher = new_publisher(settings, facts, signer, client)
+        bucket = bucket_of(settings, facts)
+        publisher = new_publisher(settings, facts, signer, client, bucket)
         who = whole_at(client, version) if serve else None
         if who or not serve:
             publish_and_say(publisher, model, version, as_json)
             if who:
                 _say(f"{who} has all of policy {version} already: it is not served again")
             return
-        origin = new_origin(settings, publisher.root, signer)
+        origin = new_origin(settings, publisher.root, signer, bucket)
         stack.enter_context(origin)  # listening errors surface before anything is announced
         publish_and_say(publisher, model, version, as_json)
         origin.announce()

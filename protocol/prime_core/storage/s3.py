@@ -150,15 +150,17 @@ class S3Store:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, cached: str = "") -> None:
+        """`cached`: the object's Cache-Control, for readers that are given no signed URL."""
         place, name = self._at(key), sha256_digest(data)
         _promised(key, name)
         with self._errors("write", key):
             self._client.put_object(
-                **place, Body=data, ContentType=_TYPE, ChecksumSHA256=_base64(name)
+                **place, Body=data, ChecksumSHA256=_base64(name), **_headers(cached)
             )
 
-    def put_file(self, key: str, path: Path) -> None:
+    def put_file(self, key: str, path: Path, *, cached: str = "") -> None:
+        """See `put`."""
         place = self._at(key)
         with path.open("rb") as file:
             name = Digest("0x" + hashlib.file_digest(file, "sha256").hexdigest())
@@ -168,14 +170,14 @@ class S3Store:
             with self._errors("write", key):
                 if size <= PART_BYTES:
                     self._client.put_object(
-                        **place, Body=file, ContentType=_TYPE, ChecksumSHA256=_base64(name)
+                        **place, Body=file, ChecksumSHA256=_base64(name), **_headers(cached)
                     )
                 else:  # each part carries its own SHA-256; the object appears with the last one
                     self._client.upload_fileobj(
                         file,
                         place["Bucket"],
                         place["Key"],
-                        ExtraArgs={"ContentType": _TYPE, "ChecksumAlgorithm": "SHA256"},
+                        ExtraArgs={"ChecksumAlgorithm": "SHA256", **_headers(cached)},
                         Config=TransferConfig(
                             multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES
                         ),
@@ -342,6 +344,10 @@ def _client(endpoint: str, region: str) -> Any:
             f"the S3 object store cannot be opened: {error}",
             hint="check --s3-endpoint and --s3-region",
         ) from error
+
+
+def _headers(cached: str) -> dict[str, str]:
+    return {"ContentType": _TYPE, **({"CacheControl": cached} if cached else {})}
 
 
 def _code(error: ClientError) -> str:

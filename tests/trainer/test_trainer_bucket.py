@@ -1,0 +1,168 @@
+"""Policies in a bucket of a real S3 server: nodes fetch them from there, and from nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import trainer_kit as kit
+from safetensors.torch import load_file, save_file
+from trainer_pool import Pool, wait_until
+
+from devnet.s3 import BUCKET, PUBLIC, S3Server
+from prime_broadcast import layout
+from prime_broadcast.client import Base, fetch
+from prime_core.errors import FatalError, UserError
+from prime_core.transport.client import OrchestratorClient
+from prime_trainer.bucket import Bucket
+from prime_trainer.config import Settings
+from prime_trainer.feed import pool_facts
+from prime_trainer.publish import Publisher
+from prime_trainer.run import bucket_of, new_origin, new_publisher
+
+
+def settings(pool: Pool, data: Path, **changes: object) -> Settings:
+    return kit.settings(
+        pool.model,
+        data,
+        orchestrator=pool.url,
+        wallet=pool.wallet,
+        password_file=pool.password,
+        **changes,
+    )
+
+
+@contextmanager
+def publishing(pool: Pool, data: Path, s3: S3Server) -> Iterator[tuple[Publisher, Bucket]]:
+    set_ = settings(pool, data, s3_bucket=PUBLIC, s3_endpoint=s3.url)
+    with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
+        facts = pool_facts(client, None)
+        bucket = bucket_of(set_, facts)
+        assert bucket is not None
+        yield new_publisher(set_, facts, kit.TRAINER, client, bucket), bucket
+
+
+@pytest.fixture
+def empty(s3: S3Server) -> S3Server:
+    from prime_core.storage.s3 import S3Store
+
+    store = S3Store(PUBLIC, endpoint=s3.url)
+    for key in list(store.keys()):
+        store.delete(key)
+    return s3
+
+
+def next_model(model: Path, folder: Path) -> Path:
+    """The model with one weight changed."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = sorted(weights)[0]
+    with torch.no_grad():
+        weights[name].view(-1)[0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_nodes_fetch_policies_and_deltas_from_the_bucket(
+    pool: Pool, tmp_path: Path, empty: S3Server
+) -> None:
+    data = tmp_path / "data"
+    with publishing(pool, data, empty) as (publisher, bucket):
+        zero = publisher.publish(pool.model, 0)
+        one = publisher.publish(next_model(pool.model, tmp_path / "next"), 1)
+        with new_origin(settings(pool, data), publisher.root, kit.TRAINER, bucket):
+            wait_until(lambda: bucket.url in pool.relays(), "the bucket is announced")
+        served = bucket.url
+    shutil.rmtree(data)
+    fetch(zero, [served], tmp_path / "0", patience=30.0)
+    stats = fetch(
+        one, [served], tmp_path / "1", bases=[Base(tmp_path / "0", zero.manifest)], patience=30.0
+    )
+    assert stats.route != "whole"
+    assert stats.faults == []
+    for name in (file.name for file in one.manifest.files):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "next" / name).read_bytes()
+    index = httpx.get(f"{served}/policies/index.json")
+    assert index.headers["cache-control"] == "no-cache"
+    assert [s.manifest.version for s in layout.parse_index(index.content)] == [1, 0]
+    file = httpx.head(f"{served}/policies/1/manifest.json")
+    assert "immutable" in file.headers["cache-control"]
+
+
+def test_an_upload_that_ended_early_goes_on_where_it_stopped(
+    pool: Pool, tmp_path: Path, empty: S3Server
+) -> None:
+    data = tmp_path / "data"
+    with publishing(pool, data, empty) as (publisher, bucket):
+        signed = publisher.publish(pool.model, 0)
+        publisher.publish(next_model(pool.model, tmp_path / "next"), 1)
+        store = bucket._store
+        name = signed.manifest.files[0].name
+        before = store.stat(f"policies/1/{name}").tag
+        store.delete("policies/1/manifest.json")
+        store.delete("policies/0/" + name)
+        store.put("policies/7/of-another-trainer", b"x")
+    with publishing(pool, data, empty) as (_, bucket):
+        bucket.update()
+        keys = set(bucket._store.keys("policies/"))
+        assert {"policies/1/manifest.json", f"policies/0/{name}"} <= keys
+        assert "policies/7/of-another-trainer" in keys, "not ours to remove"
+        assert bucket._store.stat(f"policies/1/{name}").tag == before
+        assert bucket.versions == (0, 1)
+
+
+def test_files_of_thinned_versions_leave_the_bucket(
+    pool: Pool, tmp_path: Path, empty: S3Server
+) -> None:
+    folder = pool.model
+    with publishing(pool, tmp_path / "data", empty) as (publisher, bucket):
+        for version in range(3):
+            signed = publisher.publish(folder, version)
+            folder = next_model(folder, tmp_path / f"next-{version}")
+        assert layout.thin(publisher.root, keep_whole=1, anchor_every=8) == [1]
+        bucket.update()
+        keys = set(bucket._store.keys("policies/1/"))
+    assert keys == {"policies/1/manifest.json", "policies/1/delta-0"}
+    assert signed.manifest.version == 2
+
+
+def test_a_bucket_with_another_policy_of_that_version_is_refused(
+    pool: Pool, tmp_path: Path, empty: S3Server
+) -> None:
+    with publishing(pool, tmp_path / "data", empty) as (publisher, bucket):
+        publisher.publish(pool.model, 0)
+        bucket._store.put("policies/0/manifest.json", b"{}")
+    with (
+        publishing(pool, tmp_path / "data", empty) as (_, bucket),
+        pytest.raises(FatalError, match="holds another policy 0: use an empty bucket"),
+    ):
+        bucket.update()
+
+
+def test_settings_that_do_not_fit_are_one_sentence(
+    pool: Pool, tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
+        facts = pool_facts(client, None)
+        for changes, sentence in (
+            ({"s3_endpoint": s3.url}, "without a bucket"),
+            ({"s3_bucket": "missing", "s3_endpoint": s3.url}, "there is no bucket missing"),
+            ({"s3_bucket": PUBLIC}, "needs the URL at which nodes read it"),
+        ):
+            with pytest.raises(UserError, match=sentence):
+                bucket_of(settings(pool, tmp_path, **changes), facts)
+        private = bucket_of(
+            settings(pool, tmp_path / "data", s3_bucket=BUCKET, s3_endpoint=s3.url), facts
+        )
+        publisher = new_publisher(
+            settings(pool, tmp_path / "data"), facts, kit.TRAINER, client, private
+        )
+        with caplog.at_level(logging.WARNING):
+            publisher.publish(pool.model, 0)
+    assert "nodes cannot read the bucket at" in caplog.text

@@ -1,0 +1,137 @@
+"""Policies in a bucket, from which a CDN or anyone's client can serve them.
+
+The objects lie under the keys of the broadcast's layout (prime_broadcast/layout.py), so the bucket
+is a mirror: nodes ask it before the trainer's own server, and what it sends is checked by digest.
+An object never changes once it is written, but for the index.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from prime_broadcast import layout
+from prime_broadcast.manifest import MANIFEST_NAME
+from prime_core.errors import FatalError, NotFoundError, UserError
+
+if TYPE_CHECKING:
+    from prime_core.storage.s3 import S3Store
+
+log = logging.getLogger(__name__)
+NO_CACHE = "no-cache"
+FOR_EVER = "public, max-age=31536000, immutable"
+
+
+class Bucket:
+    """A bucket that holds what `root` holds. `url` is where anyone can read its objects."""
+
+    def __init__(self, root: Path, store: S3Store, url: str) -> None:
+        self._root = root
+        self._store = store
+        self.url = url
+        self.versions: tuple[int, ...] = ()
+        """The versions that are complete in the bucket."""
+        self._looked = False
+
+    def check(self) -> None:
+        """Raises UserError if the bucket cannot be used, UnavailableError if it does not answer."""
+        self._store.check()
+
+    def update(self) -> None:
+        """Uploads what is new in the layout, each version's manifest after its files and the index
+        last, then removes the files of versions that the layout has thinned out. Versions that
+        `root` does not have stay.
+
+        Raises FatalError if the bucket holds another policy of a version, UnavailableError if it
+        does not answer; the next call goes on.
+        """
+        there = set(self._store.keys(f"{layout.POLICIES}/"))
+        kept: set[str] = set()
+        present = layout.versions(self._root)
+        for version in present:
+            folder = layout.version_folder(self._root, version)
+            names = sorted(
+                path.name
+                for path in folder.iterdir()
+                if not path.name.startswith(".") and path.name != MANIFEST_NAME
+            )
+            manifest = _key(version, MANIFEST_NAME)
+            if manifest in there and version not in self.versions:
+                self._require_same(version, manifest, folder / MANIFEST_NAME)
+            for name in names:
+                if _key(version, name) not in there:
+                    self._store.put_file(_key(version, name), folder / name, cached=FOR_EVER)
+            if manifest not in there:
+                self._store.put_file(manifest, folder / MANIFEST_NAME, cached=FOR_EVER)
+                log.info("policy %d is in the bucket at %s", version, self.url)
+            kept |= {manifest, *(_key(version, name) for name in names)}
+        if not present:
+            return
+        index = layout.policies_folder(self._root) / layout.INDEX_NAME
+        self._store.put(
+            f"{layout.POLICIES}/{layout.INDEX_NAME}", index.read_bytes(), cached=NO_CACHE
+        )
+        ours = tuple(f"{layout.POLICIES}/{version}/" for version in present)
+        for key in sorted(there - kept):
+            if key.startswith(ours):
+                self._store.delete(key)
+        self.versions = tuple(present)
+        if not self._looked:
+            self._looked = True
+            self._look(_key(present[-1], MANIFEST_NAME))
+
+    def _look(self, key: str) -> None:
+        """Warns if readers cannot read an object. The trainer's own server serves it, too."""
+        try:
+            found = str(httpx.head(f"{self.url}/{key}", timeout=10.0).status_code)
+        except httpx.HTTPError as error:
+            found = type(error).__name__
+        if found != "200":
+            log.warning(
+                "nodes cannot read the bucket at %s (%s): let everyone read it, or correct "
+                "--s3-public-url",
+                self.url,
+                found,
+            )
+
+    def _require_same(self, version: int, key: str, local: Path) -> None:
+        ours = local.read_bytes()
+        try:
+            theirs = self._store.get(key, limit=max(len(ours), layout.MAX_INDEX_BYTES))
+        except NotFoundError:
+            return
+        if theirs != ours:
+            raise FatalError(
+                f"{self._store!r} holds another policy {version}: use an empty bucket, or the "
+                "trainer's earlier --data"
+            )
+
+
+def _key(version: int, name: str) -> str:
+    return layout.address_of(version, name).lstrip("/")
+
+
+def open_bucket(
+    root: Path, *, bucket: str, place: str, endpoint: str, region: str, public_url: str
+) -> Bucket:
+    """The part of a bucket named `place` as a mirror of `root`, after testing access to it.
+    `public_url` is the bucket's URL for readers; by default the endpoint's.
+
+    Raises UserError if the settings do not fit or the bucket cannot be used, UnavailableError if
+    the server does not answer.
+    """
+    from prime_core.storage.s3 import S3Store  # boto3 is an extra
+
+    if not public_url and not endpoint:
+        raise UserError(
+            "a bucket on AWS needs the URL at which nodes read it",
+            hint="--s3-public-url https://BUCKET.s3.REGION.amazonaws.com, or that of a CDN",
+        )
+    base = (public_url or f"{endpoint.rstrip('/')}/{bucket}").rstrip("/")
+    store = S3Store(bucket, prefix=place, endpoint=endpoint, region=region)
+    found = Bucket(root, store, f"{base}/{place}")
+    found.check()
+    return found
