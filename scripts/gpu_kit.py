@@ -32,7 +32,7 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -334,6 +334,60 @@ def cards(kit: Kit) -> None:
         reference = Prover(operands, small, ["numpy", "numpy"]).commit(order)
         need(root == reference, "this device commits to something else than numpy does")
         values["root"] = root
+    _memory(kit, known)
+
+
+def _memory(kit: Kit, known: Any) -> None:
+    """The proof of memory on this card: seconds to fill it, to read all of it, and to make a
+    quarter of it again, and what a pool allows; the orchestrator's check."""
+    from prime_core.ids import digest
+    from prime_core.known_cards import KNOWN
+    from prime_verify.proofs import memory as proof
+
+    seed, vectors = digest(sha256(b"fill").digest()), digest(sha256(b"vectors").digest())
+    with kit.record("same_marks_of_memory") as values:
+        small = proof.Fill(4096, 256, 64, cards=2, rounds=3)
+        root = proof.MemoryProver(seed, small, [kit.device, "numpy"]).commit(vectors)
+        reference = proof.MemoryProver(seed, small, ["numpy", "numpy"]).commit(vectors)
+        need(root == reference, "this device commits to something else than numpy does")
+        values["root"] = root
+    with kit.record("memory") as values:
+        known = known or KNOWN["h100-sxm"]
+        found = _memory_mb(kit)
+        fill = proof.fill_of(KNOWN["cpu"] if kit.small else known, 1, found)
+        quarter = replace(fill, blocks=max(proof.SLAB, fill.blocks // 4 // proof.SLAB * proof.SLAB))
+        values |= {"memory_mb": found, "filled_mb": fill.card_bytes >> 20, "rounds": fill.rounds}
+        values["allowed_s"] = proof.most_seconds(known, fill)
+        start = time.perf_counter()
+        prover = proof.MemoryProver(seed, fill, [kit.device])
+        values["fill_s"] = time.perf_counter() - start
+        start = time.perf_counter()
+        root = prover.commit(vectors)
+        values["read_s"] = time.perf_counter() - start
+        drawn = fill.drawn(sha256(b"draw").digest() * 6)
+        opening = prover.open(drawn)
+        del prover
+        if kit.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.empty_cache()
+        start = time.perf_counter()
+        proof.MemoryProver(seed, quarter, [kit.device])
+        values["make_a_quarter_s"] = time.perf_counter() - start
+        cpu = time.process_time()
+        proof.MemoryProof(seed, vectors, fill, root).check(drawn, opening)
+        values |= {
+            "check_cpu_ms": 1000 * (time.process_time() - cpu), "opening_bytes": len(opening),
+        }  # fmt: skip
+
+
+def _memory_mb(kit: Kit) -> int:
+    """Memory of the card in MiB."""
+    import torch
+
+    if not kit.device.startswith("cuda"):
+        return 0
+    return int(torch.cuda.get_device_properties(kit.device).total_memory >> 20)
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -738,8 +792,6 @@ def _swap(running: Any, folder: Path, values: dict[str, Any]) -> None:
 def network(kit: Kit) -> None:
     """Lease → file → verdict, then step → delta → the next policy's tokens, in one process. Needs
     the project's own dependencies."""
-    from dataclasses import replace
-
     from bench.broadcast_policies import MODEL, train
     from bench.honest import Bench
     from prime_broadcast import delta
@@ -789,7 +841,7 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "engine": (engine, 120),
     "trainer": (trainer, 120),
     "calibration": (calibration, 110),
-    "cards": (cards, 60),
+    "cards": (cards, 120),
     "vllm": (vllm, 170),
     "network": (network, 110),
 }

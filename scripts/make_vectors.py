@@ -25,7 +25,14 @@ from prime_core.checkpoint import PolicyStatement
 from prime_core.draws import DrawCommitment
 from prime_core.gateway import GatewayAnswered
 from prime_core.ids import address, digest
-from prime_core.node import HardwarePassport, Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.node import (
+    HardwarePassport,
+    Invite,
+    MemoryPassport,
+    NodeConsent,
+    SessionGrant,
+    SessionRevocation,
+)
 from prime_core.rollout import Receipt, Submission
 from prime_core.settlement import RewardTable
 from prime_core.signing import CONTRACT_NAMES, Domain, LocalSigner, Sol, Statement
@@ -39,6 +46,7 @@ STATEMENTS: tuple[type[Statement], ...] = (
     NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
     Lease, Submission, Receipt, BatchStatement, Law, Opinion, DrawCommitment,
     CalibrationStatement, RewardTable, GatewayAnswered, HardwarePassport,
+    MemoryPassport,
 )  # fmt: skip
 TREE_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
 

@@ -32,11 +32,16 @@ from prime_core.messages import (
     LeaseAnswer,
     LeaseInfo,
     LeaseRequest,
+    MemoryAnswer,
+    MemoryCommitment,
+    MemoryDraw,
+    MemoryProved,
     NodeInfo,
     PolicyList,
     ReceiptAnswer,
     RelayInfo,
     RunList,
+    SignedMemory,
     SignedPassport,
     UploadAnswer,
     UploadRequest,
@@ -101,6 +106,15 @@ class NodeApi:
     def begin_cards(self, request: CardsRequest) -> CardsAnswer:
         return self.client.post("/v1/admission/cards", request, CardsAnswer)
 
+    def announce_filled(self, proof: str, echo: CardsEcho) -> MemoryAnswer:
+        return self.client.post(f"/v1/admission/cards/{proof}/filled", echo, MemoryAnswer)
+
+    def commit_memory(self, proof: str, commitment: MemoryCommitment) -> MemoryDraw:
+        return self.client.post(f"/v1/admission/cards/{proof}/memory", commitment, MemoryDraw)
+
+    def open_blocks(self, proof: str, opening: bytes) -> MemoryProved:
+        return self.client.post(f"/v1/admission/cards/{proof}/blocks", opening, MemoryProved)
+
     def echo_cards(self, proof: str, echo: CardsEcho) -> CardsAnswer:
         return self.client.post(f"/v1/admission/cards/{proof}/echo", echo, CardsAnswer)
 
@@ -113,6 +127,11 @@ class NodeApi:
     def passport(self, node: Address) -> SignedPassport:
         """Returns a node's hardware passport, unchecked. Raises NotFoundError if there is none."""
         return self.client.get(f"/v1/nodes/{node}/passport", SignedPassport)
+
+    def proved_memory(self, node: Address) -> SignedMemory:
+        """Returns what a node proved of its cards' memory, unchecked. Raises NotFoundError if
+        nothing, or if the orchestrator does not know such proofs."""
+        return self.client.get(f"/v1/nodes/{node}/memory", SignedMemory)
 
     def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)

@@ -1,5 +1,6 @@
-"""The node's side of a proof of its cards (prime_verify/proofs/cards.py), at admission to a run
-with `cards`, and whenever the pool measures them again."""
+"""The node's side of a proof of its cards and of their memory (cards.py and memory.py of
+prime_verify/proofs), at admission to a run with `cards`, and whenever the pool measures them
+again."""
 
 from __future__ import annotations
 
@@ -10,19 +11,24 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from prime_core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
-from prime_core.ids import Address
+from prime_core.ids import Address, Digest, Signature
 from prime_core.known_cards import CPU
 from prime_core.messages import (
     AdmissionAnswer,
+    CardsAnswer,
     CardsCommitment,
     CardsEcho,
     CardsRequest,
+    MemoryAnswer,
+    MemoryCommitment,
+    MemoryWork,
 )
-from prime_core.node import Gpu, Hardware, HardwarePassport
+from prime_core.node import Gpu, Hardware, HardwarePassport, MemoryPassport
 from prime_core.run import Cards
 from prime_node.api import NodeApi
 from prime_node.config import RuntimeName
 from prime_verify.proofs.cards import Cell, Prover, Work
+from prime_verify.proofs.memory import Block, Fill, MemoryProver
 
 log = logging.getLogger("prime.node.join")
 MOST_ECHOES = 64
@@ -99,8 +105,11 @@ def _prove(
             f"the pool asks for a proof of {work.cards} cards, and this machine claimed "
             f"{len(devices)}"
         )
+    token = begun.token
+    if begun.memory is not None:
+        token = _prove_memory(api, begun, wish, devices)
     prover = Prover(begun.work.operands, work, devices)
-    answer = begun
+    answer = begun.model_copy(update={"token": token})
     for _ in range(MOST_ECHOES):
         if answer.order is not None or answer.token is None:
             break
@@ -120,6 +129,63 @@ def _prove(
     return admitted
 
 
+def _prove_memory(
+    api: NodeApi, begun: CardsAnswer, wish: CardsRequest, devices: Sequence[str]
+) -> Digest:
+    """Proves the cards' memory; returns the token with which the proof of cards goes on. Raises
+    UnavailableError if the cards have no room for it."""
+    assert begun.work is not None, "_prove"
+    assert begun.memory is not None, "_prove"
+    fill = _fill(begun.memory, wish.cards)
+    started = time.monotonic()
+    try:
+        prover = MemoryProver(begun.work.operands, fill, devices)
+    except RuntimeError as error:  # of torch
+        _release(devices)
+        raise UnavailableError(
+            f"the cards have no room for the {fill.card_bytes >> 20} MiB each that the pool asks "
+            f"this node to fill: stop what else runs on them ({error})"
+        ) from error
+    filled = time.monotonic()
+    answer = MemoryAnswer(token=begun.token)
+    for _ in range(MOST_ECHOES):
+        if answer.vectors is not None or answer.token is None:
+            break
+        answer = api.announce_filled(begun.id, CardsEcho(token=answer.token))
+    if answer.vectors is None:
+        raise UnavailableError("the orchestrator did not start the proof of memory")
+    reading = time.monotonic()
+    root = prover.commit(answer.vectors)
+    read = time.monotonic()
+    commitment = MemoryCommitment(
+        root=root,
+        fill_ms=round(1000 * (filled - started)),
+        device_ms=round(1000 * (read - reading)),
+    )
+    drawn = api.commit_memory(begun.id, commitment)
+    opening = prover.open([Block(*block) for block in drawn.blocks])
+    del prover
+    _release(devices)
+    proved = api.open_blocks(begun.id, opening)
+    log.info(
+        "proved %d MiB of memory on each card: filled in %.1f s, read in %.3f s",
+        proved.proved_memory_mb, filled - started, read - reading,
+    )  # fmt: skip
+    return proved.token
+
+
+def _fill(asked: MemoryWork, claimed: Sequence[Gpu]) -> Fill:
+    """The sizes that the pool asks for. Raises UntrustedError if they are of other cards."""
+    fill = Fill(**asked.model_dump())
+    least = min(card.memory_mb for card in claimed)
+    if fill.cards != len(claimed) or fill.card_bytes > least << 20:
+        raise UntrustedError(
+            f"the pool asks to fill {fill.cards} cards with {fill.card_bytes >> 20} MiB each, and "
+            f"this machine claimed {len(claimed)} with {least} MiB"
+        )
+    return fill
+
+
 def passport(api: NodeApi, node: Address) -> HardwarePassport | None:
     """Returns the node's hardware passport, or None if it proved no cards. Raises UntrustedError if
     it is not the pool manager's for this node."""
@@ -127,9 +193,25 @@ def passport(api: NodeApi, node: Address) -> HardwarePassport | None:
         signed = api.passport(node)
     except NotFoundError:
         return None
+    _check_signed(api, node, signed.passport, signed.signature)
+    return signed.passport
+
+
+def proved_memory(api: NodeApi, node: Address) -> MemoryPassport | None:
+    """Returns what the node proved of its cards' memory, or None if it is only claimed. Raises as
+    `passport` does."""
+    try:
+        signed = api.proved_memory(node)
+    except NotFoundError:
+        return None
+    _check_signed(api, node, signed.memory, signed.signature)
+    return signed.memory
+
+
+def _check_signed(
+    api: NodeApi, node: Address, said: HardwarePassport | MemoryPassport, signature: Signature
+) -> None:
     pool = api.client.pool()
-    said = signed.passport
-    signer = said.recover(api.client.domain("pools"), signed.signature)
+    signer = said.recover(api.client.domain("pools"), signature)
     if (signer, said.node, said.pool) != (pool.manager, node, pool.pool):
         raise UntrustedError("the hardware passport is not the pool manager's for this node")
-    return said

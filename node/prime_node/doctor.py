@@ -21,7 +21,7 @@ from prime_core.messages import PoolInfo, Status
 from prime_core.run import RunDefinition
 from prime_core.transport.client import OrchestratorClient
 from prime_node.api import NodeApi
-from prime_node.cards import passport
+from prime_node.cards import passport, proved_memory
 from prime_node.config import Settings
 from prime_node.fingerprint import MIB, read_gpus, read_hardware
 from prime_node.runtime import make_runtime
@@ -185,6 +185,7 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
             return
         with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
             found = passport(api, address)
+            memory = proved_memory(api, address) if found is not None else None
             trouble = api.node(address).cards_trouble if found is not None else ""
     except PrimeError as error:
         yield _failed("passport", error, "")
@@ -194,7 +195,9 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
         yield DoctorCheck("passport", "warning", "the pool has not measured this node's cards", fix)
         return
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.measured_at))
-    sentence = f"{found.sentence}, measured on {when}"
+    claimed = f"{found.claimed_memory_mb} MiB of memory a card claimed"
+    shown = "none" if memory is None else f"{memory.proved_memory_mb} MiB"
+    sentence = f"{found.sentence}, measured on {when}; {claimed}, {shown} proved"
     if trouble:
         fix = "the pool measures them again by itself: stop other work on them, and let it run"
         yield DoctorCheck("passport", "failed", f"{sentence}. No lease is given: {trouble}", fix)

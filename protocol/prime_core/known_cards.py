@@ -1,4 +1,4 @@
-"""Known cards: names, memory and dense int8 rate, against which a node's claims are compared.
+"""Known cards: names, memory, dense int8 rate; a node's claims are compared with them.
 
 Rates are the vendor's dense int8 tensor operations per second, divided by two: a multiply-add is
 two operations. Vendors quote them at boost clock, so no card runs much faster. How close the proof
@@ -25,44 +25,46 @@ CPU = "CPU"
 @dataclass(frozen=True)
 class KnownCard:
     """`models` are names as NVML shows them; `memory_mb` in MiB, for GDDR6 without error
-    correction, which takes a sixteenth; `tera` in 10¹² multiply-adds per second. A card that is
-    not `judged` has no rate to compare with."""
+    correction, which takes a sixteenth; `tera` in 10¹² multiply-adds per second; `bandwidth` of the
+    memory in 10⁹ bytes per second. A card that is not `judged` has no rate to compare with."""
 
     kind: str
     models: tuple[str, ...]
     memory_mb: int
     tera: float
+    bandwidth: int
     source: str
     judged: bool = True
 
 
 _HOPPER = "NVIDIA H100 data sheet, 2024"
 _KNOWN = (
-    KnownCard("a100-40gb", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 40_960, 312.0,
+    KnownCard("a100-40gb", ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 40_960, 312.0, 1555,
               "NVIDIA A100 data sheet, 2022"),
-    KnownCard("a100-80gb", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 81_920, 312.0,
+    KnownCard("a100-80gb", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 81_920, 312.0, 1935,
               "NVIDIA A100 data sheet, 2022"),
-    KnownCard("h100-sxm", ("NVIDIA H100 80GB HBM3",), 81_559, 989.5, _HOPPER),
-    KnownCard("h100-pcie", ("NVIDIA H100 PCIe",), 81_559, 756.5, _HOPPER),
-    KnownCard("h100-nvl", ("NVIDIA H100 NVL",), 95_830, 835.5, _HOPPER),
-    KnownCard("h200", ("NVIDIA H200",), 143_771, 989.5, "NVIDIA H200 data sheet, 2024"),
-    KnownCard("h200-nvl", ("NVIDIA H200 NVL",), 143_771, 835.5, "NVIDIA H200 data sheet, 2024"),
-    KnownCard("b200", ("NVIDIA B200",), 183_359, 2250.0, "NVIDIA DGX B200 data sheet, 2024"),
-    KnownCard("l4", ("NVIDIA L4",), 24_564, 121.0, "NVIDIA L4 data sheet, 2023"),
-    KnownCard("l40", ("NVIDIA L40",), 49_140, 181.0, "NVIDIA L40 data sheet, 2023"),
-    KnownCard("l40s", ("NVIDIA L40S",), 49_140, 366.5, "NVIDIA L40S data sheet, 2023"),
-    KnownCard("a40", ("NVIDIA A40",), 49_140, 149.7, "NVIDIA A40 data sheet, 2021"),
-    KnownCard("rtx-a6000", ("NVIDIA RTX A6000",), 49_140, 154.8,
+    KnownCard("h100-sxm", ("NVIDIA H100 80GB HBM3",), 81_559, 989.5, 3350, _HOPPER),
+    KnownCard("h100-pcie", ("NVIDIA H100 PCIe",), 81_559, 756.5, 2000, _HOPPER),
+    KnownCard("h100-nvl", ("NVIDIA H100 NVL",), 95_830, 835.5, 3900, _HOPPER),
+    KnownCard("h200", ("NVIDIA H200",), 143_771, 989.5, 4800, "NVIDIA H200 data sheet, 2024"),
+    KnownCard("h200-nvl", ("NVIDIA H200 NVL",), 143_771, 835.5, 4800,
+              "NVIDIA H200 data sheet, 2024"),
+    KnownCard("b200", ("NVIDIA B200",), 183_359, 2250.0, 8000, "NVIDIA DGX B200 data sheet, 2024"),
+    KnownCard("l4", ("NVIDIA L4",), 24_564, 121.0, 300, "NVIDIA L4 data sheet, 2023"),
+    KnownCard("l40", ("NVIDIA L40",), 49_140, 181.0, 864, "NVIDIA L40 data sheet, 2023"),
+    KnownCard("l40s", ("NVIDIA L40S",), 49_140, 366.5, 864, "NVIDIA L40S data sheet, 2023"),
+    KnownCard("a40", ("NVIDIA A40",), 49_140, 149.7, 696, "NVIDIA A40 data sheet, 2021"),
+    KnownCard("rtx-a6000", ("NVIDIA RTX A6000",), 49_140, 154.8, 768,
               "NVIDIA Ampere GA102 white paper, 2021"),
-    KnownCard("rtx-6000-ada", ("NVIDIA RTX 6000 Ada Generation",), 49_140, 364.2,
+    KnownCard("rtx-6000-ada", ("NVIDIA RTX 6000 Ada Generation",), 49_140, 364.2, 960,
               "NVIDIA Ada architecture white paper, 2023"),
-    KnownCard("rtx-3090", ("NVIDIA GeForce RTX 3090",), 24_576, 142.0,
+    KnownCard("rtx-3090", ("NVIDIA GeForce RTX 3090",), 24_576, 142.0, 936,
               "NVIDIA Ampere GA102 white paper, 2021"),
-    KnownCard("rtx-4090", ("NVIDIA GeForce RTX 4090",), 24_564, 330.3,
+    KnownCard("rtx-4090", ("NVIDIA GeForce RTX 4090",), 24_564, 330.3, 1008,
               "NVIDIA Ada architecture white paper, 2023"),
-    KnownCard("rtx-5090", ("NVIDIA GeForce RTX 5090",), 32_607, 419.0,
+    KnownCard("rtx-5090", ("NVIDIA GeForce RTX 5090",), 32_607, 419.0, 1792,
               "NVIDIA RTX Blackwell white paper, 2025"),
-    KnownCard("cpu", (CPU,), 0, 0.05, "only for trials: a processor's rate is not judged",
+    KnownCard("cpu", (CPU,), 0, 0.05, 0, "only for trials: a processor's rate is not judged",
               judged=False),
 )  # fmt: skip
 KNOWN = {card.kind: card for card in _KNOWN}

@@ -12,6 +12,9 @@
 | POST /v1/admission/challenge | node* | AdmissionRequest → ChallengeAnswer |
 | POST /v1/admission/solution/{id} | node* | raw int64 little-endian products → AdmissionAnswer |
 | POST /v1/admission/cards | node* | CardsRequest → CardsAnswer (a run with `cards`) |
+| POST /v1/admission/cards/{id}/filled | node* | CardsEcho → MemoryAnswer |
+| POST /v1/admission/cards/{id}/memory | node* | MemoryCommitment → MemoryDraw |
+| POST /v1/admission/cards/{id}/blocks | node* | marks of the drawn blocks → MemoryProved |
 | POST /v1/admission/cards/{id}/echo | node* | CardsEcho → CardsAnswer |
 | POST /v1/admission/cards/{id}/commitment | node* | CardsCommitment → CardsDraw |
 | POST /v1/admission/cards/{id}/opening | node* | bytes of the drawn rows → AdmissionAnswer |
@@ -38,6 +41,7 @@
 | GET  /v1/nodes?after=&provider= | anyone | → list[NodeInfo] by address, NODES_PAGE at most |
 | GET  /v1/nodes/{node} | anyone | → NodeInfo |
 | GET  /v1/nodes/{node}/passport | anyone | → SignedPassport |
+| GET  /v1/nodes/{node}/memory | anyone | → SignedMemory |
 | GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
 | GET  /v1/validators/{validator} | anyone | → ValidatorInfo |
@@ -66,6 +70,7 @@ from prime_core.node import (
     Hardware,
     HardwarePassport,
     Invite,
+    MemoryPassport,
     NodeStatus,
     SessionGrant,
     SessionRevocation,
@@ -191,14 +196,25 @@ class CardsWork(Answer):
     rounds: int
 
 
+class MemoryWork(Answer):
+    """Sizes of a proof of memory (prime_verify/proofs/memory.py). Its seed is that of `work`."""
+
+    blocks: int
+    width: int
+    columns: int
+    cards: int
+    rounds: int
+
+
 class CardsAnswer(Answer):
     """`work` comes first, with a `token`: the node prepares its cards and sends the token back,
     and so each further one. These echoes measure the connection's round trip. In place of the last
     token comes the seed `order`, and the time starts. Without `work` and `id`, the node waits for
-    its turn."""
+    its turn. With `memory`, a node that knows it first proves its cards' memory."""
 
     id: str = Field(default="", max_length=64)
     work: CardsWork | None = None
+    memory: MemoryWork | None = None
     token: DigestField | None = None
     order: DigestField | None = None
     deadline: int = 0
@@ -223,6 +239,47 @@ class CardsDraw(Answer):
     cells: tuple[Annotated[tuple[int, ...], Field(min_length=3, max_length=3)], ...] = Field(
         max_length=256
     )
+
+
+class MemoryAnswer(Answer):
+    """As in CardsAnswer: each `token` comes back, the first one once the cards are filled. In place
+    of the last comes `vectors`, the seed of what the blocks are multiplied with, and the time
+    starts."""
+
+    token: DigestField | None = None
+    vectors: DigestField | None = None
+
+
+class MemoryCommitment(Strict):
+    """`fill_ms` and `device_ms`, for making and reading the blocks, are the node's own timer; they
+    are logged and not believed."""
+
+    root: DigestField
+    fill_ms: int = Field(ge=0, lt=2**31)
+    device_ms: int = Field(ge=0, lt=2**31)
+
+
+class MemoryDraw(Answer):
+    """The blocks to open, each as (card, number)."""
+
+    blocks: tuple[Annotated[tuple[int, ...], Field(min_length=2, max_length=2)], ...] = Field(
+        max_length=1024
+    )
+
+
+class MemoryProved(Answer):
+    """The proof of memory passed, with so many MiB a card; the proof of cards goes on with
+    `token`."""
+
+    token: DigestField
+    proved_memory_mb: int
+
+
+class SignedMemory(Answer):
+    """What a node's proof of memory found, signed by the pool's manager."""
+
+    memory: MemoryPassport
+    signature: SignatureField
 
 
 class SignedPassport(Strict):
@@ -480,6 +537,10 @@ class NodeInfo(Answer):
     """What its hardware passport names, such as "8 x h200"; empty without one."""
     cards_measured_at: int = 0
     """When the cards of the passport were measured, in Unix seconds; 0 without one."""
+    claimed_memory_mb: int = 0
+    """Memory of each card in MiB, as the node claims it; 0 without a passport."""
+    proved_memory_mb: int = 0
+    """What of it a proof filled and read; 0 if it is only claimed."""
     cards_trouble: str = ""
     """Why the node gets no lease since its cards were measured again; empty if they passed."""
 

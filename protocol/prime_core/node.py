@@ -99,6 +99,25 @@ class HardwarePassport(Statement):
         )
 
 
+class MemoryPassport(Statement):
+    """The manager's record of a node's proof of memory, made with the proof of cards of the same
+    `measured_at`: each of `cards` cards was filled with `proved_memory_mb` MiB, and all of it was
+    read in `measured_ms`, where the pool expects `most_ms` at most. `root` is the proof's
+    commitment."""
+
+    CONTRACT: ClassVar[ContractName] = "pools"
+    pool: U256
+    node: AddressField
+    kind: Text
+    cards: U32
+    proved_memory_mb: U64
+    measured_ms: U64
+    most_ms: U64
+    round_trip_ms: U64
+    root: DigestField
+    measured_at: U64
+
+
 class Gpu(Strict):
     """One accelerator as reported by NVML (a hint, not a proof). `memory_mb` is in MiB."""
 

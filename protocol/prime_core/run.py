@@ -232,6 +232,8 @@ class Cards(Strict):
     one may run at 1.15 of the vendor's rate, and have a tenth of the time subtracted."""
     work_ms: int = Field(default=2000, ge=1, le=10_000)
     """Time that the work takes at the vendor's rate."""
+    prove_memory: bool = Field(default=False, exclude_if=lambda needed: not needed)
+    """Whether nodes that cannot prove their cards' memory are refused. Others always prove it."""
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Cards:

@@ -19,7 +19,14 @@ from prime_core.checkpoint import PolicyStatement
 from prime_core.draws import DrawCommitment
 from prime_core.gateway import GatewayAnswered
 from prime_core.ids import Digest, address
-from prime_core.node import HardwarePassport, Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.node import (
+    HardwarePassport,
+    Invite,
+    MemoryPassport,
+    NodeConsent,
+    SessionGrant,
+    SessionRevocation,
+)
 from prime_core.rollout import Receipt, Submission
 from prime_core.settlement import RewardTable
 from prime_core.signing import DOMAIN_NAME, DOMAIN_VERSION, Domain, LocalSigner, Statement
@@ -34,7 +41,7 @@ KINDS: dict[str, type[Statement]] = {
     for kind in (
         BatchStatement, Invite, Lease, NodeConsent, PolicyStatement, Receipt, SessionGrant,
         SessionRevocation, Submission, Law, Opinion, DrawCommitment, CalibrationStatement,
-        RewardTable, GatewayAnswered, HardwarePassport,
+        RewardTable, GatewayAnswered, HardwarePassport, MemoryPassport,
     )
 }  # fmt: skip
 

@@ -246,6 +246,7 @@ def traffic(tape: Tape, folder: Path) -> Iterator[TapedWorld]:
             walk.classes()  # and later than that
             walk.together()
             walk.evaluation()
+            walk.memory()
             yield world
     store.close()
 

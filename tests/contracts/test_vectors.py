@@ -18,7 +18,14 @@ from prime_core.draws import DrawCommitment
 from prime_core.errors import UntrustedError
 from prime_core.gateway import GatewayAnswered
 from prime_core.ids import address, digest, signature
-from prime_core.node import HardwarePassport, Invite, NodeConsent, SessionGrant, SessionRevocation
+from prime_core.node import (
+    HardwarePassport,
+    Invite,
+    MemoryPassport,
+    NodeConsent,
+    SessionGrant,
+    SessionRevocation,
+)
 from prime_core.rollout import Receipt, Submission
 from prime_core.settlement import RewardTable
 from prime_core.signing import Domain, Statement
@@ -32,6 +39,7 @@ KINDS: dict[str, type[Statement]] = {
         NodeConsent, SessionGrant, SessionRevocation, Invite, PolicyStatement,
         Lease, Submission, Receipt, BatchStatement, DrawCommitment,
         CalibrationStatement, Opinion, Law, RewardTable, GatewayAnswered, HardwarePassport,
+        MemoryPassport,
     )
 }  # fmt: skip
 

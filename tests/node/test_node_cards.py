@@ -17,15 +17,24 @@ from command import prime_node
 from node_world import MANAGER, NODE, POOL, NodeWorld, node_world, until
 
 from prime_core.errors import UnavailableError, UntrustedError, UserError
+from prime_core.ids import ZERO_DIGEST
 from prime_core.known_cards import CPU, KNOWN
-from prime_core.messages import Heartbeat, HeartbeatAnswer, SignedPassport
+from prime_core.messages import (
+    CardsAnswer,
+    CardsRequest,
+    CardsWork,
+    Heartbeat,
+    HeartbeatAnswer,
+    MemoryWork,
+    SignedPassport,
+)
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
 from prime_node import cards
 from prime_node.api import NodeApi
-from prime_node.cards import claimed, passport
+from prime_node.cards import claimed, passport, proved_memory
 from prime_node.state import DataFolder
-from prime_orchestrator.api.cards import passport_of
+from prime_orchestrator.api.cards import memory_of, passport_of
 from prime_orchestrator.store import measurements
 from prime_orchestrator.store.measurements import MeasurementRow
 
@@ -70,6 +79,12 @@ def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: P
         shown = doctor(world)["passport"]
         assert shown["outcome"] == "ok"
         assert said.sentence in shown["found"]
+        assert f"{said.claimed_memory_mb} MiB of memory a card claimed, 1 MiB proved" in " ".join(
+            shown["found"].split()
+        )
+        memory = memory_of(world.backend, NODE.address).memory
+        assert (memory.cards, memory.proved_memory_mb, memory.kind) == (1, 1, "cpu")
+        assert "proved 1 MiB of memory on each card" in world.log()
         world.admit()
         until(world.submissions, "a file is handed in")
         assert "proved 1 x CPU" in world.log()
@@ -181,6 +196,33 @@ def test_what_a_machine_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         claimed(asked, machine(H200, H200))
 
 
+def test_a_node_fills_no_more_than_it_claims_and_says_what_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = {"operands": ZERO_DIGEST, "rows": 1024, "inner": 128, "columns": 8}
+    begun = CardsAnswer(
+        id="1",
+        work=CardsWork(**work, cards=1, rounds=1),
+        memory=MemoryWork(blocks=1 << 16, width=2048, columns=8, cards=1, rounds=1),
+        token=ZERO_DIGEST,
+    )
+    for cards_, words in (
+        ([Gpu(model="x", memory_mb=127)], "fill 1 cards with 128 MiB each"),
+        ([H200, H200], "this machine claimed 2 with 143771 MiB"),
+    ):
+        wish = CardsRequest(hardware=machine(), task_runtime="process", cards=tuple(cards_))
+        with pytest.raises(UntrustedError, match=words):
+            cards._prove_memory(SimpleNamespace(), begun, wish, ("numpy",))  # type: ignore[arg-type]
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(cards, "MemoryProver", full)
+    wish = CardsRequest(hardware=machine(), task_runtime="process", cards=(H200,))
+    with pytest.raises(UnavailableError, match=r"no room for the 128 MiB each .* out of memory"):
+        cards._prove_memory(SimpleNamespace(), begun, wish, ("numpy",))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_a_passport_of_another_key_or_node_is_refused(tmp_path: Path) -> None:
     with node_world(tmp_path, cards=TRIAL) as world:
@@ -195,6 +237,18 @@ def test_a_passport_of_another_key_or_node_is_refused(tmp_path: Path) -> None:
             return SimpleNamespace(client=client, passport=lambda node: given)
 
         assert passport(api(signed), NODE.address) == signed.passport
+        memory = memory_of(world.backend, NODE.address)
+        more = memory.model_copy(
+            update={"memory": memory.memory.model_copy(update={"proved_memory_mb": 9})}
+        )
+        for given, found in ((memory, memory.memory), (more, None)):
+            answers = api(signed)
+            answers.proved_memory = lambda node, given=given: given
+            if found is not None:
+                assert proved_memory(answers, NODE.address) == found
+                continue
+            with pytest.raises(UntrustedError, match="not the pool manager's"):
+                proved_memory(answers, NODE.address)
         forged = signed.model_copy(update={"signature": NODE.sign(signed.passport, domain)})
         better = signed.passport.model_copy(update={"cards": 8})
         for wrong in (forged, signed.model_copy(update={"passport": better})):

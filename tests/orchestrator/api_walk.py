@@ -27,6 +27,10 @@ from prime_core.messages import (
     ChallengeAnswer,
     ClassRequest,
     LeaseAnswer,
+    MemoryAnswer,
+    MemoryCommitment,
+    MemoryDraw,
+    MemoryProved,
     RevisionRequest,
     RevokeRequest,
 )
@@ -59,6 +63,7 @@ from prime_orchestrator.manager.draws import EPOCHS_AHEAD, epoch_at
 from prime_orchestrator.store import row_marks
 from prime_verify.proofs import hardware
 from prime_verify.proofs.cards import Cell, Prover, Work
+from prime_verify.proofs.memory import Block, Fill, MemoryProver
 
 VALIDATOR = signer(202)
 WORKER = "walk"
@@ -205,7 +210,14 @@ class Walk:
         asked = world.backend.context.run.model_copy(update={"cards": CARDS})
         revision = RevisionRequest(run=asked.raw().decode(), from_step=3000)
         self.send("POST /v1/revisions", revision, world.login(world.manager, "manager"))
-        newcomer = world.newcomer(24)
+        self._prove_cards(world.newcomer(24))
+
+    def memory(self) -> None:
+        """A node proves its cards' memory first. It comes after `cards`."""
+        self._prove_cards(newcomer := self.world.newcomer(26), memory=True)
+        self.send("GET /v1/nodes/{node}/memory", node=newcomer.account.address)
+
+    def _prove_cards(self, newcomer: Session, *, memory: bool = False) -> None:
         wish = CardsRequest(
             hardware=MACHINE, task_runtime="process", cards=(Gpu(model="CPU", memory_mb=100),)
         )
@@ -215,6 +227,22 @@ class Walk:
         work = Work(**begun.work.model_dump(exclude={"operands"}))
         prover = Prover(begun.work.operands, work, ["numpy"])
         here = "POST /v1/admission/cards/{challenge_id}"
+        if memory:
+            assert begun.memory is not None
+            filled = MemoryAnswer(token=begun.token)
+            holder = MemoryProver(begun.work.operands, Fill(**begun.memory.model_dump()), ["numpy"])
+            while filled.vectors is None:
+                assert filled.token is not None
+                echo = CardsEcho(token=filled.token)
+                raw = self.send(f"{here}/filled", echo, newcomer, challenge_id=begun.id).content
+                filled = MemoryAnswer.model_validate_json(raw)
+            read = MemoryCommitment(root=holder.commit(filled.vectors), fill_ms=1, device_ms=1)
+            raw = self.send(f"{here}/memory", read, newcomer, challenge_id=begun.id).content
+            blocks = MemoryDraw.model_validate_json(raw).blocks
+            shown = holder.open([Block(*block) for block in blocks])
+            raw = self.send(f"{here}/blocks", shown, newcomer, challenge_id=begun.id).content
+            token = MemoryProved.model_validate_json(raw).token
+            answer = begun.model_copy(update={"token": token})
         while answer.order is None:
             assert answer.token is not None
             echo = CardsEcho(token=answer.token)

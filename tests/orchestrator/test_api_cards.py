@@ -31,9 +31,9 @@ from prime_orchestrator.store import shadows
 from prime_verify.proofs.cards import Card, Cell, Prover, Work
 
 TERA = 0.01
-TEST_CARD = KnownCard("test-card", ("Test Card",), 1000, TERA, "this test")
-SLOWER = KnownCard("slower-card", ("Slower Card",), 1000, TERA / 4, "this test")
-PATIENT = KnownCard("patient-card", ("Patient Card",), 1000, TERA / 50, "this test")
+TEST_CARD = KnownCard("test-card", ("Test Card",), 1000, TERA, 1, "this test")
+SLOWER = KnownCard("slower-card", ("Slower Card",), 1000, TERA / 4, 1, "this test")
+PATIENT = KnownCard("patient-card", ("Patient Card",), 1000, TERA / 50, 1, "this test")
 GPU = Gpu(model="Test Card", memory_mb=1000)
 MACHINE = Hardware(cpu_model="x", cpu_count=2, memory_mb=100, disk_mb=100, gpus=(GPU,))
 ASKED = Cards(kinds=("test-card", "h200"), counts=(1, 2), work_ms=40)
@@ -277,7 +277,7 @@ def test_round_trips_of_another_connection_do_not_count(world: World) -> None:
         arrived_at=world.clock() + 0.05, connection="elsewhere 1",
     )  # fmt: skip
     with world.backend.store.read() as connection:
-        _, state = service._open(connection, account, node.begun.id, world.clock())
+        _, state = service.open_proof(connection, account, node.begun.id, world.clock())
     assert (state.subtracted, round(state.seconds, 3)) == (0.0, 0.05)
     again = Node(world, world.newcomer(2))
     answer, account = again.begun, again.session.account.address

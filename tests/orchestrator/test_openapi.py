@@ -150,6 +150,7 @@ def walk(make_world: MakeWorld, tmp_path: Path) -> Iterator[Walk]:
         done.classes()
         done.together()
         done.evaluation()
+        done.memory()
         yield done
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 from prime_core.ids import Digest, digest
-from prime_verify.proofs import cards
+from prime_verify.proofs import cards, tree
 from prime_verify.proofs.cards import Cell, NumpyCard, Proof, Prover, Work
 
 OPERANDS, ORDER, OTHER = (digest(bytes([n]) * 32) for n in (1, 2, 3))
@@ -65,9 +65,9 @@ def test_a_product_is_that_of_the_operands_reordered() -> None:
 def test_products_are_exact_at_the_largest_sizes() -> None:
     """Sums of the extreme numbers, beyond what float32 holds."""
     a = np.full((2, cards.MAX_INNER), -128, np.int8)
-    assert (cards._exact(a, a) == cards.MAX_INNER << 14).all()
+    assert (cards.exact(a, a) == cards.MAX_INNER << 14).all()
     card = cards.TorchCard("cpu", a, a, a[:, :8])
-    assert (card._exact(card._a, card._bt).numpy() == cards.MAX_INNER << 14).all()
+    assert (card.exact(card._a, card._bt).numpy() == cards.MAX_INNER << 14).all()
 
 
 def test_operands_can_be_had_in_parts() -> None:
@@ -95,7 +95,7 @@ def test_any_changed_byte_of_an_opening_is_found(made: tuple[Prover, Digest]) ->
 def test_a_proof_for_another_order_fails(made: tuple[Prover, Digest]) -> None:
     """Precomputed for an order of the node's own choice."""
     early = honest(OTHER)
-    root = digest(cards._root([cards._root(roots) for roots in early._rounds]))
+    root = digest(tree.root([tree.root(roots) for roots in early._rounds]))
     drawn = WORK.cells(DRAW)
     check(root, drawn, early.open(drawn), OTHER)
     with pytest.raises(UntrustedError, match="is not the product's"):
@@ -161,7 +161,7 @@ def test_a_check_holds_little_of_the_operands(monkeypatch: pytest.MonkeyPatch) -
     """Anyone can have openings checked, several at once: each holds a few columns of B. Paths and
     marks, which cost little, are checked first."""
     held: list[int] = []
-    stream = cards._stream
+    stream = cards.stream
 
     def counted(seed: Digest, label: str, first: int, count: int) -> np.ndarray[Any, Any]:
         if label == "B":
@@ -173,7 +173,7 @@ def test_a_check_holds_little_of_the_operands(monkeypatch: pytest.MonkeyPatch) -
     proof = Proof(OPERANDS, ORDER, work, prover.commit(ORDER))
     drawn = work.cells(DRAW)
     opening = prover.open(drawn)
-    monkeypatch.setattr(cards, "_stream", counted)
+    monkeypatch.setattr(cards, "stream", counted)
     proof.check(drawn, opening, rng())
     assert sum(held) == work.inner * work.columns
     assert max(held) == 64 * work.inner

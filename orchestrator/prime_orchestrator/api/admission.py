@@ -25,6 +25,7 @@ from prime_core.messages import (
     AdmissionRequest,
     Challenge,
     ChallengeAnswer,
+    SignedMemory,
     SignedPassport,
 )
 from prime_core.node import Hardware, Invite
@@ -287,9 +288,11 @@ def admit(
     row: ChallengeRow,
     rate: float,
     passport: SignedPassport | None = None,
+    memory: SignedMemory | None = None,
 ) -> AdmissionAnswer:
-    """Records a node's rate (million multiply-adds per second) and its passport, and invites it.
-    Raises as `challenge` does: its provider or a slash may have changed since."""
+    """Records a node's rate (million multiply-adds per second) and its passport, with what was
+    proved of its memory, and invites it. Raises as `challenge` does: its provider or a slash may
+    have changed since."""
     context, now = backend.context, backend.now()
     _look(backend, account, row.shadow)
     measured = AdmissionAnswer(mmacs_per_second=int(rate))
@@ -300,7 +303,7 @@ def admit(
         _check_admissible(connection, backend, account, node, row.shadow)
         challenges.set_rate(connection, row.id, rate)
         if passport is not None:
-            passports.put(connection, passport)
+            passports.put(connection, passport, memory)
             remeasuring.passed(connection, account)
         standing = "none" if node is None else node.status
         seated = standing in ("active", "silent") or (

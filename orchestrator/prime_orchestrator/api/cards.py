@@ -1,9 +1,11 @@
 """Proof of cards (prime_verify/proofs/cards.py) at admission and later (manager/remeasuring.py),
 for runs with `cards`.
 
-    claimed cards ──► sizes, operands ──► echoes ──► order: the time starts ──► commitment: it ends
-                                                                                     │
-                   invite, passport ◄── rate against known cards ◄── opening ◄── drawn cells
+    claimed cards ──► sizes, operands ──► proof of memory (memory.py; older nodes make none)
+                                                                │
+            commitment: the time ends ◄── order: it starts ◄── echoes
+                │
+            drawn cells ──► opening ──► rate against known cards ──► invite, passport
 
 The sizes come from the claimed cards: all of them compute at once, and at the vendor's rate the
 work takes `work_ms`. From the time between order and commitment, the smallest of the echoes' round
@@ -32,17 +34,21 @@ from prime_core.messages import (
     CardsEcho,
     CardsRequest,
     CardsWork,
+    MemoryWork,
+    SignedMemory,
     SignedPassport,
 )
-from prime_core.node import HardwarePassport
+from prime_core.node import HardwarePassport, MemoryPassport
 from prime_core.run import MICRO, Cards
 from prime_core.signing import DigestField, Strict
+from prime_core.version import UPGRADE
 from prime_orchestrator.api import admission
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import remeasuring, revisions
 from prime_orchestrator.store import Connection, challenges, passports
 from prime_orchestrator.store.challenges import ChallengeRow
 from prime_verify.proofs.cards import Cell, Proof, Work
+from prime_verify.proofs.memory import Fill, fill_of, most_seconds
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +63,37 @@ DRAWN = 24
 computes half of them with 6·10⁻⁸."""
 GPU_SIZES = (16_384, 32_768, 2048)
 CPU_SIZES = (1024, 1024, 128)
+NO_MEMORY_PROOF = (
+    "this pool asks each node to prove its cards' memory, and this node's program cannot: upgrade "
+    f"it ({UPGRADE}) and start it again"
+)
 MAX_OPENING = DRAWN * Work(*GPU_SIZES, cards=64, rounds=1 << 15).cell_bytes
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class MemoryState(Strict):
+    """A proof of memory under way. `most_seconds` 0: the time is not judged."""
+
+    work: MemoryWork
+    most_seconds: Seconds
+    needed: bool
+    vectors: DigestField | None = None
+    started_at: Seconds = 0.0
+    root: DigestField | None = None
+    subtracted: Seconds = 0.0
+    seconds: Seconds = 0.0
+    blocks: tuple[tuple[int, int], ...] = ()
+    opened: bool = False
+    proved: bool = False
+
+    @property
+    def fill(self) -> Fill:
+        return Fill(**self.work.model_dump())
+
+    @property
+    def megabytes(self) -> int:
+        """Memory of a card in MiB that is filled."""
+        return self.fill.card_bytes >> 20
 
 
 class State(Strict):
@@ -82,6 +117,8 @@ class State(Strict):
     seconds: Seconds = 0.0
     device_ms: int = 0
     cells: tuple[tuple[int, int, int], ...] = ()
+    memory: MemoryState | None = None
+    """None only in proofs that an older orchestrator began."""
 
     @property
     def sizes(self) -> Work:
@@ -90,9 +127,18 @@ class State(Strict):
 
     def trip(self, waited: float, connection: str) -> float:
         """Seconds to subtract from those between order and commitment."""
+        return min(self.round_trip(connection), MOST_SHARE * waited)
+
+    def round_trip(self, connection: str) -> float:
+        """The smallest round trip in seconds, at most MOST_TRIP."""
         if connection != self.connection or len(self.trips) < ECHOES:
             return 0.0
-        return min(*self.trips, MOST_TRIP, MOST_SHARE * waited)
+        return min(*self.trips, MOST_TRIP)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the run asks for a proof of memory and there was none."""
+        return self.memory is not None and self.memory.needed and not self.memory.proved
 
 
 def begin(
@@ -111,13 +157,18 @@ def begin(
         known = known_card(request.cards)
         _check_asked(run.cards, known, len(request.cards))
         admission.require(run, request.hardware)
+        if known.judged:  # what is proved counts
+            proved = request.hardware.model_copy(update={"gpus": request.cards})
+            admission.require(run, proved)
     except PolicyError as error:
         remeasuring.refused(backend.store, account, str(error), backend.now())
         raise
     work = _work(run.cards, known, len(request.cards))
+    memory_mb = min(card.memory_mb for card in request.cards)
     state = State(
         kind=known.kind,
-        memory_mb=min(card.memory_mb for card in request.cards),
+        memory_mb=memory_mb,
+        memory=_memory(run.cards, known, len(request.cards), memory_mb),
         least_share_micro=run.cards.least_share_micro,
         work=CardsWork(operands=backend.salt(), **vars(work)),
         order=backend.salt(),
@@ -131,7 +182,13 @@ def begin(
     )  # fmt: skip
     if row is None:
         return CardsAnswer(retry_after_ms=admission.TURN_MS, reason=admission.TURN_REASON)
-    return CardsAnswer(id=row.id, work=state.work, token=state.token, deadline=row.deadline)
+    return CardsAnswer(
+        id=row.id,
+        work=state.work,
+        memory=None if state.memory is None else state.memory.work,
+        token=state.token,
+        deadline=row.deadline,
+    )
 
 
 def _check_asked(asked: Cards, known: KnownCard, count: int) -> None:
@@ -153,6 +210,35 @@ def _work(asked: Cards, known: KnownCard, count: int) -> Work:
     return Work(rows, inner, columns, cards=count, rounds=rounds)
 
 
+def _memory(asked: Cards, known: KnownCard, count: int, memory_mb: int) -> MemoryState:
+    fill = fill_of(known, count, memory_mb)
+    return MemoryState(
+        work=MemoryWork(**vars(fill)),
+        most_seconds=most_seconds(known, fill),
+        needed=asked.prove_memory,
+    )
+
+
+def echoed(
+    backend: Backend, state: State, request: CardsEcho, arrived_at: float, connection: str
+) -> State:
+    """Takes a token back and measures a round trip. The new state has no token once ECHOES were
+    measured over one connection. Raises ConflictError for another token."""
+    if state.token is None or request.token != state.token:
+        raise ConflictError("the token is not the last one of this proof; begin it again")
+    counts = state.prepared and connection == state.connection
+    trips = (*state.trips, max(0.0, arrived_at - state.sent_at)) if counts else ()
+    return state.model_copy(
+        update={
+            "token": None if len(trips) >= ECHOES else backend.salt(),
+            "prepared": True,
+            "trips": trips,
+            "connection": connection,
+            "sent_at": backend.now(),
+        }
+    )
+
+
 def echo(
     backend: Backend,
     account: Address,
@@ -165,35 +251,28 @@ def echo(
     """Measures a round trip and returns the next token, or the order: then the time starts. An
     echo over another connection starts the measurement again.
 
-    Raises NotFoundError, PolicyError (another node's, too late), ConflictError (no open proof,
-    another token).
+    Raises NotFoundError, PolicyError (another node's, too late, or a run that asks for a proof of
+    memory before this one), ConflictError (no open proof, another token).
     """
     with backend.store.begin() as store:
-        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
-        if state.token is None or request.token != state.token:
-            raise ConflictError("the token is not the last one of this proof; begin it again")
-        counts = state.prepared and connection == state.connection
-        trips = (*state.trips, max(0.0, arrived_at - state.sent_at)) if counts else ()
-        done = len(trips) >= ECHOES
-        now = backend.now()
-        state = state.model_copy(
-            update={
-                "token": None if done else backend.salt(),
-                "prepared": True,
-                "trips": trips,
-                "connection": connection,
-                "sent_at": now,
-                "started_at": now if done else None,
-            }
-        )
-        challenges.set_cards(store, row.id, state.model_dump_json())
-    order = state.order if done else None
+        row, state = open_proof(store, account, challenge_id, arrived_at, for_update=True)
+        if not state.lacks_memory:
+            state = echoed(backend, state, request, arrived_at, connection)
+            if state.token is None:
+                state = state.model_copy(update={"started_at": state.sent_at})
+            challenges.set_cards(store, row.id, state.model_dump_json())
+    if state.lacks_memory:
+        remeasuring.refused(backend.store, account, NO_MEMORY_PROOF, backend.now())
+        raise PolicyError(NO_MEMORY_PROOF)
+    order = state.order if state.token is None else None
     return CardsAnswer(id=row.id, token=state.token, order=order, deadline=row.deadline)
 
 
-def _open(
+def open_proof(
     store: Connection, account: Address, challenge_id: str, at: float, *, for_update: bool = False
 ) -> tuple[ChallengeRow, State]:
+    """Returns an open proof of cards. Raises NotFoundError, PolicyError (another node's, too late),
+    ConflictError (a challenge of another kind, or answered before)."""
     found = challenges.get(store, challenge_id, for_update=for_update)
     row = admission.check_open(found, account, at)
     if row.cards is None:
@@ -216,7 +295,7 @@ def commitment(
     or a second commitment).
     """
     with backend.store.begin() as store:
-        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
+        row, state = open_proof(store, account, challenge_id, arrived_at, for_update=True)
         if state.started_at is None:
             raise ConflictError("the proof's order is not out yet: send the tokens back first")
         if state.root is not None:
@@ -240,7 +319,7 @@ def commitment(
 def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
     """Returns the size in bytes of the awaited opening. Raises as `opening` does."""
     with backend.store.read() as store:
-        _, state = _open(store, account, challenge_id, backend.now())
+        _, state = open_proof(store, account, challenge_id, backend.now())
     if state.root is None:
         raise ConflictError("the proof is not committed to yet")
     return len(state.cells) * state.sizes.cell_bytes
@@ -255,7 +334,7 @@ def opening(
     that the claimed cards do not have), ConflictError, MalformedError, UntrustedError.
     """
     with backend.store.begin() as store:
-        row, state = _open(store, account, challenge_id, arrived_at, for_update=True)
+        row, state = open_proof(store, account, challenge_id, arrived_at, for_update=True)
         if state.root is None:
             raise ConflictError("the proof is not committed to yet")
         challenges.use(store, row.id)
@@ -285,7 +364,29 @@ def opening(
         measured_at=int(backend.now()),
     )
     signed = SignedPassport(passport=passport, signature=backend.sign(passport))
-    return admission.admit(backend, account, row, work.cards * rate / 1e6, signed)
+    memory = _signed_memory(backend, passport, state.memory)
+    return admission.admit(backend, account, row, work.cards * rate / 1e6, signed, memory)
+
+
+def _signed_memory(
+    backend: Backend, passport: HardwarePassport, memory: MemoryState | None
+) -> SignedMemory | None:
+    """What was proved of the cards' memory; None if it is only claimed."""
+    if memory is None or memory.root is None or not memory.proved:
+        return None
+    found = MemoryPassport(
+        pool=passport.pool,
+        node=passport.node,
+        kind=passport.kind,
+        cards=passport.cards,
+        proved_memory_mb=memory.megabytes,
+        measured_ms=round(1000 * memory.seconds),
+        most_ms=round(1000 * memory.most_seconds),
+        round_trip_ms=round(1000 * memory.subtracted),
+        root=memory.root,
+        measured_at=passport.measured_at,
+    )
+    return SignedMemory(memory=found, signature=backend.sign(found))
 
 
 def passport_of(backend: Backend, account: Address) -> SignedPassport:
@@ -294,4 +395,14 @@ def passport_of(backend: Backend, account: Address) -> SignedPassport:
         found = passports.get(store, account)
     if found is None:
         raise NotFoundError(f"node {account} has proved no cards")
+    return found
+
+
+def memory_of(backend: Backend, account: Address) -> SignedMemory:
+    """Returns what the node proved of its cards' memory. Raises NotFoundError if it is only
+    claimed."""
+    with backend.store.read() as store:
+        found = passports.memory(store, account)
+    if found is None:
+        raise NotFoundError(f"node {account} has not proved its cards' memory")
     return found

@@ -239,7 +239,7 @@ def _infos(
     found = []
     for node in rows:
         count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
-        name, measured_at = cards.get(node.address, ("", 0))
+        proved = cards.get(node.address, passports.CardsRow())
         found.append(
             NodeInfo(
                 node=node.address,
@@ -253,9 +253,11 @@ def _infos(
                 void=count.get("void", 0),
                 expired_unjudged=count.get("expired_unjudged", 0),
                 units=0 if node.status == "shadow" else count.get("units", 0),
-                cards=name,
-                cards_measured_at=measured_at,
+                cards=proved.cards,
+                cards_measured_at=proved.measured_at,
                 cards_trouble=troubles.get(node.address, ""),
+                claimed_memory_mb=proved.claimed_memory_mb,
+                proved_memory_mb=proved.proved_memory_mb,
             )
         )
     return found

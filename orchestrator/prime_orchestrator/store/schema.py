@@ -124,6 +124,9 @@ passports = Table(
     Column("cards", Text, nullable=False),  # such as "8 x h200"
     Column("body", Text, nullable=False),  # JSON of SignedPassport
     Column("measured_at", BigInteger, nullable=False, server_default=text("0")),
+    Column("claimed_memory_mb", BigInteger, nullable=False, server_default=text("0")),
+    Column("proved_memory_mb", BigInteger, nullable=False, server_default=text("0")),
+    Column("memory", Text),  # JSON of SignedMemory; None: it is only claimed
 )
 
 measurements = Table(

@@ -116,7 +116,10 @@ function drawReach(reach) {
 function cards(node) {
   const found = element("td", node.cards || "–", node.cards_trouble ? "warn" : "");
   const measured = new Date(1000 * node.cards_measured_at).toISOString().slice(0, 16);
-  found.title = node.cards_trouble || (node.cards_measured_at ? `measured ${measured} UTC` : "");
+  const proved = node.proved_memory_mb ? `${node.proved_memory_mb} MiB` : "none";
+  const memory = `${node.claimed_memory_mb} MiB of memory a card claimed, ${proved} proved`;
+  const about = node.cards_measured_at ? `measured ${measured} UTC; ${memory}` : "";
+  found.title = node.cards_trouble || about;
   return found;
 }
 

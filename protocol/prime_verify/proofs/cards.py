@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 from prime_core.ids import Digest, digest, to_bytes
+from prime_verify.proofs import tree
 
 GROUP = 64
 """Rows of B that a permutation moves together."""
@@ -108,7 +109,7 @@ class Work:
     @property
     def depth(self) -> int:
         """Length of a leaf's path: through its round, its card, and the cards."""
-        return sum(_depth(count) for count in (self.slabs, self.rounds, self.cards))
+        return sum(tree.depth(count) for count in (self.slabs, self.rounds, self.cards))
 
     @property
     def cell_bytes(self) -> int:
@@ -129,7 +130,7 @@ class Work:
 # -- operands ----------------------------------------------------------------------------------
 
 
-def _stream(seed: Digest, label: str, first: int, count: int) -> NDArray[np.int8]:
+def stream(seed: Digest, label: str, first: int, count: int) -> NDArray[np.int8]:
     """Bytes `first` … `first + count` of a pseudo-random stream (AES-256 in counter mode); `first`
     is a multiple of 16."""
     key = hashlib.sha256(b"prime/cards/v1" + to_bytes(seed) + label.encode()).digest()
@@ -142,20 +143,20 @@ def _stream(seed: Digest, label: str, first: int, count: int) -> NDArray[np.int8
 
 def left_rows(seed: Digest, work: Work, first: int, count: int) -> NDArray[np.int8]:
     """Rows `first` … of A, int8 [count, inner]."""
-    flat = _stream(seed, "A", first * work.inner, count * work.inner)
+    flat = stream(seed, "A", first * work.inner, count * work.inner)
     return flat.reshape(count, work.inner)
 
 
 def right(seed: Digest, work: Work, first: int = 0, count: int | None = None) -> NDArray[np.int8]:
     """Columns `first` … of B (all, without `count`), transposed, int8 [count, inner]."""
     count = work.columns - first if count is None else count
-    flat = _stream(seed, "B", first * work.inner, count * work.inner)
+    flat = stream(seed, "B", first * work.inner, count * work.inner)
     return flat.reshape(count, work.inner)
 
 
 def mark_columns(seed: Digest, work: Work) -> NDArray[np.int8]:
     """H transposed, int8 [8, columns]."""
-    flat = _stream(seed, "H", 0, _MARK_COLUMNS * work.columns)
+    flat = stream(seed, "H", 0, _MARK_COLUMNS * work.columns)
     return flat.reshape(_MARK_COLUMNS, work.columns)
 
 
@@ -163,7 +164,7 @@ def orders(seed: Digest, work: Work, card: int, first: int, count: int) -> NDArr
     """Permutations of rounds `first` … of a card, int64 [count, groups]: group g of B' is group
     `order[g]` of B."""
     width = 8 * work.groups
-    raw = _stream(seed, f"order {card}", first * width, count * width).view("<u8")
+    raw = stream(seed, f"order {card}", first * width, count * width).view("<u8")
     return np.argsort(raw.reshape(count, work.groups), axis=1, kind="stable")
 
 
@@ -174,7 +175,7 @@ def _left(operands: Digest, order: Digest, work: Work, cell: Cell) -> NDArray[np
     return row[np.argsort(orders(order, work, cell.card, cell.round, 1)[0])].reshape(-1)
 
 
-def _exact(a: NDArray[np.int8], bt: NDArray[np.int8]) -> NDArray[np.int32]:
+def exact(a: NDArray[np.int8], bt: NDArray[np.int8]) -> NDArray[np.int32]:
     """a · btᵀ, int32 [rows of a, rows of bt]."""
     total = np.zeros((len(a), len(bt)), dtype=np.int32)
     for k in range(0, a.shape[1], _BLOCK):
@@ -183,13 +184,13 @@ def _exact(a: NDArray[np.int8], bt: NDArray[np.int8]) -> NDArray[np.int32]:
     return total
 
 
-def _second_byte(values: NDArray[np.int32]) -> NDArray[np.int8]:
+def second_byte(values: NDArray[np.int32]) -> NDArray[np.int8]:
     return (values >> 8).astype(np.int8)
 
 
 def marks_of(products: NDArray[np.int32], ht: NDArray[np.int8]) -> NDArray[np.int8]:
     """Marks of rows of C, int8 [rows, MARK]."""
-    return _second_byte(_exact(_second_byte(products), ht))[:, :MARK]
+    return second_byte(exact(second_byte(products), ht))[:, :MARK]
 
 
 # -- the prover --------------------------------------------------------------------------------
@@ -214,19 +215,17 @@ class NumpyCard:
         grouped = self.bt.reshape(len(self.bt), -1, GROUP)
         found = []
         for order in orders:
-            products = _exact(self.a, grouped[:, order].reshape(self.bt.shape))
+            products = exact(self.a, grouped[:, order].reshape(self.bt.shape))
             found.append(marks_of(products, self.ht))
         return np.stack(found)
 
 
-class TorchCard:
-    """A device of torch: "cuda:1", or "cpu". On CUDA, products are int8 with int32 sums on the
-    tensor cores (torch._int_mm); elsewhere exact float32 blocks. Raises UnavailableError without
-    torch or the device."""
+class OnTorch:
+    """Exact int8 products on a device of torch: "cuda:1", or "cpu". On CUDA int8 with int32 sums on
+    the tensor cores (torch._int_mm); elsewhere exact float32 blocks. Raises UnavailableError
+    without torch or the device."""
 
-    def __init__(
-        self, device: str, a: NDArray[np.int8], bt: NDArray[np.int8], ht: NDArray[np.int8]
-    ) -> None:
+    def __init__(self, device: str) -> None:
         try:
             import torch
         except ImportError as error:
@@ -235,27 +234,13 @@ class TorchCard:
             ) from error
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise UnavailableError(f"torch sees no CUDA device, so {device!r} cannot be proven")
-        self._torch = torch
+        self.torch = torch
+        self.device = device
         self._integer = device.startswith("cuda")
-        self._a, self._bt, self._ht = (torch.from_numpy(one).to(device) for one in (a, bt, ht))
-        self._device = device
 
-    def marks(self, orders: NDArray[np.int64]) -> NDArray[np.int8]:
-        torch = self._torch
-        rows, (columns, inner) = len(self._a), self._bt.shape
-        grouped = self._bt.view(torch.int64).view(columns, inner // GROUP, GROUP // 8)
-        with torch.inference_mode():
-            chosen = torch.from_numpy(orders).to(self._device)
-            found = torch.empty((len(orders), rows, MARK), dtype=torch.int8, device=self._device)
-            for number in range(len(orders)):
-                bt = grouped.index_select(1, chosen[number]).view(torch.int8).view(columns, inner)
-                digits = self._second_bytes(self._exact(self._a, bt))
-                found[number] = self._second_bytes(self._exact(digits, self._ht))[:, :MARK]
-            result: NDArray[np.int8] = found.cpu().numpy()
-        return result
-
-    def _exact(self, a: Any, bt: Any) -> Any:
-        torch = self._torch
+    def exact(self, a: Any, bt: Any) -> Any:
+        """a · btᵀ, int32 [rows of a, rows of bt]."""
+        torch = self.torch
         if self._integer:
             return torch._int_mm(a, bt.t())
         total = torch.zeros((len(a), len(bt)), dtype=torch.int32)
@@ -264,10 +249,34 @@ class TorchCard:
             total += (left @ right.t()).to(torch.int32)
         return total
 
-    def _second_bytes(self, values: Any) -> Any:
+    def second_bytes(self, values: Any) -> Any:
         """One strided copy on a little-endian device."""
-        whole = values.contiguous().view(self._torch.int8)
+        whole = values.contiguous().view(self.torch.int8)
         return whole.view(*values.shape, 4)[..., 1].contiguous()
+
+
+class TorchCard(OnTorch):
+    """A device of torch. Raises as OnTorch does."""
+
+    def __init__(
+        self, device: str, a: NDArray[np.int8], bt: NDArray[np.int8], ht: NDArray[np.int8]
+    ) -> None:
+        super().__init__(device)
+        self._a, self._bt, self._ht = (self.torch.from_numpy(one).to(device) for one in (a, bt, ht))
+
+    def marks(self, orders: NDArray[np.int64]) -> NDArray[np.int8]:
+        torch = self.torch
+        rows, (columns, inner) = len(self._a), self._bt.shape
+        grouped = self._bt.view(torch.int64).view(columns, inner // GROUP, GROUP // 8)
+        with torch.inference_mode():
+            chosen = torch.from_numpy(orders).to(self.device)
+            found = torch.empty((len(orders), rows, MARK), dtype=torch.int8, device=self.device)
+            for number in range(len(orders)):
+                bt = grouped.index_select(1, chosen[number]).view(torch.int8).view(columns, inner)
+                digits = self.second_bytes(self.exact(self._a, bt))
+                found[number] = self.second_bytes(self.exact(digits, self._ht))[:, :MARK]
+            result: NDArray[np.int8] = found.cpu().numpy()
+        return result
 
 
 class Prover:
@@ -306,7 +315,7 @@ class Prover:
             parts = list(pool.map(lambda card: self._compute(card, order, hashing), range(count)))
         self._marks = [marks for marks, _ in parts]
         self._rounds = [roots for _, roots in parts]
-        return digest(_root([_root(roots) for roots in self._rounds]))
+        return digest(tree.root([tree.root(roots) for roots in self._rounds]))
 
     def _compute(
         self, card: int, order: Digest, hashing: ThreadPoolExecutor
@@ -333,15 +342,15 @@ class Prover:
             ):
                 raise MalformedError(f"the proof has no {cell}")
         lefts = [_left(self._operands, self._order, work, cell) for cell in cells]
-        products = _exact(np.stack(lefts), self._bt).astype("<i4")
-        cards = [_root(roots) for roots in self._rounds]
+        products = exact(np.stack(lefts), self._bt).astype("<i4")
+        cards = [tree.root(roots) for roots in self._rounds]
         for cell, product in zip(cells, products, strict=True):
             marks = self._marks[cell.card][cell.round]
             slab = cell.row // SLAB
             path = [
-                *_path(_slab_hashes(marks), slab),
-                *_path(self._rounds[cell.card], cell.round),
-                *_path(cards, cell.card),
+                *tree.path(_slab_hashes(marks), slab),
+                *tree.path(self._rounds[cell.card], cell.round),
+                *tree.path(cards, cell.card),
             ]
             shown = marks[slab * SLAB : (slab + 1) * SLAB]
             out += [shown.tobytes(), b"".join(path), product.tobytes()]
@@ -399,62 +408,21 @@ class Proof:
         return total.T.astype(np.int64)
 
     def _root_by(self, marks: bytes, path: bytes, cell: Cell) -> bytes:
-        node, used = _leaf(marks), 0
-        places = (
-            (cell.row // SLAB, self.work.slabs),
-            (cell.round, self.work.rounds),
-            (cell.card, self.work.cards),
-        )
-        for index, count in places:
-            for level in range(_depth(count)):
-                sibling, used = path[used : used + 32], used + 32
-                odd = index >> level & 1
-                node = _node(sibling, node) if odd else _node(node, sibling)
-        return node
+        work = self.work
+        places = (cell.row // SLAB, work.slabs), (cell.round, work.rounds), (cell.card, work.cards)
+        return tree.climb(tree.leaf(marks), places, path)
 
 
 def _named(cell: Cell) -> str:
     return f"row {cell.row} of round {cell.round} on card {cell.card}"
 
 
-# -- the tree: leaves and nodes have different prefixes; levels are filled up with zeros ---------
-
-
-def _leaf(marks: bytes | memoryview) -> bytes:
-    return hashlib.sha256(b"\x00" + marks).digest()
-
-
-def _node(left: bytes, right: bytes) -> bytes:
-    return hashlib.sha256(b"\x01" + left + right).digest()
-
-
-def _depth(count: int) -> int:
-    return (count - 1).bit_length()
-
-
-def _levels(hashes: Sequence[bytes]) -> list[list[bytes]]:
-    levels = [list(hashes) + [bytes(32)] * ((1 << _depth(len(hashes))) - len(hashes))]
-    while len(levels[-1]) > 1:
-        below = levels[-1]
-        levels.append([_node(below[i], below[i + 1]) for i in range(0, len(below), 2)])
-    return levels
-
-
-def _root(hashes: Sequence[bytes]) -> bytes:
-    return _levels(hashes)[-1][0]
-
-
-def _path(hashes: Sequence[bytes], index: int) -> list[bytes]:
-    levels = _levels(hashes)[:-1]
-    return [below[(index >> level) ^ 1] for level, below in enumerate(levels)]
-
-
 def _slab_hashes(marks: NDArray[np.int8]) -> list[bytes]:
     """Leaves of one round, from its marks int8 [rows, MARK]."""
     raw = marks.tobytes()
     size = SLAB * MARK
-    return [_leaf(raw[at : at + size]) for at in range(0, len(raw), size)]
+    return [tree.leaf(raw[at : at + size]) for at in range(0, len(raw), size)]
 
 
 def _round_roots(marks: NDArray[np.int8]) -> list[bytes]:
-    return [_root(_slab_hashes(one)) for one in marks]
+    return [tree.root(_slab_hashes(one)) for one in marks]

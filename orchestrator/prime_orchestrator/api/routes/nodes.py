@@ -27,17 +27,31 @@ from prime_core.messages import (
     HeartbeatAnswer,
     LeaseAnswer,
     LeaseRequest,
+    MemoryAnswer,
+    MemoryCommitment,
+    MemoryDraw,
+    MemoryProved,
     ReceiptAnswer,
     RevokeRequest,
     SessionAnswer,
     SessionRequest,
+    SignedMemory,
     SignedPassport,
     UploadAnswer,
     UploadRequest,
 )
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
-from prime_orchestrator.api import admission, auth, cards, classes, intake, leasing, liveness
+from prime_orchestrator.api import (
+    admission,
+    auth,
+    cards,
+    classes,
+    intake,
+    leasing,
+    liveness,
+    memory,
+)
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
 from prime_orchestrator.api.routes.http import (
@@ -81,6 +95,9 @@ def router(backend: Backend) -> APIRouter:
 
     def opening_awaited(account: Address, path: Mapping[str, str]) -> int:
         return cards.awaited(backend, account, path["challenge_id"])
+
+    def blocks_awaited(account: Address, path: Mapping[str, str]) -> int:
+        return memory.awaited(backend, account, path["challenge_id"])
 
     @routes.post(
         "/v1/sessions",
@@ -143,6 +160,60 @@ def router(backend: Backend) -> APIRouter:
         return answer(cards.begin(backend, signed.caller.account, wish, place, connection))
 
     @routes.post(
+        "/v1/admission/cards/{challenge_id}/filled",
+        responses={200: {"model": MemoryAnswer}},
+        openapi_extra=takes(CardsEcho),
+    )
+    def filled(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
+        """Say that the cards are filled, by sending a token back, and so each further one. The last
+        answer holds the seed of the vectors and starts the clock."""
+        return answer(
+            memory.filled(
+                backend,
+                signed.caller.account,
+                challenge_id,
+                parse(CardsEcho, signed.body),
+                arrived_at=signed.arrived_at,
+                connection=connection_of(request),
+            )
+        )
+
+    @routes.post(
+        "/v1/admission/cards/{challenge_id}/memory",
+        responses={200: {"model": MemoryDraw}},
+        openapi_extra=takes(MemoryCommitment),
+    )
+    def commit_memory(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
+        """Commit to the marks of all blocks. The answer names the blocks to open."""
+        return answer(
+            memory.commitment(
+                backend,
+                signed.caller.account,
+                challenge_id,
+                parse(MemoryCommitment, signed.body),
+                arrived_at=signed.arrived_at,
+                connection=connection_of(request),
+            )
+        )
+
+    @routes.post(
+        "/v1/admission/cards/{challenge_id}/blocks",
+        responses={200: {"model": MemoryProved}},
+        openapi_extra=takes_bytes(),
+    )
+    def open_blocks(
+        challenge_id: str,
+        request: Signed = signed_by(backend, "node", memory.MAX_BLOCKS, expects=blocks_awaited),
+    ) -> Response:
+        """Open the drawn blocks."""
+        account = request.caller.account
+        return answer(
+            memory.opening(
+                backend, account, challenge_id, request.body, arrived_at=request.arrived_at
+            )
+        )
+
+    @routes.post(
         "/v1/admission/cards/{challenge_id}/echo",
         responses={200: {"model": CardsAnswer}},
         openapi_extra=takes(CardsEcho),
@@ -199,6 +270,11 @@ def router(backend: Backend) -> APIRouter:
     def passport(node: str) -> Response:
         """A node's hardware passport: the newest proof of its cards."""
         return answer(cards.passport_of(backend, ids.address(node)))
+
+    @routes.get("/v1/nodes/{node}/memory", responses={200: {"model": SignedMemory}})
+    def proved_memory(node: str) -> Response:
+        """What a node's newest proof found of its cards' memory."""
+        return answer(cards.memory_of(backend, ids.address(node)))
 
     @routes.post(
         "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)
