@@ -108,6 +108,12 @@ def run(calls: Sequence[Mapping[str, str]]) -> Observation:
     return Observation(answer["text"])
 
 
+def close() -> None:
+    """Ends the interpreter's process. The next call starts it again."""
+    if _child.cache_info().currsize:
+        _child().close()
+
+
 @functools.cache
 def _child() -> SubprocessGrader:
     folder = cache_folder()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -385,6 +386,14 @@ def cpython(calls: Sequence[Arguments]) -> Observation:
     from prime_envs.python_wasm import run
 
     return run(calls)
+
+
+def close() -> None:
+    """Ends processes that tools started. The next call starts them again."""
+    if "prime_envs.python_wasm" in sys.modules:
+        from prime_envs import python_wasm
+
+        python_wasm.close()
 
 
 TOOLS: dict[str, Tool] = {

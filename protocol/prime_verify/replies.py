@@ -10,6 +10,7 @@ from prime_core.ids import Digest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
 from prime_engine.base import Engine
+from prime_envs import tools
 from prime_envs.base import Environment, Reply
 from prime_verify.build import PlannedRow, fits, reply_to
 from prime_verify.finding import RulingError
@@ -92,6 +93,7 @@ def _check_replies(
             if not expected.exact or (last and claims_limit):
                 raise RulingError(Reason.WRONG_ROWS, f"{detail}, or its tools gave other answers")
             environment.close()  # the second try has processes of its own
+            tools.close()
             if reply() == expected:
                 raise RulingError(Reason.WRONG_OBSERVATION, detail)
         elif last and ((), row.finish_reason) not in allowed:

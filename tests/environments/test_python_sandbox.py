@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prime_core.errors import UserError
 from prime_core.run import Conversation
-from prime_envs import python_wasm
+from prime_envs import python_wasm, tools
 from prime_envs.python_wasm import run
 from prime_envs.tools import Observation, answer, load_tools
 
@@ -79,7 +79,7 @@ print(time.time(), time.monotonic(), random.random(), os.urandom(4), hash("a"), 
     first = last(program)
     assert first.text.startswith("1577836805.")
     assert last(program) == first
-    python_wasm._child().close()
+    tools.close()
     assert last(program) == first, "another process"
 
 
