@@ -34,6 +34,7 @@ from prime_node import cards
 from prime_node.api import NodeApi
 from prime_node.cards import claimed, passport, proved_memory
 from prime_node.state import DataFolder
+from prime_orchestrator.api import cards as cards_service
 from prime_orchestrator.api.cards import memory_of, passport_of
 from prime_orchestrator.store import measurements
 from prime_orchestrator.store.measurements import MeasurementRow
@@ -88,6 +89,20 @@ def test_a_node_proves_its_cards_works_and_doctor_shows_the_passport(tmp_path: P
         world.admit()
         until(world.submissions, "a file is handed in")
         assert "proved 1 x CPU" in world.log()
+
+
+@pytest.mark.slow
+def test_a_node_joins_an_orchestrator_that_asks_for_no_proof_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older release, whose answers lack the field."""
+    monkeypatch.setattr(cards_service, "_memory", lambda *_: None)
+    with node_world(tmp_path, cards=TRIAL) as world:
+        world.join()
+        until(lambda: world.node_status() == "admitted", "the node proved its cards")
+        assert "of memory on each card" not in world.log()
+        said = " ".join(doctor(world)["passport"]["found"].split())
+        assert "MiB of memory a card claimed, none proved" in said
 
 
 @pytest.mark.slow
