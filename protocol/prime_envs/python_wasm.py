@@ -9,7 +9,8 @@ defines floating-point operations to the bit (NaNs are made canonical), and func
 inside the binary. So every machine gets the same answer, and an answer that differs is `exact`.
 
 What depends on the machine is not: the native stack, which the interpreter's own recursion limit
-should never let it reach, and WALL_SECONDS, which a working machine stays far below.
+should never let it reach, WALL_SECONDS, which a working machine stays far below, and memory that
+the machine refuses before the limit.
 
 Programs run in a child process, in a fresh instance for each row. The binary is compiled once for a
 machine, in one to three minutes, and kept in a folder (cache_folder); `python -m
@@ -27,7 +28,6 @@ import os
 import platform
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +56,14 @@ LIBRARY = ("python-stdlib.zip", "a7b8f7cbd4799ac8c81223cbc47f8cea503adac934a0482
 FUEL = 16_000_000_000
 """Instructions of all of a row's programs: two to six seconds of a core."""
 MEMORY_BYTES = 512 << 20
+PAGE_BYTES = 1 << 16
 WORK_BYTES = 1 << 30
 """Bytes that a row's programs may have `_System` move; a call of it counts as CALL_BYTES."""
 CALL_BYTES = 8192
+ACCESS_BYTES = 1024
+"""What each access of a call to the interpreter's memory counts as, next to its bytes."""
+MAX_OPEN = 64
+MAX_PATH = 4096
 OUTPUT_BYTES = 1 << 16
 """The output of a program that is kept; a run keeps less (observation_bytes)."""
 MAX_PROGRAM = 8192
@@ -98,14 +103,27 @@ def run(calls: Sequence[Mapping[str, str]]) -> Observation:
     """
     programs = [call.get("code", call.get("input", "")) for call in calls]
     try:
-        answer = _child().call(programs)
-    except (GradingTimeoutError, GradingCrashError) as error:
-        if isinstance(error, GradingRaisedError):
-            raise UserError(f"the tool python-2 cannot run: {error}") from error
+        answer = _asked(programs)
+    except GradingRaisedError as error:
+        raise UserError(f"the tool python-2 cannot run: {error}") from error
+    except (GradingTimeoutError, GradingCrashError):
         return Observation("", exact=False, limit="reached")
     if answer["limit"]:
         return Observation("", exact=answer["exact"], limit="reached")
-    return Observation(answer["text"])
+    return Observation(answer["text"], exact=answer["exact"])
+
+
+def _asked(programs: Sequence[str]) -> dict[str, Any]:
+    """The child's answer. A child that died is asked again in a new process: no program can end it,
+    but a machine short of memory can."""
+    found: dict[str, Any]
+    try:
+        found = _child().call(programs)
+    except GradingRaisedError:
+        raise
+    except GradingCrashError:
+        found = _child().call(programs)
+    return found
 
 
 def close() -> None:
@@ -133,9 +151,16 @@ def _child() -> SubprocessGrader:
 
 
 def cache_folder() -> Path:
-    """The folder of the compiled interpreter: $PRIME_TOOL_CACHE or ~/.cache/prime-open."""
+    """The folder of the compiled interpreter: $PRIME_TOOL_CACHE or ~/.cache/prime-open. Raises
+    UserError if there is neither."""
     given = os.environ.get(CACHE)
-    return Path(given) if given else Path.home() / ".cache" / "prime-open"
+    try:
+        return Path(given) if given else Path.home() / ".cache" / "prime-open"
+    except RuntimeError as error:
+        raise UserError(
+            "the tool python-2 has no folder for its compiled interpreter: this user has no home",
+            hint=f"name a folder by {CACHE}",
+        ) from error
 
 
 def compiled_file(folder: Path) -> Path:
@@ -223,15 +248,15 @@ class _Sandbox:
             with contextlib.suppress(OSError, self._wasmtime.WasmtimeError):
                 return self._stored(place)
             module = self._wasmtime.Module(self._engine, _pinned_bytes(*BINARY))
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(module.serialize())
-            Path(file.name).replace(place)
+            _store(place, bytes(module.serialize()))
             return module
 
     def _stored(self, place: Path) -> Any:
         found = place.stat()
         if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
             raise PermissionError(f"{place} can be written by others")
+        if not _is_intact(place):
+            raise OSError(f"{place} is damaged")
         return self._wasmtime.Module.deserialize_file(self._engine, str(place))
 
     def _tick(self) -> None:
@@ -241,7 +266,7 @@ class _Sandbox:
 
     def answer(self, programs: Sequence[str]) -> dict[str, Any]:
         """See the function `answer`."""
-        system, fuel, text = self._system, FUEL, ""
+        system, fuel, text, exact = self._system, FUEL, "", True
         exports: Any = None
         store: Any = None
         system.start()
@@ -260,15 +285,31 @@ class _Sandbox:
                 status = exports["turn"](store, at, len(code))
                 text = system.text(failed=status != 0)
                 if status >= ENDED:  # exit(): the next program starts a new session
+                    exact = exact and self._had_memory(store, exports)
                     fuel, exports = store.get_fuel(), None
         except _LimitReachedError:
-            return {"text": "", "limit": True, "exact": True}
+            exact = exact and self._had_memory(store, exports)
+            return {"text": "", "limit": True, "exact": exact}
         except self._wasmtime.Trap as trap:
             counted = trap.trap_code == self._wasmtime.TrapCode.OUT_OF_FUEL
-            return {"text": "", "limit": True, "exact": counted}
-        except (self._wasmtime.WasmtimeError, ValueError, struct.error):
+            exact = exact and counted and self._had_memory(store, exports)
+            return {"text": "", "limit": True, "exact": exact}
+        except (self._wasmtime.WasmtimeError, IndexError, ValueError, struct.error):
             return {"text": "", "limit": True, "exact": False}
-        return {"text": text, "limit": False, "exact": True}
+        exact = exact and self._had_memory(store, exports)
+        return {"text": text, "limit": False, "exact": exact}
+
+    def _had_memory(self, store: Any, exports: Any) -> bool:
+        """Whether the machine lets the instance have all of MEMORY_BYTES. If not, it may have
+        refused some to the program, which then saw a MemoryError that others do not see."""
+        if exports is None:
+            return True
+        memory = exports["memory"]
+        try:
+            memory.grow(store, MEMORY_BYTES // PAGE_BYTES - memory.size(store))
+        except self._wasmtime.WasmtimeError:
+            return False
+        return True
 
     def _instance(self, fuel: int) -> tuple[Any, Any]:
         store = self._wasmtime.Store(self._engine)
@@ -280,6 +321,34 @@ class _Sandbox:
         if "_initialize" in exports:
             exports["_initialize"](store)
         return store, exports
+
+
+def _store(place: Path, code: bytes) -> None:
+    """Writes compiled code and its SHA-256, for all users of the machine to read. What a full disk
+    or an ended process leaves behind is overwritten by the next try."""
+    new = place.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    try:
+        with new.open("xb") as file:
+            file.write(code)
+            file.write(hashlib.sha256(code).digest())
+        new.chmod(0o644)
+        new.replace(place)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _is_intact(place: Path) -> bool:
+    """Whether a file ends with the SHA-256 of what precedes. The engine ignores those bytes, and
+    would run damaged code, whose wrong answers accuse honest nodes."""
+    running = hashlib.sha256()
+    with place.open("rb") as file:
+        left = max(0, place.stat().st_size - running.digest_size)
+        while block := file.read(min(left, 1 << 20)):
+            running.update(block)
+            left -= len(block)
+        return file.read() == running.digest()
 
 
 def _pinned_bytes(name: str, digest: str) -> bytes:
@@ -296,7 +365,8 @@ def _pinned_bytes(name: str, digest: str) -> bytes:
 
 
 WORD = 0xFFFFFFFF
-SUCCESS, BAD_FILE, INVALID, NO_ENTRY, NOT_SUPPORTED, READ_ONLY, NO_SEEK = 0, 8, 28, 44, 58, 69, 70
+SUCCESS, BAD_FILE, INVALID, TOO_MANY, NO_ENTRY = 0, 8, 28, 33, 44
+NOT_SUPPORTED, READ_ONLY, NO_SEEK = 58, 69, 70
 WRITING = 1 << 6
 """The right to write to a file."""
 CHARACTERS, DIRECTORY, REGULAR = 2, 3, 4
@@ -414,7 +484,7 @@ class _System:
     def path_filestat_get(
         self, memory: _Memory, file: int, flags: int, path: int, length: int, place: int
     ) -> int:
-        kind = {b".": DIRECTORY, LIBRARY_NAME: REGULAR}.get(memory.take(path, length))
+        kind = {b".": DIRECTORY, LIBRARY_NAME: REGULAR}.get(memory.take_path(path, length))
         if file != ROOT or kind is None:
             return NO_ENTRY
         return self._put_stat(memory, place, kind)
@@ -423,10 +493,12 @@ class _System:
         self, memory: _Memory, file: int, lookup: int, path: int, length: int, how: int,
         rights: int, inherited: int, flags: int, place: int,
     ) -> int:  # fmt: skip
-        if file != ROOT or memory.take(path, length) != LIBRARY_NAME:
+        if file != ROOT or memory.take_path(path, length) != LIBRARY_NAME:
             return NO_ENTRY
         if rights & WRITING:
             return READ_ONLY
+        if len(self._open) >= MAX_OPEN:
+            return TOO_MANY
         new = next(n for n in range(ROOT + 1, ROOT + 2 + len(self._open)) if n not in self._open)
         self._open[new] = 0
         return memory.put("<I", place, new)
@@ -485,7 +557,8 @@ class _System:
 
 class _Memory:
     """The interpreter's memory during one call. Addresses are taken modulo 2**32; `put…` return
-    SUCCESS. What lies outside raises ValueError or struct.error, which ends the program."""
+    SUCCESS. What lies outside raises IndexError, ValueError or struct.error, which ends the
+    program."""
 
     def __init__(self, caller: Any, charge: Callable[[int], None]) -> None:
         self._caller = caller
@@ -493,14 +566,18 @@ class _Memory:
         self._charge = charge
 
     def take(self, at: int, count: int) -> bytes:
-        self._charge(count & WORD)
+        self._charge(ACCESS_BYTES + (count & WORD))
         return bytes(self._memory.read(self._caller, at & WORD, (at & WORD) + (count & WORD)))
+
+    def take_path(self, at: int, count: int) -> bytes:
+        """A path; empty, which names nothing, if it is longer than MAX_PATH."""
+        return self.take(at, count) if count & WORD <= MAX_PATH else b""
 
     def get(self, form: str, at: int) -> tuple[int, ...]:
         return struct.unpack(form, self.take(at, struct.calcsize(form)))
 
     def put_bytes(self, at: int, data: bytes) -> int:
-        self._charge(len(data))
+        self._charge(ACCESS_BYTES + len(data))
         self._memory.write(self._caller, data, at & WORD)
         return SUCCESS
 

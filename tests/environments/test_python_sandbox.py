@@ -4,6 +4,10 @@ The first use on a machine compiles the interpreter, in one to three minutes."""
 
 from __future__ import annotations
 
+import ast
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from prime_core.errors import UserError
 from prime_core.run import Conversation
 from prime_envs import python_wasm, tools
 from prime_envs.python_wasm import run
+from prime_envs.subprocess_grader import SubprocessGrader
 from prime_envs.tools import Observation, answer, load_tools
 
 CONVERSATION = Conversation(turns=6, tools=("python-2",), calls="fence-1")
@@ -121,6 +126,60 @@ def test_a_native_stack_that_overflows_accuses_no_one() -> None:
     assert last(program) == Observation("", exact=False, limit="reached")
 
 
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("import os\nlibrary = '/usr/local/lib/python315.zip'\n"
+         "f = [os.open(library, os.O_RDONLY) for _ in range(10**5)]",
+         "error: OSError: [Errno 33]"),
+        ("import os\nos.open('a' * 10**8, os.O_RDONLY)", "error: FileNotFoundError"),
+        ("import select\np = select.poll()\nfor i in range(63): p.register(i, 1)\n"
+         "for i in range(10**5): p.poll(0)", ""),
+    ],
+)  # fmt: skip
+def test_the_host_works_no_longer_than_a_row_may_cost(program: str, text: str) -> None:
+    """Each had the host work for minutes, or copy hundreds of megabytes, within the counts."""
+    found = last(program)
+    assert found == COUNTED if not text else found.text.startswith(text)
+
+
+def test_memory_that_the_machine_refuses_accuses_no_one() -> None:
+    """Its program sees a MemoryError that programs on other machines do not see."""
+    ask = r"""
+import resource
+from prime_envs import python_wasm
+python_wasm.prepare(str(python_wasm.cache_folder()))
+for program in ("print(1)", "bytearray(300 << 20)\nprint(1)"):
+    before = python_wasm.answer([program])
+    used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20), resource.RLIM_INFINITY))
+    print(before, python_wasm.answer([program]), sep="\n")
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    said = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    assert [(one["text"], one["exact"]) for one in said] == [
+        ("1", True), ("1", False), ("1", True), ("error: MemoryError", False),
+    ]  # fmt: skip
+
+
+def test_a_child_that_is_killed_is_asked_again() -> None:
+    last("1")
+    child = python_wasm._child()
+    killed: list[int] = []
+
+    def kill(*_: Any) -> bytes:
+        assert child._child is not None
+        killed.append(child._child.pid)
+        child._child.kill()
+        return SubprocessGrader._read_line(child, *_)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "_read_line", lambda *a: (patch.undo(), kill(*a))[1])
+        assert last("print(2)") == Observation("2")
+    assert len(killed) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=200))
 def test_no_program_makes_the_tool_raise(program: str) -> None:
@@ -143,3 +202,28 @@ def test_native_code_that_others_could_write_is_not_loaded(tmp_path: Path) -> No
     place.chmod(0o666)
     with pytest.raises(PermissionError, match="can be written by others"):
         sandbox._stored(place)
+
+
+def test_damaged_native_code_is_not_loaded(tmp_path: Path) -> None:
+    """Its answers would be wrong, and the same in each process."""
+    place = tmp_path / "code.cwasm"
+    python_wasm._store(place, b"code" * 10**6)
+    assert python_wasm._is_intact(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o644, "the image's user is not who compiled it"
+    with place.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+    assert not python_wasm._is_intact(place)
+    place.write_bytes(b"")
+    assert not python_wasm._is_intact(place)
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(python_wasm.CACHE, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match="has no home") as found:
+        python_wasm.cache_folder()
+    assert found.value.hint == "name a folder by PRIME_TOOL_CACHE"
