@@ -2,7 +2,8 @@
 relay, a trainer and a local chain, each one process with one thread.
 
 The task is docs/examples/run-local-python.toml: the model multiplies with the Python tool. Held-out
-problems are answered by the base and by the last policy, with the same noise.
+problems are answered by the base and by the last policy, with the same noise. The node generates
+with vLLM if PRIME_VLLM_PYTHON names its interpreter (scripts/setup_vllm.sh).
 
     correct_base, correct_trained     share of held-out problems that were answered correctly
     correct_gain                      their difference
@@ -12,6 +13,7 @@ problems are answered by the base and by the last policy, with the same noise.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,10 @@ def play(root: Path, steps: int = STEPS, problems: int = PROBLEMS) -> list[Row]:
     """Trains `steps` policies under `root` and evaluates the last. Raises UnavailableError if the
     model is missing or the network does not get that far, FatalError if the evaluation fails."""
     require_model()
+    vllm = os.environ.get("PRIME_VLLM_PYTHON", "")
+    if vllm:
+        command = f"{vllm} -m prime_node.worker --engine vllm"
+        LearningNetwork.node_flags = ("--worker-command", command)
     plan = Plan(
         root=root,
         steps=steps,
