@@ -137,7 +137,7 @@ def sandbox_file() -> tuple[PurePosixPath, Path]:
     from prime_envs import python_wasm
 
     folder = python_wasm.cache_folder()
-    python_wasm.prepare(str(folder))
+    python_wasm.compile_into(folder)
     here = python_wasm.compiled_file(folder)
     return TOOLS / here.name, here
 

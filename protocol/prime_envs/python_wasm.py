@@ -29,14 +29,15 @@ import platform
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from prime_core.errors import UserError
+from prime_envs.sandbox import kernel
 from prime_envs.subprocess_grader import (
     GraderLimits,
     GradingCrashError,
@@ -176,22 +177,36 @@ _sandbox: _Sandbox | None = None
 
 
 def prepare(folder: str) -> None:
-    """Loads the interpreter, and compiles it first if `folder` does not hold it. Raises UserError
-    if the installed files are not the pinned ones, OSError if the folder cannot be written."""
+    """Loads the interpreter, and compiles it first if `folder` does not hold it. From then on this
+    process can only compute: it opens no file and starts nothing. Raises UserError if the installed
+    files are not the pinned ones, OSError if the folder cannot be written."""
     global _sandbox
     _sandbox = _Sandbox(Path(folder))
+    answer(["import numpy"])  # loads what the host loads only when it is used
+    if kernel.supported():
+        kernel.allow_only_computing()
+
+
+def compile_into(folder: Path) -> Path:
+    """Makes sure that `folder` holds the compiled interpreter; returns its file. Raises as
+    `prepare` does."""
+    _Sandbox(folder)
+    return compiled_file(folder)
 
 
 def answer(programs: Sequence[str]) -> dict[str, Any]:
     """Runs a row's programs in a fresh instance: `text` is the answer to the last; `limit`: a
     program reached a limit; `exact`: of those that are counts."""
     assert _sandbox is not None
-    found: list[dict[str, Any]] = []
+    return _runner().submit(_sandbox.answer, programs).result()
+
+
+@functools.cache
+def _runner() -> ThreadPoolExecutor:
+    """The one thread that runs programs, with room for their stack. A new one would ask the system
+    for random numbers."""
     threading.stack_size(4 * STACK_BYTES)
-    thread = threading.Thread(target=lambda: found.append(_sandbox.answer(programs)))
-    thread.start()
-    thread.join()
-    return found[0] if found else {"text": "", "limit": True, "exact": False}
+    return ThreadPoolExecutor(1)
 
 
 class _LimitReachedError(Exception):
@@ -260,8 +275,9 @@ class _Sandbox:
         return self._wasmtime.Module.deserialize_file(self._engine, str(place))
 
     def _tick(self) -> None:
+        waiting = threading.Event()  # time.sleep is refused to a process that can only compute
         while True:
-            time.sleep(1)
+            waiting.wait(1)
             self._engine.increment_epoch()
 
     def answer(self, programs: Sequence[str]) -> dict[str, Any]:
@@ -598,5 +614,4 @@ class _Memory:
 
 if __name__ == "__main__":
     require_python()
-    prepare(str(cache_folder()))
-    print(compiled_file(cache_folder()))
+    print(compile_into(cache_folder()))

@@ -19,6 +19,7 @@ from prime_core.errors import UserError
 from prime_core.run import Conversation
 from prime_envs import python_wasm, tools
 from prime_envs.python_wasm import run
+from prime_envs.sandbox import kernel
 from prime_envs.subprocess_grader import SubprocessGrader
 from prime_envs.tools import Observation, answer, load_tools
 
@@ -70,6 +71,15 @@ def test_a_program_prints_or_has_a_value(program: str, text: str) -> None:
 )
 def test_a_program_reaches_nothing_of_the_machine(program: str, error: str) -> None:
     assert last(program).text.startswith(f"error: {error}")
+
+
+@pytest.mark.skipif(not kernel.supported(), reason="the system-call filter needs Linux")
+def test_the_interpreter_s_process_can_only_compute() -> None:
+    last("1")
+    child = python_wasm._child()._child
+    assert child is not None
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    assert "Seccomp:\t2" in status
 
 
 def test_each_process_gives_the_same_answer() -> None:
