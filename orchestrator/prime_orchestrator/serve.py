@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import ipaddress
 import json
 import logging
@@ -74,6 +75,8 @@ KEPT_FILES = 1024
 MOST_CONNECTIONS = 100_000
 BUSY = 500
 """Connections reserved for those with a request in progress."""
+GARBAGE = 50_000
+"""New objects, less freed ones, after which the garbage collector looks at them."""
 GRACE_SECONDS = 5
 """Time that running requests get to finish on shutdown."""
 
@@ -203,6 +206,14 @@ def while_held(lease: LoopLease, tick: Callable[[], object]) -> Callable[[], obj
 
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would raise the signal again at exit."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also lets the garbage collector pass over what start-up has made, and wait for more
+        garbage: a search through all connections stops every request."""
+        await super().startup(sockets)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GARBAGE, 20, 50)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

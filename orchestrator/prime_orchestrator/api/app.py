@@ -1,36 +1,33 @@
-"""The API application: routes, problem documents and a rate limit per client. Never imports
+"""The API application: its routes behind their entry, and the OpenAPI document. Never imports
 torch."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from prime_broadcast.peers import place_of
 from prime_core import messages
 from prime_core.checkpoint import SignedManifest
-from prime_core.errors import PrimeError, ProtocolError, UnavailableError
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Strict
 from prime_core.transport.problems import CONTENT_TYPE
-from prime_core.version import HEADER, SPOKEN, agree
+from prime_core.version import SPOKEN
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.connections import ForwardedFor, Proxies
+from prime_orchestrator.api.connections import Proxies
+from prime_orchestrator.api.entry import Entry, RateLimit
 from prime_orchestrator.api.held import HOLD_SECONDS
 from prime_orchestrator.api.metrics import RequestCounts
 from prime_orchestrator.api.routes import nodes, objects, pool, validators, watch
-from prime_orchestrator.api.routes.http import install_problems, problem, refusal
+from prime_orchestrator.api.routes.http import install_problems
 from prime_orchestrator.api.routes.watch import StatusFeed
 
 log = logging.getLogger(__name__)
@@ -79,6 +76,15 @@ DIRECT = (
 _PROBLEM_REF = {"$ref": "#/components/schemas/Problem"}
 
 
+class Application(FastAPI):
+    """FastAPI behind an `Entry`."""
+
+    entry: Entry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.entry(scope, receive, send)
+
+
 def create_app(
     backend: Backend,
     *,
@@ -97,7 +103,7 @@ def create_app(
         yield
         feed.end()
 
-    app = FastAPI(title="Prime orchestrator", version=_version(), lifespan=lifespan)
+    app = Application(title="Prime orchestrator", version=_version(), lifespan=lifespan)
     app.state.feed = feed
     install_problems(app)
     often = (
@@ -112,10 +118,14 @@ def create_app(
     ):
         app.include_router(router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(Direct, routes=_routes(often, DIRECT))
-    app.add_middleware(Versions, spoken=spoken)
-    app.add_middleware(Gate, requests=requests, per_second=requests_per_second)
-    app.add_middleware(ForwardedFor, proxies=proxies or Proxies())  # the last added runs first
+    app.entry = Entry(
+        partial(FastAPI.__call__, app),
+        _routes(often, DIRECT),
+        requests=requests,
+        rate=RateLimit(requests_per_second),
+        proxies=proxies or Proxies(),
+        spoken=spoken,
+    )
     return app
 
 
@@ -158,103 +168,3 @@ def _routes(routers: Sequence[APIRouter], paths: Sequence[str]) -> list[APIRoute
         and route.path in paths
         and not (route.methods or set()) & {"GET", "HEAD"}
     ]
-
-
-class Direct:
-    """Calls the most frequent routes without FastAPI's routing and dependencies, which cost several
-    times what the routes do. The same functions are routes of the application."""
-
-    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
-        self._app = app
-        self._routes = [
-            (method, route.path_regex, route.endpoint)
-            for route in routes
-            for method in route.methods or ()
-        ]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            for method, path, endpoint in self._routes:
-                if method == scope["method"] and (found := path.match(scope["path"])):
-                    scope["path_params"] = found.groupdict()
-                    try:
-                        answer = await endpoint(Request(scope, receive))
-                    except PrimeError as error:
-                        answer = refusal(error)
-                    await answer(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-
-class Versions:
-    """Refuses requests in a protocol version that the server does not support, and names the
-    version in every answer.
-
-    A request that changes something must name its version. A read without one (a browser, curl) is
-    answered in the newest. Signed URLs (/v1/store/) name none: any object store may serve them.
-    """
-
-    def __init__(self, app: ASGIApp, spoken: range) -> None:
-        self._app = app
-        self._spoken = spoken
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        agreed = self._spoken[-1]
-
-        async def naming(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = str(agreed)
-            await send(message)
-
-        asked = Headers(scope=scope).get(HEADER)
-        versioned = scope["path"].startswith("/v1/") and not scope["path"].startswith("/v1/store/")
-        if versioned and (asked is not None or scope["method"] not in ("GET", "HEAD")):
-            try:
-                agreed = agree(asked, self._spoken)
-            except ProtocolError as error:
-                await problem(error)(scope, receive, naming)
-                return
-        await self._app(scope, receive, naming)
-
-
-class Gate:
-    """Counts answers and limits each client address by a token bucket that holds two seconds of
-    requests. Under IPv6 each /64 network counts as one address, since its holder has 2^64 of
-    them."""
-
-    MAX_CLIENTS = 10_000
-
-    def __init__(self, app: ASGIApp, requests: RequestCounts, per_second: int) -> None:
-        self._app = app
-        self._requests = requests
-        self._rate = per_second
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._requests.count(scope["method"], message["status"])
-            await send(message)
-
-        client = place_of((scope.get("client") or ("?", 0))[0])
-        if self._rate and not self._admit(client, time.monotonic()):
-            refused = problem(UnavailableError("too many requests: slow down"), code=429)
-            await refused(scope, receive, counting)
-            return
-        await self._app(scope, receive, counting)
-
-    def _admit(self, client: str, now: float) -> bool:
-        full = 2.0 * self._rate
-        tokens, seen = self._buckets.pop(client, (full, now))
-        tokens = min(full, tokens + (now - seen) * self._rate)
-        self._buckets[client] = (max(0.0, tokens - 1), now)
-        if len(self._buckets) > self.MAX_CLIENTS:
-            self._buckets.popitem(last=False)
-        return tokens >= 1

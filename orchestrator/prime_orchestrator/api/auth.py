@@ -166,48 +166,57 @@ def authenticate(
     the session has another scope.
     """
     now = backend.now()
-    found: list[Caller | Exception] = []
-    proven: list[tuple[int, Verified]] = []
-    for at, request in enumerate(requests):
+    proven: list[Verified | Exception] = []
+    for request in requests:
         try:
-            verified = _verified(backend, request, now)
+            proven.append(prove(backend, request, now))
         except PrimeError as error:
-            found.append(error)
-            continue
-        proven.append((at, verified))
-        found.append(UntrustedError("the session is unknown, ended or revoked: open a new one"))
-    if not proven:
-        return found
+            proven.append(error)
+    if all(isinstance(one, Exception) for one in proven):
+        return [one for one in proven if isinstance(one, Exception)]
     with backend.store.begin() as connection:
-        known = sessions.of_keys(connection, {one.key_id for _, one in proven})
-        revoked = chain.revocations(connection, {session.account for session in known.values()})
-        held: list[tuple[int, Caller]] = []
-        for at, one in proven:
-            session = known.get(one.key_id)
-            if session is None or session.revoked or session.expiry <= now:
-                continue
-            if session.issued_at < revoked.get(session.account, 0):
-                found[at] = UntrustedError("the session was revoked on chain: open a new one")
-            elif session.scope != scope:
-                found[at] = PolicyError(
-                    f"this needs a session of scope {scope!r}, not {session.scope!r}"
-                )
-            else:
-                held.append((at, Caller(session.account, session.scope, one.key_id, one)))
-        fresh = sessions.use_nonces(
-            connection,
-            [
-                (caller.key_id, caller.proven.nonce, caller.proven.expires + NONCE_MARGIN_SECONDS)
-                for _, caller in held
-            ],
-        )
-    for (at, caller), new in zip(held, fresh, strict=True):
-        used = UntrustedError("this request was already made (its nonce is used up)")
-        found[at] = caller if new else used
+        return callers(connection, scope, proven, now)
+
+
+def callers(
+    connection: Connection, scope: str, proven: Sequence[Verified | Exception], now: float
+) -> list[Caller | Exception]:
+    """Returns the callers of requests with these signatures, see `authenticate`. Writes their
+    nonces."""
+    known = sessions.of_keys(
+        connection, {one.key_id for one in proven if isinstance(one, Verified)}
+    )
+    revoked = chain.revocations(connection, {session.account for session in known.values()})
+    found: list[Caller | Exception] = []
+    held: list[int] = []
+    nonces: list[tuple[Digest, str, int]] = []
+    for at, one in enumerate(proven):
+        if isinstance(one, Exception):
+            found.append(one)
+            continue
+        session = known.get(one.key_id)
+        if session is None or session.revoked or session.expiry <= now:
+            error = UntrustedError("the session is unknown, ended or revoked: open a new one")
+            found.append(error)
+        elif session.issued_at < revoked.get(session.account, 0):
+            found.append(UntrustedError("the session was revoked on chain: open a new one"))
+        elif session.scope != scope:
+            found.append(
+                PolicyError(f"this needs a session of scope {scope!r}, not {session.scope!r}")
+            )
+        else:
+            held.append(at)
+            nonces.append((one.key_id, one.nonce, one.expires + NONCE_MARGIN_SECONDS))
+            found.append(Caller(session.account, session.scope, one.key_id, one))
+    for at, new in zip(held, sessions.use_nonces(connection, nonces), strict=True):
+        if not new:
+            found[at] = UntrustedError("this request was already made (its nonce is used up)")
     return found
 
 
-def _verified(backend: Backend, request: Head, now: float) -> Verified:
+def prove(backend: Backend, request: Head, now: float) -> Verified:
+    """Returns what a request's signature proves. Raises MalformedError or UntrustedError if it is
+    invalid, or if the request is for another server."""
     if backend.name_for(request.authority) is None:
         raise UntrustedError(
             f"the request is addressed to {request.authority[:200]!r}; this orchestrator is "

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from prime_broadcast.peers import place_of
@@ -80,25 +79,6 @@ def _without_port(entry: str) -> str:
     if entry.startswith("["):
         return entry[1:].partition("]")[0]
     return entry.partition(":")[0] if entry.count(":") == 1 else entry
-
-
-class ForwardedFor:
-    """ASGI middleware that sets `scope["client"]` to the real client named by a trusted proxy."""
-
-    def __init__(self, app: ASGIApp, proxies: Proxies) -> None:
-        self._app = app
-        self._proxies = proxies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        peer = scope.get("client")
-        if scope["type"] == "http" and peer:
-            forwarded = [
-                value.decode("latin-1")
-                for name, value in scope["headers"]
-                if name == b"x-forwarded-for"
-            ]
-            scope = {**scope, "client": (self._proxies.client(peer[0], forwarded), peer[1])}
-        await self._app(scope, receive, send)
 
 
 class Places:

@@ -51,7 +51,9 @@ class Gathered(Generic[Item, Answer]):
     async def ask(self, item: Item) -> Answer:
         """Returns the answer to one item. Raises what `serve` returned or raised for it."""
         loop = asyncio.get_running_loop()
-        queue = self._queues.setdefault(loop, _Queue())
+        queue = self._queues.get(loop)
+        if queue is None:
+            queue = self._queues[loop] = _Queue()
         future: asyncio.Future[Answer] = loop.create_future()
         queue.waiting.append((item, future))
         if queue.worker is None or queue.worker.done():

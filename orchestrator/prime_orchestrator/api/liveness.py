@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeState, step_node
 from prime_core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswer
+from prime_core.transport.signatures import Verified
 from prime_core.verdict import Reason
-from prime_orchestrator.api import reach, shadow
+from prime_orchestrator.api import auth, reach, shadow
+from prime_orchestrator.api.auth import Caller
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import remeasuring, revisions, speed, standing
 from prime_orchestrator.store import (
@@ -47,6 +49,40 @@ RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
 
 
+@dataclass(frozen=True)
+class SignedBeat:
+    """A heartbeat whose signature holds; its session and nonce are not yet checked."""
+
+    proven: Verified
+    beat: Heartbeat
+
+
+def signed_heartbeats(
+    backend: Backend, arrived: Sequence[SignedBeat]
+) -> list[HeartbeatAnswer | Exception]:
+    """Looks up the callers of heartbeats and answers them as `heartbeats` does, most in one
+    transaction. An entry is the error of a request that is refused."""
+    proven = [one.proven for one in arrived]
+    with backend.store.begin() as connection:
+        callers = auth.callers(connection, "node", proven, backend.now())
+        said = [
+            (caller.account, one.beat)
+            for caller, one in zip(callers, arrived, strict=True)
+            if isinstance(caller, Caller)
+        ]
+        answers = iter(_answer_free(connection, backend, said))
+    found: list[HeartbeatAnswer | Exception] = []
+    for caller, one in zip(callers, arrived, strict=True):
+        if isinstance(caller, Exception):
+            found.append(caller)
+            continue
+        try:
+            found.append(next(answers) or _answer_alone(backend, caller.account, one.beat))
+        except Exception as error:  # the others are answered, and their nonces used up
+            found.append(error)
+    return found
+
+
 def heartbeats(
     backend: Backend, said: Sequence[tuple[Address, Heartbeat]]
 ) -> list[HeartbeatAnswer]:
@@ -55,21 +91,34 @@ def heartbeats(
     All are handled in one transaction that never waits for a node's row. Heartbeats of nodes that
     have no row, or whose row another transaction holds, are then handled one by one.
     """
+    with backend.store.begin() as connection:
+        answers = _answer_free(connection, backend, said)
+    return [
+        answer or _answer_alone(backend, account, beat)
+        for (account, beat), answer in zip(said, answers, strict=True)
+    ]
+
+
+def _answer_free(
+    connection: Connection, backend: Backend, said: Sequence[tuple[Address, Heartbeat]]
+) -> list[HeartbeatAnswer | None]:
+    """Returns the answers to heartbeats of nodes whose row is free; None for others."""
     answers: list[HeartbeatAnswer | None] = [None] * len(said)
-    if len(said) > 1:
-        with backend.store.begin() as connection:
-            rows = nodes.lock_free(connection, {account for account, _ in said})
-            served = [at for at, (account, _) in enumerate(said) if account in rows]
-            found = _answer_beats(connection, backend, [said[at] for at in served], rows)
+    rows = nodes.lock_free(connection, {account for account, _ in said})
+    served = [at for at, (account, _) in enumerate(said) if account in rows]
+    if served:
+        found = _answer_beats(connection, backend, [said[at] for at in served], rows)
         for at, one in zip(served, found, strict=True):
             answers[at] = one
-    for at, (account, beat) in enumerate(said):
-        if answers[at] is None:
-            with backend.store.begin() as connection:
-                row = nodes.lock_row(connection, account)
-                known = {account: row} if row is not None else {}
-                (answers[at],) = _answer_beats(connection, backend, [(account, beat)], known)
-    return [answer for answer in answers if answer is not None]
+    return answers
+
+
+def _answer_alone(backend: Backend, account: Address, beat: Heartbeat) -> HeartbeatAnswer:
+    with backend.store.begin() as connection:
+        row = nodes.lock_row(connection, account)
+        known = {account: row} if row is not None else {}
+        (answer,) = _answer_beats(connection, backend, [(account, beat)], known)
+    return answer
 
 
 def _answer_beats(

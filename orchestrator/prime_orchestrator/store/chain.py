@@ -19,7 +19,14 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, insert_new, records, upsert, upsert_all
+from prime_orchestrator.store.rows import (
+    insert_all_new,
+    insert_new,
+    one_of,
+    records,
+    upsert,
+    upsert_all,
+)
 
 _events = schema.chain_events.c
 _cursors = schema.cursors.c
@@ -242,7 +249,8 @@ def _state_of(
     for kind, accounts in by_kind.items():
         for at in range(0, len(accounts), _BIND):
             query = sa.select(_state.c.account, _state.c.value).where(
-                _state.c.kind == kind, _state.c.account.in_(accounts[at : at + _BIND])
+                _state.c.kind == kind,
+                one_of(connection, _state.c.account, accounts[at : at + _BIND]),
             )
             for row in connection.execute(query):
                 found[kind, row.account] = row.value

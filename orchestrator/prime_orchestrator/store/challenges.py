@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record
+from prime_orchestrator.store.rows import one_of, record
 
 _challenges = schema.challenges.c
 
@@ -123,7 +123,7 @@ def solved_since(
     query = (
         sa.select(_challenges.node, sa.func.count())
         .where(
-            _challenges.node.in_(list(nodes)),
+            one_of(connection, _challenges.node, nodes),
             _challenges.rate.is_not(None),
             _challenges.issued_at >= since,
         )
@@ -137,7 +137,7 @@ def rates_of(connection: Connection, nodes: Collection[Address]) -> dict[Address
     Old challenges are forgotten (`forget`)."""
     query = (
         sa.select(_challenges.node, _challenges.rate)
-        .where(_challenges.node.in_(list(nodes)), _challenges.rate.is_not(None))
+        .where(one_of(connection, _challenges.node, nodes), _challenges.rate.is_not(None))
         .order_by(_challenges.issued_at.desc())
     )
     found: dict[Address, list[float]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,12 +18,17 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DatabaseError, DBAPIError, InvalidatePoolError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.folders import make_folder
 
 BUSY_SECONDS = 30
+TRUSTED_SECONDS = 1.0
+"""A connection to PostgreSQL that was used so lately is used again without asking whether it still
+works."""
 _READ_ONLY = "prime_read_only"
 _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
 """Enough connections for the API's threads (40) and the loops; ten are kept open."""
@@ -103,15 +109,32 @@ def open_store(url: str) -> Store:
         case "sqlite":
             return Store(_sqlite(parsed))
         case "postgresql":
-            return Store(
-                sa.create_engine(
-                    parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, **_POOL
-                )
-            )
+            return Store(_postgresql(parsed))
         case other:
             raise UserError(
                 f"no store can be kept in {other!r}", hint="use sqlite:///PATH or postgresql://…"
             )
+
+
+def _postgresql(url: sa.URL) -> Engine:
+    engine = sa.create_engine(url.set(drivername="postgresql+psycopg"), **_POOL)
+
+    @event.listens_for(engine, "checkin")
+    def _note(_connection: DBAPIConnection | None, record: ConnectionPoolEntry) -> None:
+        record.info["used_at"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def _ping(connection: DBAPIConnection, record: ConnectionPoolEntry, _: object) -> None:
+        """SQLAlchemy's `pool_pre_ping` asks before every transaction, which costs as much as one of
+        its statements."""
+        if time.monotonic() - record.info.get("used_at", 0.0) < TRUSTED_SECONDS:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error as error:
+            raise InvalidatePoolError("the server has closed the connection") from error
+
+    return engine
 
 
 def _sqlite(url: sa.URL) -> Engine:

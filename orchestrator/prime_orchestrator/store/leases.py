@@ -12,7 +12,7 @@ from prime_core.ids import Address, Digest
 from prime_core.task import LeaseOutcome, LeaseStatus, SignedLease
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.nodes import owner_column
-from prime_orchestrator.store.rows import record, records, update_each
+from prime_orchestrator.store.rows import one_of, record, records, update_each
 
 _leases = schema.leases.c
 _nodes = schema.nodes.c
@@ -96,7 +96,7 @@ def get(connection: Connection, digest: Digest) -> LeaseRow | None:
 
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:
     """Returns those of the leases that exist."""
-    query = sa.select(schema.leases).where(_leases.digest.in_(list(digests)))
+    query = sa.select(schema.leases).where(one_of(connection, _leases.digest, digests))
     rows = records(LeaseRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
 
@@ -106,7 +106,7 @@ def lock_rows(connection: Connection, digests: Collection[Digest]) -> dict[Diges
     that two processes cannot deadlock."""
     query = (
         sa.select(schema.leases)
-        .where(_leases.digest.in_(list(digests)))
+        .where(one_of(connection, _leases.digest, digests))
         .order_by(_leases.digest)
         .with_for_update()
     )
@@ -137,7 +137,7 @@ def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Addre
     """Returns the open leases of those of `nodes` that have any, oldest first."""
     query = (
         sa.select(schema.leases)
-        .where(_leases.node.in_(list(nodes)), _leases.status == "open")
+        .where(one_of(connection, _leases.node, nodes), _leases.status == "open")
         .order_by(_leases.created_at, _leases.lease_index)
     )
     found: dict[Address, list[LeaseRow]] = {}
@@ -151,12 +151,14 @@ def with_failures(connection: Connection, nodes: Collection[Address]) -> frozens
     is not excused."""
     tallies = schema.tallies.c
     without_file = sa.select(_leases.node).where(
-        _leases.node.in_(list(nodes)),
+        one_of(connection, _leases.node, nodes),
         _leases.status == "expired",
         _leases.excused == 0,
     )
     ended_badly = sa.select(tallies.node).where(
-        tallies.node.in_(list(nodes)), tallies.status.in_(("rejected", "void")), tallies.files > 0
+        one_of(connection, tallies.node, nodes),
+        tallies.status.in_(("rejected", "void")),
+        tallies.files > 0,
     )
     found = connection.execute(without_file.union(ended_badly)).scalars()
     return frozenset(Address(node) for node in found)
@@ -239,7 +241,7 @@ def held_by(connection: Connection, nodes: Collection[Address], now: float) -> d
     query = (
         sa.select(_leases.node, sa.func.count())
         .where(
-            _leases.node.in_(list(nodes)),
+            one_of(connection, _leases.node, nodes),
             _leases.status == "open",
             _leases.deadline >= now,
             _leases.shadow.is_(False),

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import records, upsert
+from prime_orchestrator.store.rows import one_of, records, upsert
 
 LOCK = "measurements"
 OUTCOMES = ("passed", "refused", "unanswered", "ignored")
@@ -44,7 +44,7 @@ class MeasurementRow:
 
 def of(connection: Connection, nodes: Collection[Address]) -> dict[Address, MeasurementRow]:
     """Returns the rows of those of the nodes that were ever asked."""
-    query = sa.select(schema.measurements).where(_rows.node.in_(list(nodes)))
+    query = sa.select(schema.measurements).where(one_of(connection, _rows.node, nodes))
     found = records(MeasurementRow, connection.execute(query).mappings().all())
     return {row.node: row for row in found}
 
@@ -109,7 +109,7 @@ def troubles(connection: Connection, nodes: Collection[Address] | None) -> dict[
     omitted."""
     query = sa.select(_rows.node, _rows.trouble).where(_rows.trouble != "")
     if nodes is not None:
-        query = query.where(_rows.node.in_(list(nodes)))
+        query = query.where(one_of(connection, _rows.node, nodes))
     return {Address(node): str(trouble) for node, trouble in connection.execute(query)}
 
 

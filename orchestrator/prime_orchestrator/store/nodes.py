@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address
 from prime_core.node import Hardware, NodeStatus
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record, records, update_each, upsert
+from prime_orchestrator.store.rows import one_of, record, records, update_each, upsert
 
 _nodes = schema.nodes.c
 
@@ -48,7 +48,7 @@ def get(connection: Connection, address: Address) -> NodeRow | None:
 
 def those(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
     """Returns those of the nodes that were ever admitted."""
-    query = sa.select(schema.nodes).where(_nodes.address.in_(list(addresses)))
+    query = sa.select(schema.nodes).where(one_of(connection, _nodes.address, addresses))
     rows = records(NodeRow, connection.execute(query).mappings().all())
     return {row.address: row for row in rows}
 
@@ -64,7 +64,7 @@ def lock_rows(connection: Connection, addresses: Collection[Address]) -> dict[Ad
     that two processes cannot deadlock."""
     query = (
         sa.select(schema.nodes)
-        .where(_nodes.address.in_(list(addresses)))
+        .where(one_of(connection, _nodes.address, addresses))
         .order_by(_nodes.address)
         .with_for_update()
     )
@@ -76,7 +76,7 @@ def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Ad
     """Like `lock_row`, but only for rows that no other transaction holds; never waits."""
     query = (
         sa.select(schema.nodes)
-        .where(_nodes.address.in_(list(addresses)))
+        .where(one_of(connection, _nodes.address, addresses))
         .with_for_update(skip_locked=True)
     )
     rows = connection.execute(query).mappings().all()
@@ -252,7 +252,7 @@ def of_providers(
     connection: Connection, providers: Collection[Address]
 ) -> dict[Address, list[NodeRow]]:
     """Returns every node of these providers, in any state, by provider."""
-    query = sa.select(schema.nodes).where(_nodes.provider.in_(list(providers)))
+    query = sa.select(schema.nodes).where(one_of(connection, _nodes.provider, providers))
     found: dict[Address, list[NodeRow]] = {}
     for row in records(NodeRow, connection.execute(query).mappings().all()):
         assert row.provider is not None

@@ -1,11 +1,27 @@
-"""Helpers for the query files: typed rows, and inserts that tolerate existing rows."""
+"""Helpers for the query files: typed rows, and inserts that tolerate existing rows.
+
+On PostgreSQL, statements for many rows take one array for each column: their text does not depend
+on the number of rows, so that it is prepared once, and they are one statement.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, RowMapping, Table, bindparam
+from sqlalchemy import (
+    ARRAY,
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    RowMapping,
+    Table,
+    any_,
+    bindparam,
+    func,
+    select,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
@@ -21,6 +37,15 @@ def records(kind: type[T], rows: Sequence[RowMapping]) -> list[T]:
     return [kind(**row) for row in rows]
 
 
+def one_of(
+    connection: Connection, column: Column[Any], values: Collection[Any]
+) -> ColumnElement[bool]:
+    """Returns the condition that `column` is one of the values."""
+    if connection.dialect.name == "postgresql":
+        return column == any_(_array(column, values))
+    return column.in_(list(values))
+
+
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     """Inserts a row unless one with its key exists. Returns whether it was inserted."""
     statement = _insert(connection, table).values(**values).on_conflict_do_nothing()
@@ -30,9 +55,13 @@ def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) 
 
 def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Inserts those of `rows` whose keys do not exist, with one prepared statement."""
-    if rows:
-        statement = _insert(connection, table).on_conflict_do_nothing()
-        connection.execute(statement, [dict(row) for row in rows])
+    if not rows:
+        return
+    statement = _insert(connection, table)
+    if connection.dialect.name == "postgresql":
+        connection.execute(statement.from_select(*_of_arrays(table, rows)).on_conflict_do_nothing())
+    else:
+        connection.execute(statement.on_conflict_do_nothing(), [dict(row) for row in rows])
 
 
 def returning_new(
@@ -41,10 +70,12 @@ def returning_new(
     """Inserts those of `rows` whose keys do not exist, and returns their primary keys."""
     if not rows:
         return ()
-    statement = _insert(connection, table).on_conflict_do_nothing()
-    return connection.execute(
-        statement.returning(*table.primary_key.columns), [dict(row) for row in rows]
-    ).all()
+    statement, keys = _insert(connection, table), table.primary_key.columns
+    if connection.dialect.name == "postgresql":
+        statement = statement.from_select(*_of_arrays(table, rows)).on_conflict_do_nothing()
+        return connection.execute(statement.returning(*keys)).all()
+    statement = statement.on_conflict_do_nothing().returning(*keys)
+    return connection.execute(statement, [dict(row) for row in rows]).all()
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
@@ -89,6 +120,15 @@ def update_each(
     if not rows:
         return
     (key,) = table.primary_key.columns
+    if connection.dialect.name == "postgresql":
+        arrays = [
+            _array(table.c[name], [getattr(row, name) for row in rows])
+            for name in (key.name, *names)
+        ]
+        new = func.unnest(*arrays).table_valued("of", *names).render_derived("new")
+        changed = {name: new.c[name] for name in names}
+        connection.execute(table.update().where(key == new.c.of).values(changed))
+        return
     statement = table.update().where(key == bindparam("of"))
     statement = statement.values({name: bindparam(f"new_{name}") for name in names})
     values = [
@@ -96,6 +136,17 @@ def update_each(
         for row in rows
     ]
     connection.execute(statement, values)
+
+
+def _array(column: Column[Any], values: Iterable[Any]) -> ColumnElement[Any]:
+    return bindparam(None, list(values), type_=ARRAY(column.type))
+
+
+def _of_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Any]:
+    """Returns the columns of `rows`, which all have the same, and a query for the rows."""
+    names = list(rows[0])
+    arrays = (_array(table.c[name], (row[name] for row in rows)) for name in names)
+    return names, select(*(func.unnest(array) for array in arrays))
 
 
 def _insert(connection: Connection, table: Table) -> Any:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, returning_new, upsert
+from prime_orchestrator.store.rows import insert_new, one_of, record, returning_new, upsert
 
 MAX_SESSION_SECONDS = 24 * 3600
 """Maximum duration of a grant."""
@@ -39,7 +39,7 @@ def get(connection: Connection, key_id: Digest) -> SessionRow | None:
 
 def of_keys(connection: Connection, key_ids: Collection[Digest]) -> dict[Digest, SessionRow]:
     """Returns the sessions of those keys that have one."""
-    query = sa.select(schema.sessions).where(_sessions.key_id.in_(list(key_ids)))
+    query = sa.select(schema.sessions).where(one_of(connection, _sessions.key_id, key_ids))
     return {
         Digest(row["key_id"]): SessionRow(**row) for row in connection.execute(query).mappings()
     }

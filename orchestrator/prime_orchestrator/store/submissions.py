@@ -14,7 +14,7 @@ from prime_core.rollout import SignedSubmission
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import POOLS_FAULT, Reason
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record, records, update_each
+from prime_orchestrator.store.rows import one_of, record, records, update_each
 
 _submissions = schema.submissions.c
 _tallies = schema.tallies.c
@@ -114,7 +114,7 @@ def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
 
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, SubmissionRow]:
     """Returns those of the submissions that exist."""
-    query = sa.select(schema.submissions).where(_submissions.digest.in_(list(digests)))
+    query = sa.select(schema.submissions).where(one_of(connection, _submissions.digest, digests))
     rows = records(SubmissionRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
 
@@ -130,7 +130,7 @@ def lock_free(connection: Connection, digests: Collection[Digest]) -> dict[Diges
     transaction holds; never waits."""
     query = (
         sa.select(schema.submissions)
-        .where(_submissions.digest.in_(list(digests)))
+        .where(one_of(connection, _submissions.digest, digests))
         .with_for_update(skip_locked=True)
     )
     rows = records(SubmissionRow, connection.execute(query).mappings().all())
@@ -216,7 +216,9 @@ def of_leases(
     connection: Connection, lease_digests: Collection[Digest]
 ) -> dict[Digest, SubmissionRow]:
     """Returns the submissions of those of the leases that have one, by lease."""
-    query = sa.select(schema.submissions).where(_submissions.lease_digest.in_(list(lease_digests)))
+    query = sa.select(schema.submissions).where(
+        one_of(connection, _submissions.lease_digest, lease_digests)
+    )
     rows = records(SubmissionRow, connection.execute(query).mappings().all())
     return {row.lease_digest: row for row in rows}
 
@@ -364,7 +366,7 @@ def at_risk(
         )
         .outerjoin(schema.roots, roots.id == _submissions.root_id)
         .where(
-            _submissions.node.in_(list(among)),
+            one_of(connection, _submissions.node, among),
             _submissions.shadow.is_(False),
             sa.or_(waiting, sa.and_(accepted, young)),
         )
@@ -461,7 +463,7 @@ def with_bad_endings(
         sa.select(_submissions.node)
         .distinct()
         .where(
-            _submissions.node.in_(list(nodes)),
+            one_of(connection, _submissions.node, nodes),
             _submissions.judged_at >= since,
             _submissions.status.in_(("rejected", "void")),
         )
@@ -506,7 +508,7 @@ def accepted_of(connection: Connection, node: Address) -> int:
 def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, int]:
     """Returns `accepted_of` for those of the nodes that have any."""
     paid = sa.select(_tallies.node, _tallies.files).where(
-        _tallies.node.in_(list(nodes)),
+        one_of(connection, _tallies.node, nodes),
         _tallies.status == "accepted",
         _tallies.shadow.is_(False),
         _tallies.files > 0,
@@ -516,7 +518,7 @@ def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[A
         sa.select(_submissions.node, sa.func.count())
         .join(schema.planted, schema.planted.c.submission_digest == _submissions.digest)
         .where(
-            _submissions.node.in_(list(nodes)),
+            one_of(connection, _submissions.node, nodes),
             _submissions.status == "accepted",
             _submissions.shadow.is_(True),
         )
@@ -556,7 +558,7 @@ def tallies_of(connection: Connection, among: Collection[Address]) -> dict[Addre
     that has any."""
     query = (
         sa.select(_tallies.node, _tallies.status, sa.func.sum(_tallies.files))
-        .where(_tallies.node.in_(list(among)))
+        .where(one_of(connection, _tallies.node, among))
         .group_by(_tallies.node, _tallies.status)
     )
     found: dict[Address, dict[str, int]] = {}

@@ -15,7 +15,6 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from prime_core import version
 from prime_core.errors import MalformedError, PrimeError, UnavailableError
@@ -50,28 +49,35 @@ MAX_LARGE_BODIES = 8
 LARGE_BODIES_EACH = 2
 """Of one foreign address: one slow machine keeps no newcomer out."""
 _large = Places(MAX_LARGE_BODIES, LARGE_BODIES_EACH, "too many large requests at once")
+_OF_HEAD = frozenset({b"host", b"signature-input", b"signature", b"content-digest"})
 MAX_DIGITS = 19
 """Digits of the largest number that is ever asked for (2^62)."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, at most `limit` bytes. Raises MalformedError before reading more than that."""
-    declared = request.headers.get("content-length", "0")
+    declared = b"0"
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            declared = value
+            break
     # length first: int() itself refuses thousands of digits
-    number = declared.isascii() and declared.isdigit() and len(declared) <= MAX_DIGITS
-    if not number or int(declared) > limit:
+    if not declared.isdigit() or len(declared) > MAX_DIGITS or int(declared) > limit:
         raise MalformedError(f"a body of this request has at most {limit} bytes")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":  # no one receives the answer
+                    raise UnavailableError("the request broke off in its body")
+                body += message.get("body", b"")
                 if len(body) > limit:
                     raise MalformedError(f"a body of this request has at most {limit} bytes")
+                more = message.get("more_body", False)
     except TimeoutError as error:
         raise UnavailableError("the request's body did not arrive in time") from error
-    except ClientDisconnect as error:  # no one receives the answer; it is not a defect of ours
-        raise UnavailableError("the request broke off in its body") from error
     return bytes(body)
 
 
@@ -121,13 +127,7 @@ def signed_reader(
     callers = Gathered[Head, Caller](partial(authenticate, backend, scope))
 
     async def read(request: Request) -> Signed:
-        query = request.scope["query_string"].decode("latin-1")
-        target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-        headers: dict[str, str] = {}
-        for name, value in request.scope["headers"]:
-            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
-        host = headers.get("host", "")
-        caller = await callers.ask(Head(request.method, host, target, headers))
+        caller = await callers.ask(head_of(request))
         if expects is None:
             body = await read_body(request, limit)
         else:
@@ -139,6 +139,18 @@ def signed_reader(
         return Signed(caller, body, arrived_at)
 
     return read
+
+
+def head_of(request: Request) -> Head:
+    """What a signature covers but the body, and the signature."""
+    scope = request.scope
+    query = scope["query_string"].decode("latin-1")
+    target = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        if name in _OF_HEAD:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return Head(scope["method"], headers.get("host", ""), target, headers)
 
 
 def parse(model: type[Model], body: bytes) -> Model:
@@ -207,6 +219,17 @@ def refusal(error: PrimeError) -> Response:
     return problem(error)
 
 
+def defect() -> Response:
+    """The bare document of an unexpected error, which the log describes in full."""
+    document = {
+        "type": "urn:prime:problem:fatal",
+        "title": "fatal",
+        "status": 500,
+        "detail": "a defect of this server; its log says more",
+    }
+    return _document(500, document, {})
+
+
 def _document(code: int, document: dict[str, Any], headers: dict[str, str]) -> Response:
     versioned = {version.HEADER: str(version.SPOKEN[-1]), **headers}
     return Response(
@@ -238,16 +261,10 @@ def install_problems(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"])
         return problem(MalformedError(f"{where}: {first['msg']}"))
 
-    async def defect(_: Request, __: Exception) -> Response:
-        document = {
-            "type": "urn:prime:problem:fatal",
-            "title": "fatal",
-            "status": 500,
-            "detail": "a defect of this server; its log says more",
-        }
-        return _document(500, document, {})
+    async def defective(_: Request, __: Exception) -> Response:
+        return defect()
 
     app.add_exception_handler(PrimeError, expected)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, parameters)
-    app.add_exception_handler(Exception, defect)
+    app.add_exception_handler(Exception, defective)

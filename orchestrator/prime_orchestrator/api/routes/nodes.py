@@ -42,6 +42,7 @@ from prime_core.messages import (
 )
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SignedLease
+from prime_core.transport.signatures import check_body
 from prime_orchestrator.api import (
     admission,
     auth,
@@ -60,6 +61,7 @@ from prime_orchestrator.api.routes.http import (
     answer,
     body_of,
     connection_of,
+    head_of,
     host_of,
     in_path,
     nothing,
@@ -77,8 +79,8 @@ def router(backend: Backend) -> APIRouter:
     routes = APIRouter()
     node = signed_by(backend, "node")
     signed_node = signed_reader(backend, "node")
-    beats = Gathered[tuple[Address, Heartbeat], HeartbeatAnswer](
-        partial(liveness.heartbeats, backend)
+    beats = Gathered[liveness.SignedBeat, HeartbeatAnswer](
+        partial(liveness.signed_heartbeats, backend)
     )
 
     asking = Gathered[leasing.Ask, LeaseAnswer](partial(leasing.lease_all, backend))
@@ -281,9 +283,12 @@ def router(backend: Backend) -> APIRouter:
     )
     async def heartbeat(request: Request) -> Response:
         """Say that the node lives; hear what to do next."""
-        signed = await signed_node(request)
-        beat = parse(Heartbeat, signed.body)
-        return answer(await beats.ask((signed.caller.account, beat)))
+        # Its session is looked up together with its answer, after its body has been read.
+        proven = auth.prove(backend, head_of(request), backend.now())
+        body = await read_body(request, SMALL_BODY)
+        check_body(proven, body)
+        beat = parse(Heartbeat, body)
+        return answer(await beats.ask(liveness.SignedBeat(proven, beat)))
 
     @routes.post(
         "/v1/classes", responses={200: {"model": ClassAnswer}}, openapi_extra=takes(ClassRequest)
