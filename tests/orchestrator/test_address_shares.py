@@ -138,7 +138,7 @@ def test_a_network_of_ipv6_asks_as_often_as_one_address_may(
 ) -> None:
     """The holder of a /64 has more addresses than there are buckets."""
     app = create_app(world.backend, requests_per_second=2)
-    monkeypatch.setattr("prime_orchestrator.api.app.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("prime_orchestrator.api.entry.time.monotonic", lambda: 100.0)
 
     async def statuses(*hosts: str) -> list[int]:
         found = []

@@ -69,7 +69,7 @@ def strangers(world: World, session: Session, path: str) -> dict[str, str]:
 
 
 def of_another_path(world: World, session: Session, path: str) -> dict[str, str]:
-    return world.signature("POST", "/v1/leases", BEAT, session)
+    return world.signature("POST", "/v1/submissions", BEAT, session)
 
 
 def stale(world: World, session: Session, path: str) -> dict[str, str]:
@@ -86,26 +86,34 @@ def replayed(world: World, session: Session, path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("headers", [unsigned, strangers, of_another_path, stale, replayed])
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/heartbeat"])
 def test_the_body_of_a_request_that_does_not_hold_is_never_read(
-    world: World, headers: Callable[[World, Session, str], dict[str, str]]
+    world: World, headers: Callable[[World, Session, str], dict[str, str]], path: str
 ) -> None:
+    """But a heartbeat's session and nonce are looked up together with its answer."""
     session = world.member(1)
     body = Body(BEAT)
-    status, _ = send(world, "/v1/heartbeat", headers(world, session, "/v1/heartbeat"), body)
+    status, _ = send(world, path, headers(world, session, path), body)
     assert status in (400, 401, 403)
-    assert not body.asked
+    assert body.asked == (path == "/v1/heartbeat" and headers in (strangers, replayed))
 
 
-def test_a_body_that_is_not_the_signed_one_is_refused_once_it_is_read(world: World) -> None:
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/heartbeat"])
+def test_a_body_that_is_not_the_signed_one_is_refused_once_it_is_read(
+    world: World, path: str
+) -> None:
     session = world.member(1)
-    headers = world.signature("POST", "/v1/heartbeat", BEAT, session)
+    headers = world.signature("POST", path, BEAT, session)
     body = Body(b'{"policy_version":1}')
-    status, sentence = send(world, "/v1/heartbeat", headers, body)
+    status, sentence = send(world, path, headers, body)
     assert (status, body.asked) == (401, True)
     assert "Content-Digest" in sentence
     again = Body(BEAT)
-    assert send(world, "/v1/heartbeat", headers, again)[0] == 401, "its nonce is used up"
-    assert not again.asked
+    if path == "/v1/heartbeat":
+        assert send(world, path, headers, again)[0] == 200
+    else:
+        assert send(world, path, headers, again)[0] == 401, "its nonce is used up"
+        assert not again.asked
 
 
 def test_only_the_solution_that_is_awaited_is_read(world: World) -> None:

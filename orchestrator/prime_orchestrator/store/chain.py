@@ -20,15 +20,21 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import (
+    built_once,
     insert_all_new,
     insert_new,
-    one_of,
+    one_of_bound,
     records,
     upsert,
     upsert_all,
 )
 
 _events = schema.chain_events.c
+_NAMED = (
+    sa.select(schema.chain_events)
+    .where(_events.name == sa.bindparam("of_name"))
+    .order_by(_events.block, _events.log_index)
+)
 _cursors = schema.cursors.c
 _state = schema.chain_state
 _undo = schema.chain_undo
@@ -122,13 +128,13 @@ def events(
 ) -> list[EventRow]:
     """Returns the events with this name, oldest first; only those about `subject` or `second` if
     given."""
-    query = sa.select(schema.chain_events).where(_events.name == name)
+    query = _NAMED
     if subject is not None:
         query = query.where(_events.subject == str(subject))
     if second is not None:
         query = query.where(_events.second == str(second))
-    query = query.order_by(_events.block, _events.log_index)
-    return records(EventRow, connection.execute(query).mappings().all())
+    found = connection.execute(query, {"of_name": name})
+    return records(EventRow, found.mappings().all())
 
 
 def events_of(connection: Connection, tx_hash: Digest) -> list[EventRow]:
@@ -248,13 +254,18 @@ def _state_of(
         by_kind.setdefault(kind, []).append(account)
     for kind, accounts in by_kind.items():
         for at in range(0, len(accounts), _BIND):
-            query = sa.select(_state.c.account, _state.c.value).where(
-                _state.c.kind == kind,
-                one_of(connection, _state.c.account, accounts[at : at + _BIND]),
-            )
-            for row in connection.execute(query):
+            bound = {"kind": kind, "accounts": accounts[at : at + _BIND]}
+            for row in connection.execute(_states_of(connection), bound):
                 found[kind, row.account] = row.value
     return found
+
+
+@built_once
+def _states_of(postgresql: bool) -> sa.Select[Any]:
+    return sa.select(_state.c.account, _state.c.value).where(
+        _state.c.kind == sa.bindparam("kind"),
+        one_of_bound(postgresql, _state.c.account, "accounts"),
+    )
 
 
 def _write(connection: Connection, values: Mapping[tuple[str, str], str | None]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import one_of, record
+from prime_orchestrator.store.rows import built_once, one_of, one_of_bound, record
 
 _challenges = schema.challenges.c
 
@@ -120,16 +121,21 @@ def solved_since(
 ) -> dict[Address, int]:
     """Returns how many challenges issued at `since` or later each node answered correctly; nodes
     with none are omitted."""
-    query = (
+    found = connection.execute(_solved(connection), {"nodes": list(nodes), "since": since})
+    return {Address(node): int(count) for node, count in found}
+
+
+@built_once
+def _solved(postgresql: bool) -> sa.Select[Any]:
+    return (
         sa.select(_challenges.node, sa.func.count())
         .where(
-            one_of(connection, _challenges.node, nodes),
+            one_of_bound(postgresql, _challenges.node, "nodes"),
             _challenges.rate.is_not(None),
-            _challenges.issued_at >= since,
+            _challenges.issued_at >= sa.bindparam("since"),
         )
         .group_by(_challenges.node)
     )
-    return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
 def rates_of(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[float]]:

@@ -22,6 +22,12 @@ from prime_orchestrator.store.rows import record, records
 from prime_orchestrator.store.submissions import SubmissionRow
 
 _evaluations = schema.evaluations.c
+_RUNNING = (
+    sa.select(schema.evaluations)
+    .where(_evaluations.ended_at.is_(None))
+    .order_by(_evaluations.id)
+    .limit(1)
+)
 _leases = schema.leases.c
 _files = schema.submissions.c
 _groups = schema.groups.c
@@ -83,13 +89,7 @@ def newest(connection: Connection, limit: int) -> list[EvaluationRow]:
 
 def running(connection: Connection) -> EvaluationRow | None:
     """Returns the oldest evaluation that has not ended, or None."""
-    query = (
-        sa.select(schema.evaluations)
-        .where(_evaluations.ended_at.is_(None))
-        .order_by(_evaluations.id)
-        .limit(1)
-    )
-    return record(EvaluationRow, connection.execute(query).mappings().first())
+    return record(EvaluationRow, connection.execute(_RUNNING).mappings().first())
 
 
 def end(connection: Connection, number: int, *, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,7 +12,15 @@ from sqlalchemy import Connection
 from prime_core.ids import Address
 from prime_core.node import Hardware, NodeStatus
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import one_of, record, records, update_each, upsert
+from prime_orchestrator.store.rows import (
+    built_once,
+    one_of,
+    one_of_bound,
+    record,
+    records,
+    update_each,
+    upsert,
+)
 
 _nodes = schema.nodes.c
 
@@ -74,13 +82,15 @@ def lock_rows(connection: Connection, addresses: Collection[Address]) -> dict[Ad
 
 def lock_free(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
     """Like `lock_row`, but only for rows that no other transaction holds; never waits."""
-    query = (
-        sa.select(schema.nodes)
-        .where(one_of(connection, _nodes.address, addresses))
-        .with_for_update(skip_locked=True)
-    )
-    rows = connection.execute(query).mappings().all()
-    return {row.address: row for row in records(NodeRow, rows)}
+    found = connection.execute(_lock_free(connection), {"addresses": list(addresses)})
+    return {Address(row.address): NodeRow(*row) for row in found}
+
+
+@built_once
+def _lock_free(postgresql: bool) -> sa.Select[Any]:
+    columns = (_nodes[field.name] for field in fields(NodeRow))
+    query = sa.select(*columns).where(one_of_bound(postgresql, _nodes.address, "addresses"))
+    return query.with_for_update(skip_locked=True)
 
 
 def active_before(connection: Connection, last_heartbeat: float) -> list[NodeRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -12,11 +13,19 @@ from sqlalchemy import Connection
 from prime_core.checkpoint import SignedManifest
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, insert_new, record, records
+from prime_orchestrator.store.rows import (
+    built_once,
+    insert_all_new,
+    insert_new,
+    one_of_bound,
+    record,
+    records,
+)
 
 _policies = schema.policies.c
 _relays = schema.relays.c
 _arrivals = schema.arrivals.c
+_LATEST = sa.select(sa.func.max(_policies.version))
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ def get(connection: Connection, version: int) -> PolicyRow | None:
 
 def latest_version(connection: Connection) -> int | None:
     """Returns the newest version, or None before the first."""
-    highest = connection.execute(sa.select(sa.func.max(_policies.version))).scalar()
+    highest = connection.execute(_LATEST).scalar()
     return None if highest is None else int(highest)
 
 
@@ -98,20 +107,25 @@ def relays(
     """Returns relays announced since then: those of the pool's `own` accounts first, then the first
     of each other account, the second of each, and so on, oldest known first. So no account can
     crowd out the trainer's origin, and a few cannot fill the list."""
+    bound = {"since": since, "own": list(own), "most": limit}
+    return [
+        RelayRow(row.url, Address(row.account), tuple(json.loads(row.versions)), row.last_seen)
+        for row in connection.execute(_newest_relays(connection), bound)
+    ]
+
+
+@built_once
+def _newest_relays(postgresql: bool) -> sa.Select[Any]:
     place = sa.func.row_number().over(
         partition_by=_relays.account, order_by=(_relays.first_seen, _relays.url)
     )
-    others = sa.case((_relays.account.in_(sorted(own)), 0), else_=place)
-    query = (
+    others = sa.case((one_of_bound(postgresql, _relays.account, "own"), 0), else_=place)
+    return (
         sa.select(schema.relays)
-        .where(_relays.last_seen >= since)
+        .where(_relays.last_seen >= sa.bindparam("since"))
         .order_by(others, _relays.first_seen, _relays.url)
-        .limit(limit)
+        .limit(sa.bindparam("most"))
     )
-    return [
-        RelayRow(row.url, Address(row.account), tuple(json.loads(row.versions)), row.last_seen)
-        for row in connection.execute(query)
-    ]
 
 
 def relay_owner(connection: Connection, url: str) -> Address | None:

@@ -6,7 +6,8 @@ on the number of rows, so that it is prepared once, and they are one statement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -25,6 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 def record(kind: type[T], row: RowMapping | None) -> T | None:
@@ -41,9 +43,27 @@ def one_of(
     connection: Connection, column: Column[Any], values: Collection[Any]
 ) -> ColumnElement[bool]:
     """Returns the condition that `column` is one of the values."""
-    if connection.dialect.name == "postgresql":
+    if _is_postgresql(connection):
         return column == any_(_array(column, values))
     return column.in_(list(values))
+
+
+def built_once(build: Callable[[bool], S]) -> Callable[[Connection], S]:
+    """Decorates a function that builds a statement whose values are bound parameters, for
+    PostgreSQL or not: building it, and SQLAlchemy's key of it, cost more than to execute it."""
+    cached = cache(build)
+    return lambda connection: cached(_is_postgresql(connection))
+
+
+def one_of_bound(postgresql: bool, column: Column[Any], name: str) -> ColumnElement[bool]:
+    """Returns `one_of` with a bound parameter, which takes a list."""
+    if postgresql:
+        return column == any_(bindparam(name, type_=ARRAY(column.type)))
+    return column.in_(bindparam(name, expanding=True))
+
+
+def _is_postgresql(connection: Connection) -> bool:
+    return connection.dialect.name == "postgresql"
 
 
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
@@ -57,11 +77,12 @@ def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[
     """Inserts those of `rows` whose keys do not exist, with one prepared statement."""
     if not rows:
         return
-    statement = _insert(connection, table)
-    if connection.dialect.name == "postgresql":
-        connection.execute(statement.from_select(*_of_arrays(table, rows)).on_conflict_do_nothing())
+    if _is_postgresql(connection):
+        names = tuple(rows[0])
+        connection.execute(_insert_arrays(table, names), _columns(rows, names))
     else:
-        connection.execute(statement.on_conflict_do_nothing(), [dict(row) for row in rows])
+        statement = _insert(connection, table).on_conflict_do_nothing()
+        connection.execute(statement, [dict(row) for row in rows])
 
 
 def returning_new(
@@ -70,12 +91,14 @@ def returning_new(
     """Inserts those of `rows` whose keys do not exist, and returns their primary keys."""
     if not rows:
         return ()
-    statement, keys = _insert(connection, table), table.primary_key.columns
-    if connection.dialect.name == "postgresql":
-        statement = statement.from_select(*_of_arrays(table, rows)).on_conflict_do_nothing()
-        return connection.execute(statement.returning(*keys)).all()
-    statement = statement.on_conflict_do_nothing().returning(*keys)
-    return connection.execute(statement, [dict(row) for row in rows]).all()
+    if _is_postgresql(connection):
+        names = tuple(rows[0])
+        statement = _insert_arrays(table, names, returning=True)
+        return connection.execute(statement, _columns(rows, names)).all()
+    statement = _insert(connection, table).on_conflict_do_nothing()
+    return connection.execute(
+        statement.returning(*table.primary_key.columns), [dict(row) for row in rows]
+    ).all()
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
@@ -120,14 +143,9 @@ def update_each(
     if not rows:
         return
     (key,) = table.primary_key.columns
-    if connection.dialect.name == "postgresql":
-        arrays = [
-            _array(table.c[name], [getattr(row, name) for row in rows])
-            for name in (key.name, *names)
-        ]
-        new = func.unnest(*arrays).table_valued("of", *names).render_derived("new")
-        changed = {name: new.c[name] for name in names}
-        connection.execute(table.update().where(key == new.c.of).values(changed))
+    if _is_postgresql(connection):
+        lists = {f"all_{name}": [getattr(row, name) for row in rows] for name in (key.name, *names)}
+        connection.execute(_update_arrays(table, tuple(names)), lists)
         return
     statement = table.update().where(key == bindparam("of"))
     statement = statement.values({name: bindparam(f"new_{name}") for name in names})
@@ -142,11 +160,28 @@ def _array(column: Column[Any], values: Iterable[Any]) -> ColumnElement[Any]:
     return bindparam(None, list(values), type_=ARRAY(column.type))
 
 
-def _of_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Any]:
-    """Returns the columns of `rows`, which all have the same, and a query for the rows."""
-    names = list(rows[0])
-    arrays = (_array(table.c[name], (row[name] for row in rows)) for name in names)
-    return names, select(*(func.unnest(array) for array in arrays))
+def _all_of(column: Column[Any]) -> ColumnElement[Any]:
+    return bindparam(f"all_{column.name}", type_=ARRAY(column.type))
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    return {f"all_{name}": [row[name] for row in rows] for name in names}
+
+
+@cache
+def _insert_arrays(table: Table, names: tuple[str, ...], *, returning: bool = False) -> Any:
+    arrays = (_all_of(table.c[name]) for name in names)
+    query = select(*(func.unnest(array) for array in arrays))
+    statement = postgresql.insert(table).from_select(names, query).on_conflict_do_nothing()
+    return statement.returning(*table.primary_key.columns) if returning else statement
+
+
+@cache
+def _update_arrays(table: Table, names: tuple[str, ...]) -> Any:
+    (key,) = table.primary_key.columns
+    arrays = (_all_of(table.c[name]) for name in (key.name, *names))
+    new = func.unnest(*arrays).table_valued("of", *names).render_derived("new")
+    return table.update().where(key == new.c.of).values({name: new.c[name] for name in names})
 
 
 def _insert(connection: Connection, table: Table) -> Any:

@@ -15,6 +15,7 @@ from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import records
 
 _runs = schema.runs.c
+_EVERY = sa.select(schema.runs).order_by(_runs.from_step)
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class RunRow:
 
 def every(connection: Connection) -> list[RunRow]:
     """Returns all revisions, ordered by step."""
-    query = sa.select(schema.runs).order_by(_runs.from_step)
-    return records(RunRow, connection.execute(query).mappings().all())
+    return records(RunRow, connection.execute(_EVERY).mappings().all())
 
 
 def add(connection: Connection, row: RunRow) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, one_of, record, returning_new, upsert
+from prime_orchestrator.store.rows import (
+    built_once,
+    insert_new,
+    one_of_bound,
+    record,
+    returning_new,
+    upsert,
+)
 
 MAX_SESSION_SECONDS = 24 * 3600
 """Maximum duration of a grant."""
@@ -39,10 +47,14 @@ def get(connection: Connection, key_id: Digest) -> SessionRow | None:
 
 def of_keys(connection: Connection, key_ids: Collection[Digest]) -> dict[Digest, SessionRow]:
     """Returns the sessions of those keys that have one."""
-    query = sa.select(schema.sessions).where(one_of(connection, _sessions.key_id, key_ids))
-    return {
-        Digest(row["key_id"]): SessionRow(**row) for row in connection.execute(query).mappings()
-    }
+    found = connection.execute(_of_keys(connection), {"key_ids": list(key_ids)})
+    return {Digest(row.key_id): SessionRow(*row) for row in found}
+
+
+@built_once
+def _of_keys(postgresql: bool) -> sa.Select[Any]:
+    columns = (_sessions[field.name] for field in fields(SessionRow))
+    return sa.select(*columns).where(one_of_bound(postgresql, _sessions.key_id, "key_ids"))
 
 
 def add(connection: Connection, session: SessionRow) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -14,7 +15,14 @@ from prime_core.rollout import SignedSubmission
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import POOLS_FAULT, Reason
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import one_of, record, records, update_each
+from prime_orchestrator.store.rows import (
+    built_once,
+    one_of,
+    one_of_bound,
+    record,
+    records,
+    update_each,
+)
 
 _submissions = schema.submissions.c
 _tallies = schema.tallies.c
@@ -459,16 +467,21 @@ def with_bad_endings(
     connection: Connection, nodes: Collection[Address], *, since: float
 ) -> frozenset[Address]:
     """Returns those of the nodes for which `ended_badly` finds a submission."""
-    query = (
+    found = connection.execute(_bad_endings(connection), {"nodes": list(nodes), "since": since})
+    return frozenset(Address(node) for node in found.scalars())
+
+
+@built_once
+def _bad_endings(postgresql: bool) -> sa.Select[Any]:
+    return (
         sa.select(_submissions.node)
         .distinct()
         .where(
-            one_of(connection, _submissions.node, nodes),
-            _submissions.judged_at >= since,
+            one_of_bound(postgresql, _submissions.node, "nodes"),
+            _submissions.judged_at >= sa.bindparam("since"),
             _submissions.status.in_(("rejected", "void")),
         )
     )
-    return frozenset(Address(node) for node in connection.execute(query).scalars())
 
 
 def newest_endings(
