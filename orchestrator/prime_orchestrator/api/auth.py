@@ -183,10 +183,9 @@ def callers(
 ) -> list[Caller | Exception]:
     """Returns the callers of requests with these signatures, see `authenticate`. Writes their
     nonces."""
-    known = sessions.of_keys(
+    known = sessions.with_revocations(
         connection, {one.key_id for one in proven if isinstance(one, Verified)}
     )
-    revoked = chain.revocations(connection, {session.account for session in known.values()})
     found: list[Caller | Exception] = []
     held: list[int] = []
     nonces: list[tuple[Digest, str, int]] = []
@@ -194,11 +193,11 @@ def callers(
         if isinstance(one, Exception):
             found.append(one)
             continue
-        session = known.get(one.key_id)
+        session, revoked_before = known.get(one.key_id, (None, 0))
         if session is None or session.revoked or session.expiry <= now:
             error = UntrustedError("the session is unknown, ended or revoked: open a new one")
             found.append(error)
-        elif session.issued_at < revoked.get(session.account, 0):
+        elif session.issued_at < revoked_before:
             found.append(UntrustedError("the session was revoked on chain: open a new one"))
         elif session.scope != scope:
             found.append(

@@ -19,7 +19,7 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     challenges,
-    evaluations,
+    facts,
     intents,
     leases,
     lock,
@@ -161,7 +161,8 @@ def _answer_beats(
             instance=beat.instance or row.instance,
         )
     nodes.store_heartbeats(connection, list(rows.values()))
-    latest = policies.latest_version(connection)
+    pool = facts.read(connection)
+    latest = pool.latest_version
     reach.note(
         connection,
         [
@@ -172,14 +173,13 @@ def _answer_beats(
         latest,
         now=now,
     )
-    ended = chain.pool_ended(connection, context.pool) is not None
+    ended = pool.maybe_ended and chain.pool_ended(connection, context.pool) is not None
     found = policies.relays(connection, since=now - RELAY_SECONDS, own=backend.own_accounts)
     relays = tuple(row.url for row in found)
-    run = revisions.next_run(connection, context)
+    run = revisions.newest_run(pool.newest_run, context)
     # a proof of cards needs the whole cards, which work now
     measured = speed.want_challenges(connection, rows.values(), now) if run.cards is None else ()
     run_digest, slots = run.digest(), backend.slots(run)
-    evaluates = evaluations.running(connection) is not None
     proofs = _proofs(connection, said) if run.cards is not None else {}
     endings = _endings(connection, [(account, beat.heard_at) for account, beat in said], now)
     answers = []
@@ -206,7 +206,7 @@ def _answer_beats(
                 measure=account in measured,
                 run_digest=run_digest,
                 another_machine=at in elsewhere,
-                evaluates=evaluates,
+                evaluates=pool.evaluates,
                 lease_slots=slots.of(node) if node is not None else 1,
                 prove_cards_by=prove_by,
             )
@@ -340,6 +340,7 @@ class LifeTicks:
             challenges.forget(connection, now)
             row_marks.forget(connection, now)
             policies.forget_relays(connection, now - 10 * RELAY_SECONDS)
+            reach.forget(connection)
         shadow.forget(backend.store, backend.objects, now)
 
     def _measure_again(self, now: float) -> None:

@@ -38,6 +38,12 @@ def note(
     ]
     if known:
         policies.note_arrivals(connection, known, now=now)
+
+
+def forget(connection: Connection) -> None:
+    """Deletes the arrivals of old versions."""
+    latest = policies.latest_version(connection)
+    if latest is not None:
         policies.forget_arrivals(connection, latest - KEPT)
 
 

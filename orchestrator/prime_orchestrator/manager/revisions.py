@@ -47,7 +47,12 @@ def current(connection: Connection, context: PoolContext) -> RunDefinition:
 def next_run(connection: Connection, context: PoolContext) -> RunDefinition:
     """Returns the newest definition, announced or final. Nodes prepare for it."""
     rows = runs.every(connection)
-    return _parsed(rows[-1].body) if rows else context.run
+    return newest_run(rows[-1].body if rows else None, context)
+
+
+def newest_run(body: bytes | None, context: PoolContext) -> RunDefinition:
+    """Returns the definition of these bytes; None: the pool's first one."""
+    return context.run if body is None else _parsed(body)
 
 
 def waits_for(connection: Connection, step: int) -> str:

@@ -304,13 +304,6 @@ def revoked_before(connection: Connection, account: Address) -> int:
     return int(state(connection, "revoked", account) or 0)
 
 
-def revocations(connection: Connection, accounts: Collection[Address]) -> dict[Address, int]:
-    """Returns `revoked_before` for those of the accounts that have one."""
-    return {
-        account: int(value) for account, value in states(connection, "revoked", accounts).items()
-    }
-
-
 def pool_ended(connection: Connection, pool: int) -> int | None:
     """Returns when `pool` ended on chain (Unix seconds), or None if it did not."""
     found = (one for one in events(connection, "PoolEnded") if one.arguments()["pool"] == pool)

@@ -45,16 +45,25 @@ def get(connection: Connection, key_id: Digest) -> SessionRow | None:
     return record(SessionRow, connection.execute(query).mappings().first())
 
 
-def of_keys(connection: Connection, key_ids: Collection[Digest]) -> dict[Digest, SessionRow]:
-    """Returns the sessions of those keys that have one."""
+def with_revocations(
+    connection: Connection, key_ids: Collection[Digest]
+) -> dict[Digest, tuple[SessionRow, int]]:
+    """Returns the sessions of those keys that have one, each with the newest `RevokedBefore` time
+    of its account on chain, 0 if none."""
     found = connection.execute(_of_keys(connection), {"key_ids": list(key_ids)})
-    return {Digest(row.key_id): SessionRow(*row) for row in found}
+    return {Digest(row.key_id): (SessionRow(*row[:-1]), int(row.before or 0)) for row in found}
 
 
 @built_once
 def _of_keys(postgresql: bool) -> sa.Select[Any]:
     columns = (_sessions[field.name] for field in fields(SessionRow))
-    return sa.select(*columns).where(one_of_bound(postgresql, _sessions.key_id, "key_ids"))
+    on_chain = schema.chain_state.c
+    revoked = sa.and_(on_chain.kind == "revoked", on_chain.account == _sessions.account)
+    return (
+        sa.select(*columns, on_chain.value.label("before"))
+        .select_from(schema.sessions.outerjoin(schema.chain_state, revoked))
+        .where(one_of_bound(postgresql, _sessions.key_id, "key_ids"))
+    )
 
 
 def add(connection: Connection, session: SessionRow) -> bool:
