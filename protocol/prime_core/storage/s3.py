@@ -365,11 +365,12 @@ class _ShortRequests:
         answer = self._ask("HEAD", key, {"x-amz-checksum-mode": "ENABLED"})
         if answer is None or not {"content-length", "etag"} <= {*map(str.lower, answer.headers)}:
             return None
-        return {
+        found = {
             "ContentLength": int(answer.headers["Content-Length"]),
             "ETag": answer.headers["ETag"],
-            "ChecksumSHA256": answer.headers.get("x-amz-checksum-sha256", ""),
         }
+        checksum = answer.headers.get(CHECKSUM_HEADER)
+        return found if checksum is None else found | {"ChecksumSHA256": checksum}
 
     def copy(self, source: str, target: str, tag: str) -> bool:
         origin = {
