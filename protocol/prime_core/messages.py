@@ -275,7 +275,7 @@ class MemoryProved(Answer):
     proved_memory_mb: int
 
 
-class SignedMemory(Answer):
+class SignedMemory(Strict):
     """What a node's proof of memory found, signed by the pool's manager."""
 
     memory: MemoryPassport
