@@ -44,7 +44,9 @@ BIN = Path(sys.executable).parent
 RECORD = "network.json"
 POOL_FUNDS = 5_000 * TOKEN
 BLOCK_SECONDS = 1
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST")
+PASSED_ON = (
+    "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "DOCKER_HOST", "OTEL_EXPORTER_OTLP_ENDPOINT",
+)  # fmt: skip
 PARTIES = ("deployer", "manager", "trainer", "validator", "relay")
 ENDPOINTS = 3
 SHORT_SECONDS, LONG_SECONDS = 1.0, 5.0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prime_core import tracing
 from prime_core.command_line import Json, program, run
 from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.logs import log_to_stderr
@@ -133,6 +134,7 @@ def join(
     from prime_node.wallet import open_provider, open_wallet
 
     _logging(verbose)
+    tracing.start("prime-node")
     settings.need_orchestrator()
     use_gpus(settings.gpus)
     if not settings.shadow:

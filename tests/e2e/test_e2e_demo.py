@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e_kit import ROOT, devnet, findings, listening, processes_of, require_anvil, run, until
+from otlp import collecting
 
 from devnet.network import Network
 from prime_chain.events import Claimed, RootPosted, SlashProposed
@@ -26,11 +27,13 @@ SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
 @dataclass(frozen=True)
 class Ended:
-    """A demo that has ended: its folder, its exit code and its output."""
+    """A demo that has ended: its folder, its exit code, its output, and the spans of its leases'
+    traces as (service, name)."""
 
     root: Path
     returncode: int
     output: str
+    traces: list[set[tuple[str, str]]]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     require_anvil()
     root = tmp_path_factory.mktemp("demo") / "run"
     words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "3", "--liars", "1")
-    done = run(devnet(*words, "--rpc-faults", "60", "--root", str(root)), 850)
-    return Ended(root, done.returncode, done.stdout)
+    with collecting() as collector, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        done = run(devnet(*words, "--rpc-faults", "60", "--root", str(root)), 850)
+    return Ended(root, done.returncode, done.stdout, [*collector.traces.values()])
 
 
 @pytest.mark.slow
@@ -55,6 +60,19 @@ def test_a_short_demo_holds_its_findings_and_leaves_nothing_behind(
     assert "<svg" in (root / "report.html").read_text()
     assert not (root / "pids.json").exists()
     assert processes_of(root) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_trace_follows_a_lease_through_all_programs(ended: Ended) -> None:
+    """The programs agree on the trace's id without naming it to one another."""
+    whole = {
+        ("orchestrator", "lease"), ("prime-node", "generate"), ("prime-node", "upload"),
+        ("orchestrator", "submission"), ("validator", "judge"), ("orchestrator", "verdict"),
+        ("trainer", "train"),
+    }  # fmt: skip
+    assert any(trace >= whole for trace in ended.traces), ended.traces
+    assert all(trace <= whole for trace in ended.traces)
 
 
 def shares_hold(root: Path) -> None:

@@ -41,6 +41,13 @@ import time
 from prime_core.storage.s3 import S3Store
 print(S3Store("pool", endpoint="http://127.0.0.1:9").signed_get("file", int(time.time()) + 60))
 """
+TRACES = """
+import os
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
+from prime_core import tracing
+tracing.start("program")
+print("exports", tracing.on())
+"""
 WANDB = """
 import os
 os.environ["WANDB_MODE"] = "offline"
@@ -61,6 +68,7 @@ PARTS = [
     ("rollout-base,python-sandbox", "python", ("-c", PYTHON_SANDBOX), "answer 42"),
     ("rollout-base,search-tool", "python", ("-c", SEARCH_TOOL), "blue water"),
     ("s3", "python", ("-c", S3), "Signature="),
+    ("traces", "python", ("-c", TRACES), "exports True"),
     ("wandb", "python", ("-c", WANDB), "logged"),
 ]
 UNTESTED = {

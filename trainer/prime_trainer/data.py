@@ -80,6 +80,8 @@ class TrainingBatch:
     keys: tuple[GroupKey, ...]
     seen: int = 0
     alike: int = 0
+    submissions: tuple[Digest, ...] = ()
+    """Submissions of its files."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -164,7 +166,15 @@ def assemble(
         raise UntrustedError(
             f"batch {step} has rows of policies {sorted(versions)}, not as it says"
         )
-    batch = TrainingBatch(Step(step), manifest.digest(), tuple(groups), tuple(keys), seen, alike)
+    batch = TrainingBatch(
+        step=Step(step),
+        digest=manifest.digest(),
+        groups=tuple(groups),
+        keys=tuple(keys),
+        seen=seen,
+        alike=alike,
+        submissions=tuple(Digest(file.submission_digest) for file in manifest.files),
+    )
     batch.require_new(trained)
     return batch
 

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from prime_broadcast.files import write_whole
 from prime_broadcast.transfer import Link, TransferError
 from prime_chain.keystore import open_keystore
+from prime_core import tracing
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UserError
 from prime_core.folders import held_alone, make_folder
@@ -137,6 +138,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     User errors are detected before torch is loaded.
     """
     log_to_stderr(settings.log_level)
+    tracing.start("trainer")
     url = settings.need("orchestrator")
     settings.need("model")
     leads = os.environ.get("RANK", "0") == "0"

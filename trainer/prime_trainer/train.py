@@ -38,6 +38,7 @@ from functools import cached_property
 from typing import Any
 
 from prime_broadcast.sharded import Part
+from prime_core import tracing
 from prime_core.errors import (
     FatalError,
     MalformedError,
@@ -46,6 +47,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import Step
+from prime_core.messages import SubmissionInfo
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import checkpoint
@@ -249,7 +251,10 @@ class Trainer:
         line: dict[str, Any]
         if isinstance(found, TrainingBatch):
             versions = state.version, self.newest + 1
+            began = time.time()
             line = train_step(self.learner, found, watch, versions)
+            if self.world.leads and tracing.on():
+                self._trace(found, began, time.time())
             talk = self.learner.run.conversation
             if self.world.leads and talk is not None and talk.tools:
                 line |= tool_figures(found.rollouts, self.tokenizer)
@@ -261,6 +266,16 @@ class Trainer:
         for alarm in line["alarms"]:
             log.warning("alarm at step %d: %s", state.step, alarm)
         return line
+
+    def _trace(self, batch: TrainingBatch, began: float, ended: float) -> None:
+        """Records the step in the traces of the leases whose files it trained on."""
+        for submission in batch.submissions:
+            try:
+                info = self.client.get(f"/v1/submissions/{submission}", SubmissionInfo)
+            except PrimeError as error:
+                log.warning("the step is missing in traces: %s", error)
+                return
+            tracing.record(info.lease_digest, "train", began, ended, step=int(batch.step))
 
     def keep(
         self,

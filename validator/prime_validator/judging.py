@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from prime_broadcast.pool import Policies
-from prime_core import encoding
+from prime_core import encoding, tracing
 from prime_core.errors import (
     ConflictError,
     MalformedError,
@@ -208,7 +209,12 @@ class Validator:
             raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
         except (UnavailableError, NotFoundError) as error:
             raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
+        began = time.time()
         finding = self._verify(job, draw, engines)
+        tracing.record(
+            Digest(job.submission.submission.lease_digest), "judge", began, time.time(),
+            reason=finding.reason.name,
+        )  # fmt: skip
         log.info("submission %s: %s: %s", job.submission_digest, finding.reason.name,
                  finding.detail)  # fmt: skip
         if finding.outcome is Outcome.ABSTAINED:

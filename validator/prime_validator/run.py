@@ -28,6 +28,7 @@ from prime_broadcast.sources import SourceBook
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
+from prime_core import tracing
 from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import PolicyError, PrimeError, UnavailableError
 from prime_core.folders import make_folder
@@ -59,6 +60,7 @@ announcement is tried again, so that a policy which cannot be fetched does not h
 def run(settings: Settings) -> None:
     """Judges until SIGTERM. Raises the first defect of a background thread."""
     log_to_stderr(settings.log_level)
+    tracing.start("validator")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop = until_stopped()
     with ExitStack() as stack:

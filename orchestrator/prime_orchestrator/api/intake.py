@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from prime_core import tracing
 from prime_core.errors import (
     ConflictError,
     MalformedError,
@@ -212,6 +213,8 @@ def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | P
         submissions.add(connection, added)
         leases.set_statuses(connection, ended)
         jobs.add(connection, {row.digest: row.shadow for row in added}, now=now)
+    for new in added:
+        tracing.record(new.lease_digest, "submission", now, backend.now(), submission=new.digest)
     return answers
 
 

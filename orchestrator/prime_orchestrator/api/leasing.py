@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from prime_broadcast.peers import site_of
-from prime_core import seeds
+from prime_core import seeds, tracing
 from prime_core.draws import SaltOpening
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, PrimeError
 from prime_core.ids import Address, Digest
@@ -252,6 +252,7 @@ def _answer(
     evaluation = view.blocks.evaluation.id if evaluates and view.blocks else None
     row = leases.new_row(digest, signed, now=view.now, tries=tries, evaluation=evaluation)
     view.grant(row, node)
+    tracing.record_lease(digest, view.now, node=node.address, step=signed.lease.step)
     return LeaseAnswer(lease=signed)
 
 

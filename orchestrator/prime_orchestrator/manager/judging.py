@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from prime_core import tracing
 from prime_core.draws import DrawList
 from prime_core.errors import (
     ConflictError,
@@ -404,7 +405,7 @@ class Judge:
             standing.kept(connection, [row.node for row, _ in paid])
             _credit(connection, runs, paid, now)
         for one, verdict in accepted:
-            _log(one.row, verdict)
+            _log(one.row, verdict, now)
         return [one.row.digest for one, _ in accepted]
 
     def _decide(self, one: Due, verdict: Stored | None) -> bool:
@@ -534,7 +535,7 @@ class Judge:
             _credit(connection, runs, [(row, chosen)], now)
         elif outcome is Outcome.REJECTED:
             _punish(connection, self.context, row, chosen, now)
-        _log(row, verdict)
+        _log(row, verdict, now)
         return True
 
     def _class_at_fault(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:
@@ -664,7 +665,7 @@ def _note_class(
     return numeric.key
 
 
-def _log(row: SubmissionRow, verdict: Stored) -> None:
+def _log(row: SubmissionRow, verdict: Stored, now: float) -> None:
     if row.shadow:
         log.info("shadow submission: nothing follows from its verdict")
     chosen, opinions = verdict.chosen, len(verdict.found)
@@ -673,6 +674,8 @@ def _log(row: SubmissionRow, verdict: Stored) -> None:
         *(row.digest, row.node, _STATUS[chosen.outcome], chosen.reason.name, chosen.table.units),
         opinions,
     )
+    reason = chosen.reason.name
+    tracing.record(Digest(row.lease_digest), "verdict", row.received_at, now, reason=reason)
 
 
 def _credit(
