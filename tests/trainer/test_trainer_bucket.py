@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from trainer_pool import Pool, wait_until
 from devnet.s3 import BUCKET, PUBLIC, S3Server
 from prime_broadcast import layout
 from prime_broadcast.client import Base, fetch
-from prime_core.errors import FatalError, UserError
+from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.messages import PolicyList
 from prime_core.transport.client import OrchestratorClient
 from prime_trainer.bucket import Bucket
 from prime_trainer.config import Settings
@@ -117,6 +119,45 @@ def test_an_upload_that_ended_early_goes_on_where_it_stopped(
         assert bucket.versions == (0, 1)
 
 
+def test_a_bucket_that_does_not_answer_delays_no_policy(
+    pool: Pool, tmp_path: Path, empty: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_trainer.bucket.RETRY_SECONDS", 0.1)
+    with publishing(pool, tmp_path / "data", empty) as (publisher, bucket):
+        put, failed = bucket._store.put_file, threading.Event()
+        back = threading.Event()
+
+        def put_file(key: str, path: Path, *, cached: str = "") -> None:
+            if not back.is_set():
+                failed.set()
+                raise UnavailableError("the server answered ExpiredToken")
+            put(key, path, cached=cached)
+
+        monkeypatch.setattr(bucket._store, "put_file", put_file)
+        publisher.publish(pool.model, 0)
+        assert failed.is_set()
+        assert bucket.versions == ()
+        assert publisher._client.get("/v1/policies", PolicyList).policies, "it was handed in"
+        back.set()
+        wait_until(lambda: bucket.versions == (0,), "the bucket has the policy")
+        assert "policies/0/manifest.json" in set(bucket._store.keys("policies/"))
+
+
+def test_files_without_a_manifest_are_not_trusted_after_a_restart(
+    pool: Pool, tmp_path: Path, empty: S3Server
+) -> None:
+    """They may be of a policy that was lost before its manifest was written, and made again."""
+    with publishing(pool, tmp_path / "data", empty) as (publisher, bucket):
+        bucket._store.put("policies/0/model.safetensors", b"of another try")
+        odd = {"Bucket": PUBLIC, "Key": bucket._store.prefix + "policies/0/a b"}
+        bucket._store._client.put_object(**odd, Body=b"")
+        publisher.publish(pool.model, 0)
+        size = (pool.model / "model.safetensors").stat().st_size
+        assert bucket._store.size("policies/0/model.safetensors") == size
+        assert "policies/0/a b" in set(bucket._store.keys("policies/")), "no name of the layout"
+        bucket._store._client.delete_object(**odd)
+
+
 def test_files_of_thinned_versions_leave_the_bucket(
     pool: Pool, tmp_path: Path, empty: S3Server
 ) -> None:
@@ -154,6 +195,7 @@ def test_settings_that_do_not_fit_are_one_sentence(
             ({"s3_endpoint": s3.url}, "without a bucket"),
             ({"s3_bucket": "missing", "s3_endpoint": s3.url}, "there is no bucket missing"),
             ({"s3_bucket": PUBLIC}, "needs the URL at which nodes read it"),
+            ({"s3_bucket": PUBLIC, "s3_public_url": "cdn.example.org"}, "is not the URL of a"),
         ):
             with pytest.raises(UserError, match=sentence):
                 bucket_of(settings(pool, tmp_path, **changes), facts)

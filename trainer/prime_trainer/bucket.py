@@ -2,12 +2,14 @@
 
 The objects lie under the keys of the broadcast's layout (prime_broadcast/layout.py), so the bucket
 is a mirror: nodes ask it before the trainer's own server, and what it sends is checked by digest.
-An object never changes once it is written, but for the index.
+An object never changes once it is written, but for the index. While the bucket does not answer,
+training goes on, and a thread tries until it has everything.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ import httpx
 
 from prime_broadcast import layout
 from prime_broadcast.manifest import MANIFEST_NAME
-from prime_core.errors import FatalError, NotFoundError, UserError
+from prime_core.errors import FatalError, NotFoundError, PrimeError, UnavailableError, UserError
 
 if TYPE_CHECKING:
     from prime_core.storage.s3 import S3Store
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 NO_CACHE = "no-cache"
 FOR_EVER = "public, max-age=31536000, immutable"
+RETRY_SECONDS = 30.0
 
 
 class Bucket:
-    """A bucket that holds what `root` holds. `url` is where anyone can read its objects."""
+    """A bucket that holds what `root` holds. `url` is where anyone can read its objects.
+    Thread-safe."""
 
     def __init__(self, root: Path, store: S3Store, url: str) -> None:
         self._root = root
@@ -35,10 +39,36 @@ class Bucket:
         self.versions: tuple[int, ...] = ()
         """The versions that are complete in the bucket."""
         self._looked = False
+        self._sent: set[str] = set()
+        self._updating = threading.Lock()
+        self._late: threading.Thread | None = None
 
     def check(self) -> None:
         """Raises UserError if the bucket cannot be used, UnavailableError if it does not answer."""
         self._store.check()
+
+    def keep_up(self) -> None:
+        """Updates the bucket. If it does not answer, a thread goes on until it does, or until the
+        process ends. Raises FatalError as `update` does."""
+        try:
+            self.update()
+        except (UnavailableError, OSError) as error:
+            log.warning("the bucket lacks the newest policy for now: %s", error)
+            if self._late is None or not self._late.is_alive():
+                self._late = threading.Thread(target=self._go_on, name="bucket", daemon=True)
+                self._late.start()
+
+    def _go_on(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(RETRY_SECONDS):
+            try:
+                self.update()
+                return
+            except (UnavailableError, OSError) as error:  # also a file thinned out meanwhile
+                log.warning("the bucket still lacks a policy: %s", error)
+            except PrimeError as error:
+                log.error("the bucket is not updated: %s", error)
+                return
 
     def update(self) -> None:
         """Uploads what is new in the layout, each version's manifest after its files and the index
@@ -48,6 +78,10 @@ class Bucket:
         Raises FatalError if the bucket holds another policy of a version, UnavailableError if it
         does not answer; the next call goes on.
         """
+        with self._updating:
+            self._update()
+
+    def _update(self) -> None:
         there = set(self._store.keys(f"{layout.POLICIES}/"))
         kept: set[str] = set()
         present = layout.versions(self._root)
@@ -62,8 +96,11 @@ class Bucket:
             if manifest in there and version not in self.versions:
                 self._require_same(version, manifest, folder / MANIFEST_NAME)
             for name in names:
-                if _key(version, name) not in there:
-                    self._store.put_file(_key(version, name), folder / name, cached=FOR_EVER)
+                key = _key(version, name)
+                # Without a manifest, what is there may be of a version that was made again.
+                if key not in there or (manifest not in there and key not in self._sent):
+                    self._store.put_file(key, folder / name, cached=FOR_EVER)
+                    self._sent.add(key)
             if manifest not in there:
                 self._store.put_file(manifest, folder / MANIFEST_NAME, cached=FOR_EVER)
                 log.info("policy %d is in the bucket at %s", version, self.url)
@@ -76,7 +113,7 @@ class Bucket:
         )
         ours = tuple(f"{layout.POLICIES}/{version}/" for version in present)
         for key in sorted(there - kept):
-            if key.startswith(ours):
+            if key.startswith(ours) and layout.parse_address(f"/{key}") is not None:
                 self._store.delete(key)
         self.versions = tuple(present)
         if not self._looked:
@@ -129,6 +166,11 @@ def open_bucket(
         raise UserError(
             "a bucket on AWS needs the URL at which nodes read it",
             hint="--s3-public-url https://BUCKET.s3.REGION.amazonaws.com, or that of a CDN",
+        )
+    if public_url and not public_url.startswith(("http://", "https://")):
+        raise UserError(
+            f"{public_url} is not the URL of a bucket",
+            hint="--s3-public-url https://…, without the folder of the pool",
         )
     base = (public_url or f"{endpoint.rstrip('/')}/{bucket}").rstrip("/")
     store = S3Store(bucket, prefix=place, endpoint=endpoint, region=region)

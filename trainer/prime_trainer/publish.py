@@ -159,8 +159,6 @@ class Publisher:
             )
         signed = self._sign(manifest)
         finalize(self.root, signed)
-        if self._bucket is not None:
-            self._bucket.update()
         self.hand_in(version)
         thinned = layout.thin(
             self.root,
@@ -172,7 +170,10 @@ class Publisher:
         return signed
 
     def hand_in(self, version: int) -> None:
-        """Submits a version in the origin to the orchestrator; no effect if it is already known."""
+        """Puts a version in the origin into the bucket, if that answers, and submits it to the
+        orchestrator; no effect if it is already known."""
+        if self._bucket is not None:
+            self._bucket.keep_up()
         signed = layout.manifest_of(self.root, version)
         try:
             self._client.post("/v1/policies", signed, Empty)

@@ -239,6 +239,8 @@ def publish_by_hand(
         who = whole_at(client, version) if serve else None
         if who or not serve:
             publish_and_say(publisher, model, version, as_json)
+            if bucket is not None and version not in bucket.versions:
+                bucket.update()  # this process ends, so its bucket has to answer now
             if who:
                 _say(f"{who} has all of policy {version} already: it is not served again")
             return
