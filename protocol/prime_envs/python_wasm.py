@@ -24,6 +24,7 @@ import fcntl
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import struct
@@ -31,6 +32,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,9 +100,9 @@ def run(calls: Sequence[Mapping[str, str]]) -> Observation:
     Python's prompt prints them.
 
     `calls` are the arguments of each call so far: `code` or `input`. Earlier programs are run
-    again, so that a reply depends only on the row. `limit` is "reached" if a program reached a
-    limit; the answer is then `exact` if the limit is a count. Raises UserError if the installed
-    interpreter is not the pinned one.
+    again unless the last call ran them: a reply depends only on the row. `limit` is "reached" if a
+    program reached a limit; the answer is then `exact` if the limit is a count. Raises UserError if
+    the installed interpreter is not the pinned one.
     """
     programs = [call.get("code", call.get("input", "")) for call in calls]
     try:
@@ -195,8 +197,8 @@ def compile_into(folder: Path) -> Path:
 
 
 def answer(programs: Sequence[str]) -> dict[str, Any]:
-    """Runs a row's programs in a fresh instance: `text` is the answer to the last; `limit`: a
-    program reached a limit; `exact`: of those that are counts."""
+    """Runs a row's programs in an instance of their own. `text` is the answer to the last; `limit`:
+    a program reached a limit; `exact`: of those that are counts."""
     assert _sandbox is not None
     return _runner().submit(_sandbox.answer, programs).result()
 
@@ -213,6 +215,18 @@ class _LimitReachedError(Exception):
     """A program had `_System` move more than WORK_BYTES."""
 
 
+@dataclass
+class _Row:
+    """A row's programs so far, the instance that they ran in, and the answer to the last."""
+
+    programs: list[str] = field(default_factory=list)
+    fuel: int = FUEL
+    store: Any = None
+    exports: Any = None
+    text: str = ""
+    exact: bool = True
+
+
 class _Sandbox:
     """The compiled interpreter, and how a row's programs run in it."""
 
@@ -224,6 +238,7 @@ class _Sandbox:
         self._engine = self._new_engine()
         self._module = self._load(folder)
         self._system = _System(self._library)
+        self._row: _Row | None = None
         self._linker = wasmtime.Linker(self._engine)
         for needed in self._module.imports:
             known = getattr(self._system, needed.name, None)
@@ -281,49 +296,57 @@ class _Sandbox:
             self._engine.increment_epoch()
 
     def answer(self, programs: Sequence[str]) -> dict[str, Any]:
-        """See the function `answer`."""
-        system, fuel, text, exact = self._system, FUEL, "", True
-        exports: Any = None
-        store: Any = None
-        system.start()
+        """See the function `answer`. Programs after those of the last answer go on in its instance;
+        others begin a new one. Both give the same answer."""
+        row, self._row = self._row, None
+        if row is None or row.programs != programs[:-1]:
+            row = _Row()
+            self._system.start()
         try:
-            for program in programs:
-                if len(program) > MAX_PROGRAM:
-                    text = f"{TOOL_ERROR}a program has at most {MAX_PROGRAM} characters"
-                    continue
-                if exports is None:
-                    store, exports = self._instance(fuel)
-                system.out.clear()
-                system.err.clear()
-                code = program.encode("utf-8", "replace")
-                at = exports["host_alloc"](store, len(code)) & WORD
-                exports["memory"].write(store, code, at)
-                status = exports["turn"](store, at, len(code))
-                text = system.text(failed=status != 0)
-                if status >= ENDED:  # exit(): the next program starts a new session
-                    exact = exact and self._had_memory(store, exports)
-                    fuel, exports = store.get_fuel(), None
+            for program in programs[len(row.programs) :]:
+                self._run(row, program)
+                row.programs.append(program)
         except _LimitReachedError:
-            exact = exact and self._had_memory(store, exports)
-            return {"text": "", "limit": True, "exact": exact}
+            return {"text": "", "limit": True, "exact": row.exact and self._had_memory(row)}
         except self._wasmtime.Trap as trap:
             counted = trap.trap_code == self._wasmtime.TrapCode.OUT_OF_FUEL
-            exact = exact and counted and self._had_memory(store, exports)
+            exact = row.exact and counted and self._had_memory(row)
             return {"text": "", "limit": True, "exact": exact}
         except (self._wasmtime.WasmtimeError, IndexError, ValueError, struct.error):
             return {"text": "", "limit": True, "exact": False}
-        exact = exact and self._had_memory(store, exports)
-        return {"text": text, "limit": False, "exact": exact}
+        row.exact = row.exact and self._had_memory(row)
+        self._row = row
+        return {"text": row.text, "limit": False, "exact": row.exact}
 
-    def _had_memory(self, store: Any, exports: Any) -> bool:
-        """Whether the machine lets the instance have all of MEMORY_BYTES. If not, it may have
+    def _run(self, row: _Row, program: str) -> None:
+        """Runs a row's next program. Raises what ends a row."""
+        if len(program) > MAX_PROGRAM:
+            row.text = f"{TOOL_ERROR}a program has at most {MAX_PROGRAM} characters"
+            return
+        if row.exports is None:
+            row.store, row.exports = self._instance(row.fuel)
+        system, store, exports = self._system, row.store, row.exports
+        system.out.clear()
+        system.err.clear()
+        code = program.encode("utf-8", "replace")
+        at = exports["host_alloc"](store, len(code)) & WORD
+        exports["memory"].write(store, code, at)
+        status = exports["turn"](store, at, len(code))
+        row.text = system.text(failed=status != 0)
+        if status >= ENDED:  # exit(): the next program starts a new session
+            row.exact = row.exact and self._had_memory(row)
+            row.fuel, row.exports = store.get_fuel(), None
+
+    def _had_memory(self, row: _Row) -> bool:
+        """Whether the machine would let the instance have all of MEMORY_BYTES. If not, it may have
         refused some to the program, which then saw a MemoryError that others do not see."""
-        if exports is None:
+        if row.exports is None:
             return True
-        memory = exports["memory"]
+        left = MEMORY_BYTES - row.exports["memory"].data_len(row.store)
         try:
-            memory.grow(store, MEMORY_BYTES // PAGE_BYTES - memory.size(store))
-        except self._wasmtime.WasmtimeError:
+            if left > 0:
+                mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError:
             return False
         return True
 

@@ -161,6 +161,7 @@ from prime_envs import python_wasm
 python_wasm._sandbox = python_wasm._Sandbox(python_wasm.cache_folder())  # without the filter
 for program in ("print(1)", "bytearray(300 << 20)\nprint(1)"):
     before = python_wasm.answer([program])
+    python_wasm.answer(["1"])  # the instance of before is gone
     used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) << 10
     resource.setrlimit(resource.RLIMIT_DATA, (used + (200 << 20), resource.RLIM_INFINITY))
     print(before, python_wasm.answer([program]), sep="\n")
@@ -188,6 +189,22 @@ def test_a_child_that_is_killed_is_asked_again() -> None:
         patch.setattr(child, "_read_line", lambda *a: (patch.undo(), kill(*a))[1])
         assert last("print(2)") == Observation("2")
     assert len(killed) == 1
+
+
+STEPS = st.sampled_from([
+    "import random, time\nx = random.random()", "x", "x = 'y' * 10**6", "print(time.time())",
+    "1 / 0",
+    "exit()", "def f(n): return f(n + 1)\nf(0)", "import os\nprint(os.urandom(3))", "z" * 9000,
+])  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(STEPS, min_size=2, max_size=5))
+def test_going_on_in_an_instance_is_the_same_as_running_again(programs: list[str]) -> None:
+    """A validator asks turn by turn, an auditor may ask for the last turn alone."""
+    grown = [last(*programs[:count]) for count in range(1, len(programs) + 1)]
+    last("another row")
+    assert last(*programs) == grown[-1]
 
 
 @settings(max_examples=60, deadline=None)
