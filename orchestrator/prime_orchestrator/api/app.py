@@ -41,6 +41,7 @@ BODIES: tuple[type[Strict], ...] = (
     messages.ClassRequest,
     messages.Heartbeat,
     messages.LeaseRequest,
+    messages.MemoryCommitment,
     messages.UploadRequest,
     messages.RelayAnnouncement,
     messages.RevisionRequest,
