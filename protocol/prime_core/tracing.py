@@ -60,7 +60,7 @@ def start(service: str) -> None:
             root = _root.get()
             return super().generate_span_id() if root is None else _root_id(root)
 
-    # The exporter retries by itself; it says once that a collector does not answer.
+    # The exporter retries by itself, and warns at each try.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     named = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", service)})
     provider = TracerProvider(resource=named, id_generator=Ids(), shutdown_on_exit=False)

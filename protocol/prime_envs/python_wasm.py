@@ -6,11 +6,12 @@ below is its whole operating system. The clock and random numbers follow from th
 far, names and functions stay for the row's next program, and the limits count WebAssembly
 instructions, bytes of memory, and work of `_System`, over all of a row's programs. WebAssembly
 defines floating-point operations to the bit (NaNs are made canonical), and functions like `sin` are
-inside the binary. So every machine gets the same answer, and an answer that differs is `exact`.
+inside the binary. So answers are `exact`: every machine gets the same one, and a different one is
+false.
 
-What depends on the machine is not: the native stack, which the interpreter's own recursion limit
-should never let it reach, WALL_SECONDS, which a working machine stays far below, and memory that
-the machine refuses before the limit.
+Three ends depend on the machine, and an answer that they affect is not `exact`: overflow of the
+native stack (the interpreter's own recursion limit normally comes first), WALL_SECONDS (far more
+than a working machine needs), and memory that the machine refuses below MEMORY_BYTES.
 
 Programs run in a child process, in a fresh instance for each row. The binary is compiled once for a
 machine, in one to three minutes, and kept in a folder (cache_folder); `python -m

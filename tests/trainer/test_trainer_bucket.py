@@ -23,26 +23,14 @@ from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.messages import PolicyList
 from prime_core.transport.client import OrchestratorClient
 from prime_trainer.bucket import Bucket
-from prime_trainer.config import Settings
 from prime_trainer.feed import pool_facts
 from prime_trainer.publish import Publisher
 from prime_trainer.run import bucket_of, new_origin, new_publisher
 
 
-def settings(pool: Pool, data: Path, **changes: object) -> Settings:
-    return kit.settings(
-        pool.model,
-        data,
-        orchestrator=pool.url,
-        wallet=pool.wallet,
-        password_file=pool.password,
-        **changes,
-    )
-
-
 @contextmanager
 def publishing(pool: Pool, data: Path, s3: S3Server) -> Iterator[tuple[Publisher, Bucket]]:
-    set_ = settings(pool, data, s3_bucket=PUBLIC, s3_endpoint=s3.url)
+    set_ = pool.settings(data, s3_bucket=PUBLIC, s3_endpoint=s3.url)
     with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
         facts = pool_facts(client, None)
         bucket = bucket_of(set_, facts)
@@ -78,7 +66,7 @@ def test_nodes_fetch_policies_and_deltas_from_the_bucket(
     with publishing(pool, data, empty) as (publisher, bucket):
         zero = publisher.publish(pool.model, 0)
         one = publisher.publish(next_model(pool.model, tmp_path / "next"), 1)
-        with new_origin(settings(pool, data), publisher.root, kit.TRAINER, bucket):
+        with new_origin(pool.settings(data), publisher.root, kit.TRAINER, bucket):
             wait_until(lambda: bucket.url in pool.relays(), "the bucket is announced")
         served = bucket.url
     shutil.rmtree(data)
@@ -198,12 +186,12 @@ def test_settings_that_do_not_fit_are_one_sentence(
             ({"s3_bucket": PUBLIC, "s3_public_url": "cdn.example.org"}, "is not the URL of a"),
         ):
             with pytest.raises(UserError, match=sentence):
-                bucket_of(settings(pool, tmp_path, **changes), facts)
+                bucket_of(pool.settings(tmp_path, **changes), facts)
         private = bucket_of(
-            settings(pool, tmp_path / "data", s3_bucket=BUCKET, s3_endpoint=s3.url), facts
+            pool.settings(tmp_path / "data", s3_bucket=BUCKET, s3_endpoint=s3.url), facts
         )
         publisher = new_publisher(
-            settings(pool, tmp_path / "data"), facts, kit.TRAINER, client, private
+            pool.settings(tmp_path / "data"), facts, kit.TRAINER, client, private
         )
         with caplog.at_level(logging.WARNING):
             publisher.publish(pool.model, 0)

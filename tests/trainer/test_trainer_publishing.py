@@ -26,7 +26,6 @@ from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_orchestrator.store import policies
 from prime_trainer import publish, run
-from prime_trainer.config import Settings
 from prime_trainer.data import BadBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
@@ -36,23 +35,12 @@ from prime_trainer.run import new_origin, new_publisher, publish_by_hand
 from prime_trainer.train import Trainer
 
 
-def settings(pool: Pool, data: Path, **changes: object) -> Settings:
-    return kit.settings(
-        pool.model,
-        data,
-        orchestrator=pool.url,
-        wallet=pool.wallet,
-        password_file=pool.password,
-        **changes,
-    )
-
-
 @contextmanager
 def trainer_of(
     pool: Pool, data: Path, world: World, **changes: object
 ) -> Iterator[tuple[Trainer, TrainerOrigin]]:
     """A trainer as `trainer run` wires it, whose batches a test hands in itself."""
-    set_ = settings(pool, data)
+    set_ = pool.settings(data)
     with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
         facts = pool_facts(client, None)
         learner = kit.learner(
@@ -134,7 +122,7 @@ def published_by_hand(pool: Pool, data: Path) -> Iterator[tuple[threading.Thread
     """The command in a thread, once it serves; and where."""
     stop = threading.Event()
     call = threading.Thread(
-        target=publish_by_hand, args=(settings(pool, data), pool.model, 0), kwargs={"stop": stop}
+        target=publish_by_hand, args=(pool.settings(data), pool.model, 0), kwargs={"stop": stop}
     )
     call.start()
     try:
@@ -196,7 +184,7 @@ def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
 
-        publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0)  # ends at once
+        publish_by_hand(pool.settings(tmp_path / "data"), pool.model, 0)  # ends at once
         assert capfd.readouterr().err.splitlines() == [
             f"the relay {relay.url} has all of policy 0 already: it is not served again"
         ]
@@ -231,7 +219,7 @@ def test_a_user_who_stops_earlier_learns_that_no_one_has_the_key_and_may_start_a
     stop.set()
     reported = "no source is known to have all of policy 0 yet; `trainer run`"
     for _ in range(2):
-        publish_by_hand(settings(pool, tmp_path / "data"), pool.model, 0, stop=stop)
+        publish_by_hand(pool.settings(tmp_path / "data"), pool.model, 0, stop=stop)
         assert reported in capfd.readouterr().err
     assert len(pool.published()) == 1
 
@@ -268,7 +256,7 @@ def test_a_mirrors_policy_is_only_signed_and_handed_in(pool: Pool, tmp_path: Pat
 def test_nothing_is_announced_where_it_cannot_be_served(pool: Pool, tmp_path: Path) -> None:
     taken = int(pool.url.rpartition(":")[2])
     with pytest.raises(UserError, match="cannot listen"):
-        publish_by_hand(settings(pool, tmp_path / "data", origin_port=taken), pool.model, 0)
+        publish_by_hand(pool.settings(tmp_path / "data", origin_port=taken), pool.model, 0)
     assert pool.published() == []
 
 
@@ -277,7 +265,7 @@ def test_one_address_cannot_take_every_place_at_the_origin(pool: Pool, tmp_path:
     root.mkdir(parents=True)
     with (
         new_origin(
-            settings(pool, tmp_path / "data", origin_connections_each=1), root, kit.TRAINER
+            pool.settings(tmp_path / "data", origin_connections_each=1), root, kit.TRAINER
         ) as origin,
         httpx.Client() as first,
         httpx.Client() as second,
@@ -286,4 +274,4 @@ def test_one_address_cannot_take_every_place_at_the_origin(pool: Pool, tmp_path:
         with pytest.raises(httpx.HTTPError):
             second.get(f"{origin.url}/healthz")
         assert first.get(f"{origin.url}/healthz").status_code == 200
-    assert settings(pool, tmp_path).origin_connections_each == 256
+    assert pool.settings(tmp_path).origin_connections_each == 256

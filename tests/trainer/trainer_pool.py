@@ -36,6 +36,7 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.store import batches, open_store, policies, schema, sqlite_url
 from prime_orchestrator.store.batches import BatchRow
+from prime_trainer.config import Settings
 
 PASSWORD = "correct horse"
 REPOSITORY = Path(__file__).parents[2]
@@ -73,6 +74,17 @@ class Pool:
         save_keystore(self.wallet, b"\x22" * 32, PASSWORD, light=True)
         self.password = root / "password"
         self.password.write_text(PASSWORD)
+
+    def settings(self, data: Path, **changes: object) -> Settings:
+        """The settings of this pool's trainer."""
+        return kit.settings(
+            self.model,
+            data,
+            orchestrator=self.url,
+            wallet=self.wallet,
+            password_file=self.password,
+            **changes,
+        )
 
     def seal(self, step: int, *parts: Sequence[Rollout]) -> None:
         """Seals batch `step` of whole files into store and objects."""

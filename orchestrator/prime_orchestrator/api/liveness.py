@@ -19,7 +19,6 @@ from prime_orchestrator.store import (
     Connection,
     chain,
     challenges,
-    facts,
     intents,
     leases,
     lock,
@@ -161,7 +160,7 @@ def _answer_beats(
             instance=beat.instance or row.instance,
         )
     nodes.store_heartbeats(connection, list(rows.values()))
-    pool = facts.read(connection)
+    pool = policies.pool_facts(connection)
     latest = pool.latest_version
     reach.note(
         connection,

@@ -26,6 +26,15 @@ _policies = schema.policies.c
 _relays = schema.relays.c
 _arrivals = schema.arrivals.c
 _LATEST = sa.select(sa.func.max(_policies.version))
+_FACTS = sa.select(
+    sa.select(sa.func.max(_policies.version)).scalar_subquery(),
+    sa.select(schema.runs.c.body)
+    .order_by(schema.runs.c.from_step.desc())
+    .limit(1)
+    .scalar_subquery(),
+    sa.exists().where(schema.chain_events.c.name == "PoolEnded"),
+    sa.exists().where(schema.evaluations.c.ended_at.is_(None)),
+)
 
 
 @dataclass(frozen=True)
@@ -162,3 +171,23 @@ def arrivals_of(connection: Connection, version: int) -> list[float]:
 def forget_arrivals(connection: Connection, before: int) -> None:
     """Deletes arrivals of versions below `before`."""
     connection.execute(sa.delete(schema.arrivals).where(_arrivals.version < before))
+
+
+@dataclass(frozen=True)
+class PoolFacts:
+    """What the answer to each heartbeat says of the pool.
+
+    `latest_version`: None before the first policy; `newest_run`: the bytes of the newest
+    revision, None without one; `maybe_ended`: whether the store has the end of any pool;
+    `evaluates`: whether an evaluation goes on.
+    """
+
+    latest_version: int | None
+    newest_run: bytes | None
+    maybe_ended: bool
+    evaluates: bool
+
+
+def pool_facts(connection: Connection) -> PoolFacts:
+    """Returns the facts as they are now, by one statement."""
+    return PoolFacts(*connection.execute(_FACTS).one())

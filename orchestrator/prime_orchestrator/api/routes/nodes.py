@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -41,6 +41,7 @@ from prime_core.messages import (
     UploadRequest,
 )
 from prime_core.rollout import SignedSubmission
+from prime_core.signing import Answer, Strict
 from prime_core.task import SignedLease
 from prime_core.transport.signatures import check_body
 from prime_orchestrator.api import (
@@ -100,6 +101,21 @@ def router(backend: Backend) -> APIRouter:
 
     def blocks_awaited(account: Address, path: Mapping[str, str]) -> int:
         return memory.awaited(backend, account, path["challenge_id"])
+
+    def proof_step(
+        take: Callable[..., Answer],
+        body: Strict,
+        challenge_id: str,
+        signed: Signed,
+        request: Request,
+    ) -> Response:
+        """Gives a step of a proof of cards to `take`, with when and how it arrived."""
+        return answer(
+            take(
+                backend, signed.caller.account, challenge_id, body,
+                arrived_at=signed.arrived_at, connection=connection_of(request),
+            )
+        )  # fmt: skip
 
     @routes.post(
         "/v1/sessions",
@@ -167,17 +183,10 @@ def router(backend: Backend) -> APIRouter:
         openapi_extra=takes(CardsEcho),
     )
     def filled(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
-        """Say that the cards are filled, by sending a token back, and so each further one. The last
-        answer holds the seed of the vectors and starts the clock."""
-        return answer(
-            memory.filled(
-                backend,
-                signed.caller.account,
-                challenge_id,
-                parse(CardsEcho, signed.body),
-                arrived_at=signed.arrived_at,
-                connection=connection_of(request),
-            )
+        """Announce that the cards are filled by sending the token back, then send back each further
+        token. The last answer holds the seed of the vectors and starts the clock."""
+        return proof_step(
+            memory.filled, parse(CardsEcho, signed.body), challenge_id, signed, request
         )
 
     @routes.post(
@@ -187,15 +196,8 @@ def router(backend: Backend) -> APIRouter:
     )
     def commit_memory(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Commit to the marks of all blocks. The answer names the blocks to open."""
-        return answer(
-            memory.commitment(
-                backend,
-                signed.caller.account,
-                challenge_id,
-                parse(MemoryCommitment, signed.body),
-                arrived_at=signed.arrived_at,
-                connection=connection_of(request),
-            )
+        return proof_step(
+            memory.commitment, parse(MemoryCommitment, signed.body), challenge_id, signed, request
         )
 
     @routes.post(
@@ -222,16 +224,7 @@ def router(backend: Backend) -> APIRouter:
     )
     def echo(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Send a token back. The last answer holds the order and starts the clock."""
-        return answer(
-            cards.echo(
-                backend,
-                signed.caller.account,
-                challenge_id,
-                parse(CardsEcho, signed.body),
-                arrived_at=signed.arrived_at,
-                connection=connection_of(request),
-            )
-        )
+        return proof_step(cards.echo, parse(CardsEcho, signed.body), challenge_id, signed, request)
 
     @routes.post(
         "/v1/admission/cards/{challenge_id}/commitment",
@@ -240,15 +233,8 @@ def router(backend: Backend) -> APIRouter:
     )
     def commit_cards(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Commit to all products. The answer names the rows to open."""
-        return answer(
-            cards.commitment(
-                backend,
-                signed.caller.account,
-                challenge_id,
-                parse(CardsCommitment, signed.body),
-                arrived_at=signed.arrived_at,
-                connection=connection_of(request),
-            )
+        return proof_step(
+            cards.commitment, parse(CardsCommitment, signed.body), challenge_id, signed, request
         )
 
     @routes.post(
