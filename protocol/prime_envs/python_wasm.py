@@ -141,7 +141,7 @@ def _child() -> SubprocessGrader:
     folder = cache_folder()
     if not compiled_file(folder).exists():
         log.warning(
-            "the Python interpreter of the tool python-2 is compiled for this machine, once, in "
+            "compiling the interpreter of the tool python-2 for this machine, once; this takes "
             "one to three minutes (%s)",
             folder,
         )

@@ -182,7 +182,7 @@ def test_settings_that_do_not_fit_are_one_sentence(
         for changes, sentence in (
             ({"s3_endpoint": s3.url}, "without a bucket"),
             ({"s3_bucket": "missing", "s3_endpoint": s3.url}, "there is no bucket missing"),
-            ({"s3_bucket": PUBLIC}, "needs the URL at which nodes read it"),
+            ({"s3_bucket": PUBLIC}, "needs --s3-public-url"),
             ({"s3_bucket": PUBLIC, "s3_public_url": "cdn.example.org"}, "is not the URL of a"),
         ):
             with pytest.raises(UserError, match=sentence):

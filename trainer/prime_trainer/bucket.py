@@ -1,8 +1,8 @@
 """Policies in a bucket, from which a CDN or anyone's client can serve them.
 
 The objects lie under the keys of the broadcast's layout (prime_broadcast/layout.py), so the bucket
-is a mirror: nodes ask it before the trainer's own server, and what it sends is checked by digest.
-An object never changes once it is written, but for the index. While the bucket does not answer,
+is a mirror: nodes prefer it to the trainer's own server, and check what it sends by digest.
+Only the index changes after it is written. While the bucket does not answer,
 training goes on, and a thread tries until it has everything.
 """
 
@@ -53,7 +53,7 @@ class Bucket:
         try:
             self.update()
         except (UnavailableError, OSError) as error:
-            log.warning("the bucket lacks the newest policy for now: %s", error)
+            log.warning("could not upload the newest policy to the bucket, will retry: %s", error)
             if self._late is None or not self._late.is_alive():
                 self._late = threading.Thread(target=self._go_on, name="bucket", daemon=True)
                 self._late.start()
@@ -65,7 +65,7 @@ class Bucket:
                 self.update()
                 return
             except (UnavailableError, OSError) as error:  # also a file thinned out meanwhile
-                log.warning("the bucket still lacks a policy: %s", error)
+                log.warning("could not upload to the bucket, will retry: %s", error)
             except PrimeError as error:
                 log.error("the bucket is not updated: %s", error)
                 return
@@ -128,7 +128,7 @@ class Bucket:
             found = type(error).__name__
         if found != "200":
             log.warning(
-                "nodes cannot read the bucket at %s (%s): let everyone read it, or correct "
+                "nodes cannot read the bucket at %s (%s): make it public, or correct "
                 "--s3-public-url",
                 self.url,
                 found,
@@ -164,7 +164,7 @@ def open_bucket(
 
     if not public_url and not endpoint:
         raise UserError(
-            "a bucket on AWS needs the URL at which nodes read it",
+            "a bucket on AWS needs --s3-public-url, where nodes read policies",
             hint="--s3-public-url https://BUCKET.s3.REGION.amazonaws.com, or that of a CDN",
         )
     if public_url and not public_url.startswith(("http://", "https://")):

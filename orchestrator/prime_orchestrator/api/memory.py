@@ -60,7 +60,7 @@ def filled(
         row, state = open_proof(store, account, challenge_id, arrived_at, for_update=True)
         memory = _memory(state)
         if memory.vectors is not None:
-            raise ConflictError("the cards were announced as filled already; begin another proof")
+            raise ConflictError("the cards were already announced as filled; begin another proof")
         state = echoed(backend, state, request, arrived_at, connection)
         if state.token is None:
             started = {"vectors": backend.salt(), "started_at": state.sent_at}
@@ -94,9 +94,11 @@ def commitment(
         row, state = open_proof(store, account, challenge_id, arrived_at, for_update=True)
         memory = _memory(state)
         if memory.vectors is None:
-            raise ConflictError("the vectors are not out yet: announce that the cards are filled")
+            raise ConflictError(
+                "the vectors have not been sent; announce first that the cards are filled"
+            )
         if memory.root is not None:
-            raise ConflictError("the blocks are committed to already; begin another proof")
+            raise ConflictError("the blocks already have a commitment; begin another proof")
         fill = memory.fill
         drawn = fill.cards * max(1, min(DRAWN, MOST_DRAWN // fill.cards))
         waited = arrived_at - memory.started_at
@@ -112,7 +114,7 @@ def commitment(
         state = state.model_copy(update={"memory": memory})
         challenges.set_cards(store, row.id, state.model_dump_json())
     log.info(
-        "node %s filled %d cards with %d MiB each in %d ms and read them in %d ms, as it says",
+        "node %s says that it filled %d cards with %d MiB each in %d ms, and read them in %d ms",
         account, fill.cards, memory.megabytes, request.fill_ms, request.device_ms,
     )  # fmt: skip
     return MemoryDraw(blocks=memory.blocks)
@@ -127,9 +129,9 @@ def awaited(backend: Backend, account: Address, challenge_id: str) -> int:
 
 def _expected(memory: MemoryState) -> int:
     if memory.root is None:
-        raise ConflictError("the blocks are not committed to yet")
+        raise ConflictError("the blocks have no commitment yet; send it first")
     if memory.opened:
-        raise ConflictError("the blocks were opened before; begin another proof")
+        raise ConflictError("the blocks are already open; begin another proof")
     return len(memory.blocks) * memory.fill.opened_bytes
 
 
@@ -183,8 +185,8 @@ def _check_time(memory: MemoryState, kind: str) -> None:
         return
     named = f"{memory.fill.cards} x {kind}" if memory.fill.cards > 1 else kind
     raise PolicyError(
-        f"each card of {named} was to be filled with {memory.megabytes} MiB, and to read that took "
-        f"{memory.seconds:.3f} s, where this pool expects {memory.most_seconds:.3f} s at most: "
+        f"reading {memory.megabytes} MiB of each card of {named} took {memory.seconds:.3f} s, and "
+        f"this pool allows {memory.most_seconds:.3f} s: "
         "there is less memory than claimed, other work runs on the cards, or the connection is "
         "slow; stop other work, and prove them again"
     )
