@@ -195,7 +195,7 @@ def test_nothing_is_taken_before_its_turn_or_twice_and_bodies_are_bounded(world:
     assert node.begun.work is not None
     early = MemoryCommitment(root=node.begun.work.operands, fill_ms=1, device_ms=1)
     assert "vectors have not been sent" in node.refused("/memory", early, 409)
-    assert "not committed" in node.refused("/blocks", b"x", 409)
+    assert "have no commitment" in node.refused("/blocks", b"x", 409)
     stale = CardsEcho(token=node.begun.work.operands)
     assert "token" in node.refused("/filled", stale, 409)
     node.announce()
