@@ -199,7 +199,7 @@ def test_nothing_is_taken_before_its_turn_or_twice_and_bodies_are_bounded(world:
     stale = CardsEcho(token=node.begun.work.operands)
     assert "token" in node.refused("/filled", stale, 409)
     node.announce()
-    assert "announced as filled already" in node.refused("/filled", stale, 409)
+    assert "already announced as filled" in node.refused("/filled", stale, 409)
     assert "token" in node.refused("/echo", stale, 409), "the cards come after the memory"
     cards = CardsCommitment(root=node.begun.work.operands, device_ms=1)
     assert "order is not out" in node.refused("/commitment", cards, 409)
