@@ -205,16 +205,21 @@ def while_held(lease: LoopLease, tick: Callable[[], object]) -> Callable[[], obj
     return lambda: tick() if lease.held() else None
 
 
+def collect_garbage_rarely() -> None:
+    """Exempts what start-up has made from garbage collection, and lets it run less often: a search
+    through all connections stops every request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE, 20, 50)
+
+
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would raise the signal again at exit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also lets the garbage collector pass over what start-up has made, and wait for more
-        garbage: a search through all connections stops every request."""
+        """Starts uvicorn, then calls `collect_garbage_rarely`."""
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(GARBAGE, 20, 50)
+        collect_garbage_rarely()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -34,7 +34,8 @@ _HEX = re.compile(r"0x(?:[0-9a-f]{2})*\Z")
 def digest(value: str | bytes) -> Digest:
     """Returns `value` as a Digest. Raises MalformedError unless it is exactly 32 bytes."""
     text = "0x" + value.hex() if isinstance(value, bytes) else value
-    if not _DIGEST.match(text):
+    plain = len(value) == 32 if isinstance(value, bytes) else _DIGEST.match(text)
+    if not plain:
         raise MalformedError(f"not a 32-byte lowercase hex digest: {text[:80]!r}")
     return Digest(text)
 
@@ -43,6 +44,8 @@ def address(value: str | bytes) -> Address:
     """Returns `value` checksummed (EIP-55). Raises MalformedError unless it is an Ethereum address
     in all lower case, all upper case, or mixed case with the correct checksum."""
     text = "0x" + value.hex() if isinstance(value, bytes) else value
+    if isinstance(value, bytes) and len(value) == 20:
+        return _checksummed(text)
     if isinstance(text, str) and _ADDRESS.match(text):
         checked = _checksummed(text.lower())
         if text == checked or text[2:] in (text[2:].lower(), text[2:].upper()):

@@ -17,10 +17,11 @@ cumulative per node or validator and never decrease.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -340,8 +341,7 @@ def is_short(owed: int, money: int) -> bool:
     return owed > money
 
 
-@dataclass(frozen=True)
-class JudgedFact:
+class JudgedFact(NamedTuple):
     """A verdict on a leaf. `judged_at` is in Unix seconds; `verdict` and `table` name objects."""
 
     verdict: Digest
@@ -373,8 +373,7 @@ def judged_fact(name: Digest, verdict: Verdict, units: int, prompt_units: int) -
     )
 
 
-@dataclass(frozen=True)
-class LeafFact:
+class LeafFact(NamedTuple):
     """A leaf of a confirmed root. `expires` is the end of its validity (root's block time +
     validity). `refused`: the contract marks it rejected. `answered`: a slash is possible
     (`answered_for`). In wei: `price` is what its run pays per unit, `prompt_price` per prompt
@@ -540,10 +539,13 @@ def settle(
     amounts = previous.amounts() if previous else {}
     fees: dict[Address, int] = {}
     files: dict[Digest, SettledFile] = {}
+    slashes_of: dict[Address, list[SlashFact]] = defaultdict(list)
+    for slash in slashes:
+        slashes_of[slash.node].append(slash)
     for leaf in leaves:
         if leaf.submission_digest in files or leaf.submission_digest in final:
             raise MalformedError(f"submission {leaf.submission_digest} would be settled twice")
-        state, because = judge_leaf(leaf, slashes)
+        state, because = judge_leaf(leaf, slashes_of.get(leaf.node, ()))
         if leaf.submission_digest in granted and state != "rejected":
             state, because = "void", ZERO_DIGEST
         judged = leaf.judged

@@ -53,7 +53,7 @@ def name(index: int) -> Digest:
 def leaf(index: int, node: int = 0, received_at: int = 1000, **changes: object) -> LeafFact:
     judged = JudgedFact(name(1000 + index), name(2000 + index), Outcome.ACCEPTED, 10, 1005)
     fact = LeafFact(name(index), NODES[node], 0, 2000, received_at, RECEIPT, judged, price=7)
-    return replace(fact, **changes)  # type: ignore[arg-type]
+    return fact._replace(**changes)  # type: ignore[arg-type]
 
 
 def run(

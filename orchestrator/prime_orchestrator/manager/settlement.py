@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -377,8 +378,7 @@ def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlemen
     return None if found is None else parse_settlement(read_object(objects, found.object))
 
 
-@dataclass(frozen=True)
-class _Rooted:
+class _Rooted(NamedTuple):
     """A leaf of a confirmed root, and what the store says of its verdict (None: no verdict)."""
 
     fact: LeafFact
@@ -467,7 +467,7 @@ def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
             return leaf.fact
         verdict = Verdict.model_validate_json(read_object(objects, leaf.verdict))
         judged = judged_fact(leaf.verdict, verdict, leaf.units, leaf.prompt_units)
-        return replace(leaf.fact, judged=judged)
+        return leaf.fact._replace(judged=judged)
 
     # Threads hide a bucket's latency. On a folder they only compete for the interpreter.
     with ThreadPoolExecutor(1 if isinstance(objects, DirectoryStore) else _READERS) as pool:

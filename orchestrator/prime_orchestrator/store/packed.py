@@ -76,7 +76,7 @@ def _to_text(found: bytes) -> str:
 
 
 def _name(match: re.Match[bytes]) -> bytes:
-    raw: bytes = match[0][1:]
+    raw = match[0][1:]
     return (address(raw) if len(raw) == 20 else f"0x{raw.hex()}").encode()
 
 

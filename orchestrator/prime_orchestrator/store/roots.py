@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -154,8 +154,7 @@ def first_epoch(connection: Connection, after: int, until: int) -> int | None:
     return connection.execute(query).scalar()
 
 
-@dataclass(frozen=True)
-class RootedFile:
+class RootedFile(NamedTuple):
     """What a settlement reads of a file: columns of its submission, then the number of its root on
     chain and that root's block time (None if it is not confirmed)."""
 

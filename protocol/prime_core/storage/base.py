@@ -102,7 +102,8 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str, limit: int) -> bytes:
-        """Returns the whole object. Raises MalformedError if it is larger than `limit` bytes."""
+        """Returns the whole object. Raises MalformedError if it is larger than `limit` bytes, and
+        UnavailableError if its key names a digest that its bytes do not have."""
         ...
 
     def chunks(self, key: str) -> Iterator[bytes]:

@@ -102,7 +102,7 @@ class DirectoryStore:
     # -- reading -------------------------------------------------------------------------------
 
     def get(self, key: str, limit: int) -> bytes:
-        with self._open(key) as file, _medium(f"read {key}"):
+        with self._open(key, buffering=0) as file, _medium(f"read {key}"):
             # Python reserves as many bytes as are asked for.
             data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
         if len(data) > limit:
@@ -170,11 +170,11 @@ class DirectoryStore:
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
-    def _open(self, key: str) -> BinaryIO:
+    def _open(self, key: str, buffering: int = -1) -> BinaryIO:
         path = f"{self.root}/{check_key(key)}"  # joining paths takes as long as opening one
         try:
             with _medium(f"read {key}"):
-                return open(path, "rb")  # noqa: PTH123
+                return open(path, "rb", buffering)  # noqa: PTH123
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             self._check_root()
             raise NotFoundError(f"there is no object {key}") from error
