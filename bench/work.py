@@ -72,8 +72,8 @@ from prime_validator.together import GATHER_SECONDS, Entry
 from prime_verify.proofs.thresholds import shipped_digest
 
 CORES = 2
-NODES = 256
-AT_ONCE = 64
+NODES = 1024
+AT_ONCE = 256
 """Files under way at the highest load."""
 FILE_BYTES = 64 << 10
 MOST = 8
