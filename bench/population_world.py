@@ -7,9 +7,8 @@ of second opinions, and settlement. HTTP, the chain, engines, graders and replay
 
 What is simplified:
 - Heartbeats are written ahead: while a node is on, its row holds the time at which it goes off.
-- Nodes ask for leases once in ROUND seconds, in random order, until the scheduler has no work. The
-  scheduler's view of the pool (`supply_of`, `live_rates`) is read again after VIEW grants; grants
-  in between are added to it.
+- Nodes ask for leases once in ROUND seconds, in random order, TOGETHER at once as the API answers
+  them, until the scheduler has no work.
 - Each node is a provider of its own. A slash is executed CONFIRM seconds after the verdict.
 - A file is caught with the rate that devnets measured for its lie (bench/results/lies.json:
   rejections ÷ judged files). A lie in a quarter of a file's rows (`few`) is caught if a drawn row
@@ -29,11 +28,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import sqlalchemy as sa
 
@@ -41,6 +38,7 @@ from bench import seats
 from bench.form import ROOT
 from prime_core import encoding
 from prime_core.draws import lot
+from prime_core.errors import PolicyError
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.lifecycle import NodeState, step_node
 from prime_core.messages import LeaseRequest
@@ -61,8 +59,7 @@ from prime_core.verdict import (
     reason_digest,
 )
 from prime_orchestrator import scheduler
-from prime_orchestrator.api import intake, leasing, pool_view, validators
-from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api import intake, leasing, validators
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager import batches, history
 from prime_orchestrator.manager.judging import Judge, Judgement, enough
@@ -75,7 +72,7 @@ HOUR = 3600.0
 TICK = 10.0
 """Seconds between two ticks; `LifeTicks` takes a longer gap for an outage."""
 ROUND = 60.0
-VIEW = 20
+TOGETHER = 64
 CONFIRM = HOUR
 PROMPT = 300
 MEDIAN = 25.0
@@ -267,9 +264,6 @@ class World:
     events: list[tuple[float, int, str, Any]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     published: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
-    supply: scheduler.Supply | None = None
-    rates: Rates = field(default_factory=dict)
-    grants: int = 0
     changed: bool = True
     training: int | None = None
     """The batch that is trained on."""
@@ -316,8 +310,7 @@ class World:
             self._train()
             if at - asked >= ROUND:
                 asked = at
-                with self._view():
-                    self._ask()
+                self._ask()
 
     # ── nodes ──
 
@@ -351,25 +344,32 @@ class World:
         ]
         self.draw.shuffle(waiting)
         refused: set[tuple[int, bool]] = set()
-        for person in waiting:
-            version = self._loaded(person)
-            if (version, person.proven) in refused:
-                continue
-            if self.grants % VIEW == 0:
-                self.supply = None
-            answer = leasing.lease(
-                self.pool.backend, person.address, LeaseRequest(policy_version=version)
-            )
-            if answer.lease is not None:
-                self._begin(person, answer.lease)
-            elif answer.reason == scheduler.ENOUGH:
-                return
-            elif answer.reason == scheduler.NEWCOMERS:
-                refused |= {(at, False) for _, at in self.published}
-            elif answer.reason.startswith(("policy ", "batch ")):
-                refused.add((version, person.proven))  # the same for all that have this policy
-            else:
-                person.asks_at = self.now + max(ROUND, answer.retry_after_ms / 1000)
+        enough = False
+        while waiting and not enough:
+            batch: list[tuple[Person, int]] = []
+            while waiting and len(batch) < TOGETHER:
+                person = waiting.pop()
+                version = self._loaded(person)
+                if (version, person.proven) not in refused:
+                    batch.append((person, version))
+            asks = [
+                leasing.Ask(person.address, LeaseRequest(policy_version=version))
+                for person, version in batch
+            ]
+            answers = leasing.lease_all(self.pool.backend, asks) if asks else []
+            for (person, version), answer in zip(batch, answers, strict=True):
+                if isinstance(answer, PolicyError):
+                    raise answer
+                if answer.lease is not None:
+                    self._begin(person, answer.lease)
+                elif answer.reason == scheduler.ENOUGH:
+                    enough = True
+                elif answer.reason == scheduler.NEWCOMERS:
+                    refused |= {(at, False) for _, at in self.published}
+                elif answer.reason.startswith(("policy ", "batch ")):
+                    refused.add((version, person.proven))  # the same for all with this policy
+                else:
+                    person.asks_at = self.now + max(ROUND, answer.retry_after_ms / 1000)
 
     def _loaded(self, person: Person) -> int:
         return max(
@@ -377,11 +377,6 @@ class World:
         )
 
     def _begin(self, person: Person, signed: SignedLease) -> None:
-        self.grants += 1
-        if self.supply is not None:
-            under = (*self.supply.under_way, (signed.policy_version, 1.0))
-            more = self.supply.newcomers + (not person.proven)
-            self.supply = replace(self.supply, under_way=under, newcomers=more)
         person.holds = signed
         person.first_lease = self.now if person.first_lease is None else person.first_lease
         deadline, target = signed.lease.deadline - seats.START, signed.lease.target
@@ -576,28 +571,6 @@ class World:
         if self.training is None and sealed > latest:
             self.first_batch = self.now if self.first_batch is None else self.first_batch
             self.training, self.training_until = latest, self.now + TRAINING
-
-    # ── the scheduler's view ──
-
-    @contextmanager
-    def _view(self) -> Iterator[None]:
-        """Leases see a supply and rates that are read once in VIEW grants."""
-        real, real_rates = pool_view.supply_of, nodes.live_rates
-
-        def supply_of(connection: sa.Connection, backend: Backend) -> scheduler.Supply:
-            if self.supply is None:
-                self.supply, self.rates = real(connection, backend), real_rates(connection)
-            return self.supply
-
-        def live_rates(_: sa.Connection) -> Rates:
-            return self.rates
-
-        self.supply = None
-        with (
-            mock.patch.object(pool_view, "supply_of", supply_of),
-            mock.patch.object(nodes, "live_rates", live_rates),
-        ):
-            yield
 
 
 def simulate(folder: Path, count: int, hours: float, run: RunDefinition | None = None) -> World:
