@@ -385,6 +385,12 @@ def grade_evaluation(
         found = [
             (one, lease_of(connection, one)) for one in evaluations.accepted(connection, number)
         ]
+        for digest in evaluations.archived(connection, number):
+            kept = archive.find(connection, objects, digest)
+            if kept is None:
+                raise FatalError(f"file {digest} of evaluation {number} is in no archive page")
+            found.append((kept.submission, kept.lease.signed()))
+        found.sort(key=lambda one: (one[1].heldout or 0, one[0].digest))
         runs, tokenizer = runs_of(connection), load_tokenizer(connection, model)
     if not found:
         raise UserError(

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import json
+import random
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
-from money_kit import ManagerSide, key, open_manager
+from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from prometheus_client import generate_latest
 
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError
-from prime_core.ids import Digest
+from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.signing import LocalSigner
 from prime_core.storage.base import digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
 from prime_core.verdict import Reason
-from prime_orchestrator import rollouts
+from prime_orchestrator import rollouts, scheduler
 from prime_orchestrator.api import intake, status
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
 from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
+from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, settle_epochs
+from prime_orchestrator.manager.settlement import (
+    CHAIN_BLOCK,
+    CHAIN_TIME,
+    refresh_credits,
+    settle_epochs,
+    void,
+)
 from prime_orchestrator.store import (
     archive,
     backup,
+    chain,
+    evaluations,
     groups,
+    leases,
     meta,
+    nodes,
     open_store,
     opinions,
     rewards,
@@ -35,17 +52,24 @@ from prime_orchestrator.store import (
     sqlite_url,
     submissions,
 )
+from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.slashes import SlashRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
-HONEST, OTHER = key(10), key(11)
+HONEST, OTHER, LIAR, OPEN, PLANT = (key(number) for number in range(10, 15))
+EVERYONE = (HONEST, OTHER, LIAR, OPEN, PLANT)
+PLANTED = Planted(frozenset({PLANT.address}), b"s" * 32)
 FILES = 12
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> ManagerSide:
-    """A pool with twelve judged files of two nodes in epoch 0: two are rejected, one has a slash
-    that is proposed, one has a group that may still be trained on."""
+def pool(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ManagerSide:
+    """A pool of two nodes, whose readers look at no more than the archiver of these tests keeps."""
+    monkeypatch.setattr(opinions, "RECENT", 1)
+    monkeypatch.setattr(submissions, "COMPUTE_FILES", 1)
+    monkeypatch.setattr(scheduler, "window", lambda _: 1)
     url = request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
     made = open_manager(tmp_path, url=url)
     made.publish(0)
@@ -58,18 +82,24 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path) -> ManagerSide:
 
 
 def filled(mgr: ManagerSide) -> list[SubmissionRow]:
-    """The files, oldest first, settled by a reward root that has been claimable for an epoch."""
+    """Twelve files of two nodes, oldest first, of which two are void."""
     rows = [mgr.submit((HONEST, OTHER)[at % 2]) for at in range(FILES)]
     ended = []
     for at, row in enumerate(rows):
         ended.append(mgr.judge(row, Reason.MALFORMED if at in (1, 5) else Reason.NONE))
         mgr.now.time += 1
+    settle(mgr)
+    return ended
+
+
+def settle(mgr: ManagerSide) -> None:
+    """All files are settled by a reward root that has been claimable for an epoch."""
     mgr.now.time += mgr.context.run.root_seconds
-    post_roots(mgr.store, mgr.objects, mgr.context, mgr.now)
-    run = mgr.context.run
+    post_roots(mgr.store, mgr.objects, mgr.context, mgr.now, PLANTED.accounts)
+    run, periods = mgr.context.run, mgr.context.deployment.periods
     posted_at = int(mgr.now())
     epoch = posted_at // run.epoch_seconds
-    end = (epoch + 2) * run.epoch_seconds + run.validity_seconds
+    end = (epoch + 2) * run.epoch_seconds + run.validity_seconds + periods.accountable
     with mgr.store.begin() as connection:
         posted = {"chain_seq": schema.roots.c.id, "epoch": epoch, "block": 1}
         posted["posted_at"] = posted_at
@@ -85,15 +115,17 @@ def filled(mgr: ManagerSide) -> list[SubmissionRow]:
         connection.execute(
             sa.insert(schema.batches).values(**sealed, staleness_max=0, sealed_at=0.0)
         )
-    return ended
 
 
-def archiver(mgr: ManagerSide) -> Archiver:
+def archiver(mgr: ManagerSide, page_files: int = 3) -> Archiver:
     def a_day_later() -> float:
         return mgr.now() + KEPT_SECONDS
 
     return Archiver(
-        mgr.store, mgr.objects, mgr.context, a_day_later, page_files=3, kept=1, kept_of_node=1
+        *(mgr.store, mgr.objects, mgr.context, a_day_later),
+        page_files=page_files,
+        kept=1,
+        kept_of_node=1,
     )
 
 
@@ -119,8 +151,18 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
         said["accepted"] = submissions.accepted_among(connection, [HONEST.address, OTHER.address])
         said["void"] = submissions.expired_unjudged(connection)
         said["records"] = opinions.track_records(connection)
-        said["pending"] = rewards.pending_units(connection, HONEST.address, 10**6)
+        for node in EVERYONE:
+            said[f"pending {node.address}"] = rewards.pending_units(connection, node.address, 10**6)
+        said["shadow"] = submissions.counts_by_node(connection, None, shadow=True)
+        said["slashes"] = sorted(slashes.with_receipts(connection))
+        said["indices"] = [leases.next_index(connection, step) for step in range(3)]
+        for row in evaluations.newest(connection, 9):
+            said[f"evaluation {row.id}"] = evaluations.results(connection, row.id, 10)
+    for node in EVERYONE:
+        said[f"reward {node.address}"] = status.reward_info(mgr.backend, node.address)
     said["nodes"] = status.NodeList(mgr.backend).__dict__
+    said["status"] = status.status(mgr.backend)
+    said["metrics"] = generate_latest(PoolMetrics(mgr.backend, RequestCounts()))
     return said
 
 
@@ -132,8 +174,7 @@ def archived_names(mgr: ManagerSide) -> list[Digest]:
 def test_an_archived_file_answers_as_before_and_survives_a_kill_and_a_restore(
     pool: ManagerSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opinions, "RECENT", 1)  # no more than the archiver keeps
-    rows = filled(pool)
+    rows = filled(pool)  # one has a slash that is proposed, one a group that may be trained on
     disputed, trainable, held_up = rows[2].digest, rows[3].digest, rows[4].digest
     with pool.store.begin() as connection:
         slash = SlashRow(
@@ -165,11 +206,12 @@ def test_an_archived_file_answers_as_before_and_survives_a_kill_and_a_restore(
     assert archived_names(pool) == []
 
     worker = archiver(pool)
-    assert [worker.tick() for _ in range(3)] == [3, 0, 0]
+    assert worker.tick() == 3
     assert {*pool.objects.keys()} - objects == {orphan}, "the same object again"
+    assert [worker.tick() for _ in range(3)] == [3, 0, 0]
     names = archived_names(pool)
-    over = [row.digest for at, row in enumerate(rows) if at not in (1, 2, 3, 4, 5)]
-    assert names == over[:3]
+    over = [row.digest for at, row in enumerate(rows) if at not in (2, 3, 4)]
+    assert names == over[:6]
     with pool.store.read() as connection:
         assert submissions.those(connection, names) == {}
         assert opinions.of_those(connection, names) == groups.of(connection, names) == {}
@@ -208,4 +250,176 @@ def test_an_archived_file_answers_as_before_and_survives_a_kill_and_a_restore(
     absent = {Digest("0x" + orphan.removeprefix("sha256/"))}
     assert set(backup.check(new, copy, read=True).absent) == absent
 
+    new.close()
+
+
+# ── files of every kind ──
+
+GOES = (
+    *("accepted", "repeated", "malformed", "unjudged", "lapsed", "unrooted"),
+    *("executed", "cancelled", "planted", "planted lie", "planted, rejected", "planted, unjudged"),
+    *("evaluation", "evaluation, rejected"),
+)
+STAYS = ("slash is open", "evaluation goes on", "shadow", "planted, then posted")
+"""Kinds of files that are archived, and those that are not yet, or by another rule not at all."""
+
+
+@dataclass
+class Mixed:
+    """A pool with files of every kind, in an order drawn from `draw`."""
+
+    mgr: ManagerSide
+    draw: random.Random
+    rows: dict[Digest, str] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(5000))
+    blocks: itertools.count[int] = field(default_factory=itertools.count)
+
+    def fill(self) -> None:
+        for node in EVERYONE[2:]:
+            self.mgr.admit(node)
+        with self.mgr.store.begin() as connection:
+            self.ended = evaluations.start(connection, 0, 5, now=0.0)
+            self.running = evaluations.start(connection, 0, 5, now=0.0)
+        kinds = [*GOES, *STAYS, *self.draw.choices(GOES, k=6)]
+        self.draw.shuffle(kinds)
+        for kind in kinds:
+            self.rows[self.add(kind).digest] = kind
+            self.expired(self.draw.choice((HONEST, OTHER)), self.draw.choice((None, self.ended)))
+        self.expired(HONEST, self.running)
+        self.mgr.now.time += 1
+        for node in EVERYONE:  # the newest of each node stay
+            self.rows[self.judged(node).digest] = "newest"
+        with self.mgr.store.begin() as connection:
+            evaluations.end(connection, self.ended, now=1.0)
+        settle(self.mgr)
+
+    def judged(
+        self, node: LocalSigner, reason: Reason = Reason.NONE, evaluation: int | None = None,
+        *, shadow: bool = False,
+    ) -> SubmissionRow:  # fmt: skip
+        """A file with its verdict; it makes the node active again."""
+        row = self.mgr.submit(node, shadow=shadow)
+        if evaluation is not None:
+            heldout = 2 * next(self.blocks)
+            self.change(schema.leases, row.lease_digest, evaluation=evaluation, heldout=heldout)
+        row = self.mgr.judge(row, reason)
+        self.mgr.now.time += self.draw.choice((0, 1))
+        if node is PLANT:
+            assert reveal(self.mgr.store, self.mgr.context, PLANTED, self.mgr.now) == [row.digest]
+        with self.mgr.store.begin() as connection:
+            nodes.set_status(connection, node.address, "active", last_heartbeat=self.mgr.now())
+        return self.mgr.row(row.digest)
+
+    def change(self, table: sa.Table, digest: Digest, **values: object) -> None:
+        with self.mgr.store.begin() as connection:
+            connection.execute(sa.update(table).where(table.c.digest == digest).values(**values))
+
+    def unjudged(self, node: LocalSigner, reason: Reason) -> SubmissionRow:
+        """A file that ends void without a verdict."""
+        row = self.mgr.submit(node)
+        with self.mgr.store.begin() as connection:
+            void(connection, row.digest, reason, self.mgr.now())
+        return self.mgr.row(row.digest)
+
+    def expired(self, node: LocalSigner, evaluation: int | None) -> Digest:
+        """A lease that ended without a file."""
+        number = next(self.numbers)
+        digest = sha256(f"lease {number}".encode())
+        with self.mgr.store.begin() as connection:
+            some = leases.get(connection, self.mgr.row(next(iter(self.rows))).lease_digest)
+            assert some is not None
+            row = replace(
+                some, digest=digest, node=node.address, status="expired",
+                lease_index=number, evaluation=evaluation, heldout=2 * number,
+                step=self.draw.randrange(3), created_at=self.mgr.now(), shadow=False,
+            )  # fmt: skip
+            leases.add(connection, [row])
+        return digest
+
+    def add(self, kind: str) -> SubmissionRow:
+        honest = self.draw.choice((HONEST, OTHER))
+        match kind:
+            case "repeated":
+                row = self.judged(honest)
+                self.change(schema.submissions, row.digest, repeated_rows=1)
+            case "malformed":
+                row = self.judged(honest, Reason.MALFORMED)
+            case "unjudged":
+                row = self.unjudged(honest, Reason.UNAVAILABLE)
+            case "lapsed":
+                row = self.unjudged(honest, Reason.UNAVAILABLE)
+                said = OpinionRow(row.digest, VALIDATOR.address, Reason.WRONG_SKETCH, "{}", 1.0)
+                with self.mgr.store.begin() as connection:
+                    opinions.add(connection, said)
+            case "unrooted":
+                row = self.judged(honest)
+                with self.mgr.store.begin() as connection:
+                    void(connection, row.digest, Reason.UNROOTED, self.mgr.now(), of=["accepted"])
+            case "executed" | "cancelled" | "slash is open":
+                liar = OPEN if kind == "slash is open" else LIAR
+                row = self.judged(liar, Reason.WRONG_SKETCH)
+                with self.mgr.store.begin() as connection:
+                    state = "queued" if liar is OPEN else kind
+                    slashes.change(connection, row.digest, status=state)
+                    refresh_credits(connection, liar.address)
+            case "planted" | "planted, then posted":
+                row = self.judged(PLANT)
+            case "planted lie":
+                row = self.judged(PLANT, Reason.WRONG_SKETCH)
+            case "planted, rejected":
+                row = self.judged(PLANT, Reason.WRONG_PROMPTS)
+            case "planted, unjudged":
+                row = self.unjudged(PLANT, Reason.UNAVAILABLE)
+                reveal(self.mgr.store, self.mgr.context, PLANTED, self.mgr.now)
+            case "evaluation" | "evaluation goes on":
+                number = self.ended if kind == "evaluation" else self.running
+                row = self.judged(honest, evaluation=number)
+            case "evaluation, rejected":
+                row = self.judged(honest, Reason.WRONG_CLASS, evaluation=self.ended)
+            case _:
+                row = self.judged(honest, shadow=kind == "shadow")
+        if kind == "planted, then posted":
+            name = sha256(row.digest.encode())
+            args = {"root": row.digest, "epoch": 0, "seq": 1, "leaves_object": ZERO_DIGEST}
+            with self.mgr.store.begin() as connection:
+                chain.add_event(
+                    connection, block_hash=name, log_index=0, block=1, block_time=1, tx_hash=name,
+                    name="RootPosted", args=args,
+                )  # fmt: skip
+        return self.mgr.row(row.digest)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_files_of_every_kind_are_archived_once_over_and_all_else_says_the_same(
+    pool: ManagerSide, tmp_path: Path, seed: int
+) -> None:
+    mixed = Mixed(pool, random.Random(seed))
+    mixed.fill()
+    rows = [pool.row(digest) for digest in mixed.rows]
+    before = everything(pool, rows)
+    worker = archiver(pool, page_files=1)
+    while worker.tick():
+        pass
+    kinds = {name: mixed.rows[name] for name in archived_names(pool)}
+    assert everything(pool, rows) == before
+    assert {*kinds.values()} == {*GOES}
+    left = mixed.rows.keys() - kinds.keys()
+    assert {mixed.rows[name] for name in left} == {"newest", *STAYS}
+    with pool.store.read() as connection:
+        query = sa.select(schema.leases.c.evaluation).where(schema.leases.c.status == "expired")
+        assert connection.execute(query).scalars().all() == [mixed.running]
+        pages = archive.pages(connection)
+        (ended, *_) = archive.read(pool.objects, next(p for p in pages if not p.files).digest)
+        assert json.loads(ended)["leases"][0]["status"] == "expired"
+        names = evaluations.archived(connection, mixed.ended)
+        assert {mixed.rows[name] for name in names} == {"evaluation"}
+    for row in rows:  # handed in once more
+        if mixed.rows[row.digest] in GOES:
+            assert intake.submit(pool.backend, row.signed()) == row.receipt_answer()
+    backup.backup(pool.store, pool.objects, tmp_path / "backup")
+    new = open_store(sqlite_url(tmp_path / "new.sqlite"))
+    copy = DirectoryStore(tmp_path / "new-objects", "http://testserver", b"s" * 32)
+    backup.restore(tmp_path / "backup", new, copy)
+    assert backup.check(new, copy, read=True).absent == ()
+    assert everything(replace(pool, store=new, objects=copy), rows) == before
     new.close()

@@ -17,13 +17,14 @@ from prime_core.draws import SaltOpening
 from prime_core.errors import PrimeError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.messages import LeaseAnswer, LeaseRequest
+from prime_core.storage.base import put_object
 from prime_core.task import SignedLease
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import evaluating
 from prime_orchestrator.api.status import status
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager import reviews, standing
-from prime_orchestrator.store import evaluations, groups, leases, submissions
+from prime_orchestrator.store import archive, evaluations, groups, leases, submissions
 from prime_verify.build import problem_indices
 
 __all__ = ["pool", "store"]
@@ -117,6 +118,16 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     assert pool.json("show", pool.listed()[-1]["id"], "--model", str(MODEL), "--grade")["samples"][
         0
     ]["reason"], "graded as its lease asked"
+
+    known = listed(pool)
+    with world.backend.store.begin() as connection:
+        names = [one.digest for one in evaluations.accepted(connection, int(number))]
+        page = archive.encode(archive.lines(connection, names))
+        archive.move(connection, put_object(world.backend.objects, page), names, 0)
+        assert evaluations.accepted(connection, int(number)) == []
+    assert listed(pool) == known, "archived files count as before"
+    again = pool.orchestrator("evaluations", "grade", number, "--model", str(MODEL), "--json")
+    assert again == graded
 
 
 def test_a_mistyped_folder_is_no_pool_and_is_not_made(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_page_of_the_archive_is_chosen_without_reading_all_files(store: Store)
             cursor.execute(f"EXPLAIN QUERY PLAN {statement}", values)
             plans.append(cursor.fetchall()[0][3])
 
-    bounds = archive.Bounds(1, 1, 1, 1.0, 1.0, 1.0, 1.0)
+    bounds = archive.Bounds(1, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     with store.read() as connection:
         archive.following(connection, (0.0, ""), bounds, 9)
         archive.over(connection, bounds, [name(number) for number in range(9)])

@@ -781,7 +781,8 @@ def opinions_on(backend: Backend, digest: Digest) -> OpinionList:
         if row is not None:
             found = opinions.of(connection, digest) if row.verdict is not None else []
         elif kept is not None:
-            row, found = kept.submission, list(kept.opinions)
+            row = kept.submission
+            found = list(kept.opinions) if row.verdict is not None else []
         else:
             raise NotFoundError("there is no submission of that digest")
     return OpinionList(

@@ -2,15 +2,15 @@
 
 A round begins when the reward root of a further epoch has been claimable for one epoch: no arbiter
 can disable it any more. It goes through the files of that epoch and earlier ones, oldest first, a
-page in a tick. Files that do not fill a page wait for the next round, and so do those that
-`archive.over` leaves out, the newest KEPT_OF_NODE of each node, those that the newest settlement
-holds, and those that are not yet in permanent storage.
+page in a tick, then through the leases that ended without a file. Files that do not fill a page
+wait for the next round, and so do those that `archive.over` leaves out, the newest KEPT_OF_NODE of
+each node, those that the newest settlement holds, and those that are not yet in permanent storage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -20,8 +20,16 @@ from prime_orchestrator import scheduler
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.revisions import current
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, load
-from prime_orchestrator.store import Connection, archive, batches, lock, opinions, rewards
-from prime_orchestrator.store.archive import FILES, Bounds, Candidate
+from prime_orchestrator.store import (
+    Connection,
+    archive,
+    batches,
+    leases,
+    lock,
+    opinions,
+    rewards,
+)
+from prime_orchestrator.store.archive import FILES, Bounds, Candidate, Newest
 from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)
@@ -31,23 +39,29 @@ KEPT = opinions.RECENT
 """Newest submissions, leases, opinions and groups of the pool that stay in the tables: status and
 metrics show them, and the scheduler counts them."""
 KEPT_OF_NODE = 64
-"""Newest paid files and newest judged ones of each node that stay: its speed and its standing are
-taken from them. More than a node's open leases (`MOST_SLOTS`) and its newest two together."""
+"""Newest paid files, judged files and leases of each node that stay: its speed and its standing are
+taken from them, and the notices of its files that ended badly. More than a node's open leases
+(`MOST_SLOTS`) and its newest two together."""
 KEPT_SECONDS = 86_400.0
-"""Leases younger than this many seconds stay, because the scheduler counts recent ones."""
+KEPT_TURNS = 8
+"""Leases younger than this many seconds and lease durations stay, because the scheduler counts
+recent ones and issues the groups of expired ones again."""
 _READERS = 8
 
 
 @dataclass
 class Round:
-    """Where the round stands: `after` (received at, digest) in the files of epochs up to `epoch`.
-    `held`: files that the newest settlement holds."""
+    """Where the round stands: `after` (received at, digest) in the files of epochs up to `epoch`,
+    once these are done `after_lease` (deadline, digest) in the leases. `held`: files that the
+    newest settlement holds."""
 
     epoch: int = -1
     after: tuple[float, str] = (-1.0, "")
+    after_lease: tuple[int, str] = (-1, "")
     held: frozenset[Digest] = frozenset()
+    files_over: bool = True
     over: bool = True
-    nodes: dict[Address, tuple[float, float]] = field(default_factory=dict)
+    nodes: dict[Address, Newest] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,24 +79,69 @@ class Archiver:
     round: Round = field(default_factory=Round)
 
     def tick(self) -> int:
-        """Archives one page; returns the number of its files, 0 if there is nothing to do. Raises
-        UnavailableError if objects cannot be read or written; the next tick goes on."""
+        """Archives one page; returns the number of its files or leases, 0 if there is nothing to
+        do. Raises UnavailableError if objects cannot be read or written; the next tick goes on."""
         with self.store.read() as connection:
             epoch = self._settled(connection)
             if epoch > self.round.epoch:
-                self.round = Round(epoch, held=self._held(connection, epoch), over=False)
+                held = self._held(connection, epoch)
+                self.round = Round(epoch, held=held, files_over=False, over=False)
             if self.round.over:
                 return 0
             bounds = self._bounds(connection)
-        chosen = self._choose(bounds)
-        if len(chosen) < self.page_files:
-            self.round.over = True
-            return 0
+        if not self.round.files_over:
+            chosen = self._choose(bounds)
+            if len(chosen) == self.page_files:
+                return self._archive_files(chosen, bounds)
+            self.round.files_over = True
+        ended = self._ended_leases(bounds)
+        if len(ended) == self.page_files:
+            return self._archive_leases(ended, bounds)
+        self.round.over = True
+        return 0
+
+    def _archive_files(self, chosen: Sequence[Candidate], bounds: Bounds) -> int:
+        """Archives a page of files; returns how many, 0 if a row changed meanwhile: the next tick
+        chooses again."""
         names = [one.digest for one in chosen]
         if not self._move(names, bounds):
-            return 0  # rows changed meanwhile; the next tick chooses again
+            return 0
         self.round.after = (chosen[-1].received_at, chosen[-1].digest)
-        log.info("%d files of epochs up to %d are archived", len(names), epoch)
+        log.info("%d files of epochs up to %d are archived", len(names), bounds.epoch)
+        return len(names)
+
+    def _ended_leases(self, bounds: Bounds) -> list[tuple[int, Digest]]:
+        """Returns (deadline, digest) of the next leases without a file to archive, at most
+        `page_files`."""
+        chosen: list[tuple[int, Digest]] = []
+        after = self.round.after_lease
+        with self.store.read() as connection:
+            while len(chosen) < self.page_files:
+                some = archive.ended_leases(connection, after, bounds, self.page_files)
+                chosen += [
+                    (deadline, digest)
+                    for deadline, digest, node, given_at in some
+                    if given_at < self._newest(connection, node).leased
+                ]
+                if len(some) < self.page_files:
+                    break
+                after = some[-1][:2]
+        return chosen[: self.page_files]
+
+    def _archive_leases(self, ended: Sequence[tuple[int, Digest]], bounds: Bounds) -> int:
+        """Like `_archive_files`, for leases."""
+        names = [digest for _, digest in ended]
+        with self.store.read() as connection:
+            lines = archive.lease_lines(connection, names)
+        page = put_object(self.objects, archive.encode(lines))
+        with self.store.begin() as connection:
+            lock(connection, CHAIN_LOCK)
+            leases.lock_rows(connection, names)
+            if len(lines) < len(names) or archive.lease_lines(connection, names) != lines:
+                return 0
+            archive.move_leases(connection, page, names, bounds.epoch)
+        self.round.after_lease = ended[-1]
+        log.info("%d leases that ended without a file are archived", len(names))
         return len(names)
 
     def _settled(self, connection: Connection) -> int:
@@ -105,14 +164,18 @@ class Archiver:
 
     def _bounds(self, connection: Connection) -> Bounds:
         run, step = current(connection, self.context), batches.next_step(connection)
+        periods, clock = self.context.deployment.periods, chain_clock(connection)
         newest = self.kept or max(KEPT, scheduler.window(run.budgets))
         received, leased, judged, accepted = archive.newest_times(connection, newest)
+        young = max(KEPT_SECONDS, KEPT_TURNS * run.lease_seconds)
         return Bounds(
             epoch=self.round.epoch,
             next_step=step,
             oldest_version=step - run.max_staleness,
+            settled=(self.round.epoch + 1) * self.context.run.epoch_seconds,
+            appealed=(clock.time if clock else 0) - periods.validity - periods.accountable,
             received=received,
-            leased=min(leased, self.now() - KEPT_SECONDS),
+            leased=min(leased, self.now() - young),
             judged=judged,
             accepted=accepted,
         )
@@ -137,13 +200,14 @@ class Archiver:
     def _is_free(self, connection: Connection, one: Candidate) -> bool:
         """Whether the file may leave the tables: no settlement holds it, and it is not among its
         node's newest."""
-        if one.digest in self.round.held:
-            return False
-        if one.node not in self.round.nodes:
-            newest = archive.newest_of_node(connection, one.node, self.kept_of_node)
-            self.round.nodes[one.node] = newest
-        received, judged = self.round.nodes[one.node]
-        return one.received_at < received and one.judged_at < judged
+        free = one.digest not in self.round.held
+        return free and self._newest(connection, one.node).may_go(one)
+
+    def _newest(self, connection: Connection, node: Address) -> Newest:
+        if node not in self.round.nodes:
+            newest = archive.newest_of_node(connection, node, self.kept_of_node)
+            self.round.nodes[node] = newest
+        return self.round.nodes[node]
 
     def _move(self, names: list[Digest], bounds: Bounds) -> bool:
         """Writes the object of a page, then moves its files there. Returns False and moves none if

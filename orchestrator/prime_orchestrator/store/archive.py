@@ -3,10 +3,14 @@
     tables     a file's submission, lease, opinions, credit, groups, job and assignments
     page       the same rows, one line of JSON for each file, in one compressed object
     index      `archive_pages` names the object, `archived` says in which line a file is
+    totals     what is counted or paid by for ever of these rows (`keep_…` of their modules)
 
-The object is written first; then one transaction writes the index and deletes the rows. A crash in
-between leaves an object that nothing names, and the next attempt writes the same one. Which files
-are over is said by `over` and manager/archiving.py.
+The object is written first; then one transaction writes the index and the totals and deletes the
+rows. A crash in between leaves an object that nothing names, and the next attempt writes the same
+one. Which files are over is said by `over` and manager/archiving.py.
+
+Leases that ended without a file have pages of their own, a line for each lease. Nothing looks them
+up, so they have no index.
 """
 
 from __future__ import annotations
@@ -25,8 +29,16 @@ from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Address, Digest, to_bytes
 from prime_core.storage.base import ObjectStore, digest_key
-from prime_orchestrator.store import leases, schema, slashes, submissions
-from prime_orchestrator.store.groups import HELD_OUT, GroupRow
+from prime_core.verdict import Reason
+from prime_orchestrator.store import (
+    evaluations,
+    leases,
+    opinions,
+    schema,
+    slashes,
+    submissions,
+)
+from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
@@ -58,12 +70,15 @@ _TABLES = {
 @dataclass(frozen=True)
 class Bounds:
     """What is over: work of epochs up to `epoch`, leased for batches before `next_step`; groups of
-    policies before `oldest_version` train no batch. Rows from the four times on (Unix seconds) are
-    among the newest ones, which stay."""
+    policies before `oldest_version` train no batch. `settled`: when `epoch` ended; `appealed`: no
+    appeal for a file whose root was posted before then is open. Rows from the last four times on
+    are among the newest ones, which stay. Times in Unix seconds."""
 
     epoch: int
     next_step: int
     oldest_version: int
+    settled: float
+    appealed: float
     received: float
     leased: float
     judged: float
@@ -90,13 +105,17 @@ def newest_times(connection: Connection, count: int) -> tuple[float, float, floa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A file that `over` returned. Whether it is among its node's newest is not checked yet."""
+    """A file that `over` returned. Whether it is among its node's newest is not checked yet.
+    `paid`: it is accepted; `planted`: it counts as a shadow file. Times in Unix seconds."""
 
     digest: Digest
     node: Address
     sha256: Digest
     received_at: float
     judged_at: float
+    leased_at: float
+    paid: bool
+    planted: bool
 
 
 def following(
@@ -117,29 +136,45 @@ def following(
 
 
 def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> list[Candidate]:
-    """Returns those of the submissions whose files are over, oldest first. A file is over if
+    """Returns those of the submissions whose files are over, oldest first. A file is over if it has
+    a verdict or is void, and
 
-    - it is accepted, paid work in a confirmed root of an epoch that `bounds` includes, and its rows
-      are not in other files
-    - its lease belongs to no evaluation, and the batch that the lease was for is sealed
-    - no slash was ever queued or proposed for it, and none of its node is open
+    - it is in a confirmed root of an epoch that `bounds` includes, and no appeal for it is open
+      unless it is accepted; or it can get no root any more: it is planted and revealed, or void as
+      unrooted, was received in such an epoch, and its node has not posted it either
+    - the batch that its lease was for is sealed, or the lease's evaluation has ended
+    - no slash for it or of its node is open
     - its job is done, its credit neither held nor forfeited, and no batch may take its groups
-    - it is not planted, and none of its rows is among the pool's newest
+    - none of its rows is among the pool's newest
     """
-    opinions, credits = schema.opinions.c, schema.credits.c
+    said, credits, event = schema.opinions.c, schema.credits.c, schema.chain_events.c
     group, slash, job = schema.groups.c, schema.slashes.c, schema.jobs.c
+    accepted = sa.func.coalesce(_S.status, "") == "accepted"
+    planted = sa.and_(_S.shadow.is_(True), _L.shadow.is_(False))
+    rooted = sa.and_(
+        _S.shadow.is_(False),
+        schema.roots.c.chain_seq.is_not(None),
+        schema.roots.c.epoch <= bounds.epoch,
+        sa.or_(accepted, schema.roots.c.posted_at < bounds.appealed),
+    )
+    never_rooted = sa.and_(
+        _S.root_id.is_(None),
+        sa.or_(planted, _S.reason == int(Reason.UNROOTED)),
+        _S.received_at < bounds.settled,
+        ~sa.exists().where(event.name == "RootPosted", event.subject == _S.digest),
+    )
     blocking = (
-        sa.exists().where(opinions.submission_digest == _S.digest, opinions.at >= bounds.judged),
+        sa.exists().where(said.submission_digest == _S.digest, said.at >= bounds.judged),
         sa.exists().where(credits.submission_digest == _S.digest, credits.status != "earned"),
         sa.exists().where(job.submission_digest == _S.digest, job.status != "done"),
-        sa.exists().where(schema.planted.c.submission_digest == _S.digest),
-        sa.exists().where(slash.submission_digest == _S.digest),
-        sa.exists().where(slash.node == _S.node, slash.status.in_(slashes.OPEN)),
+        sa.exists().where(
+            sa.or_(slash.submission_digest == _S.digest, slash.node == _S.node),
+            slash.status.in_(slashes.OPEN),
+        ),
         sa.exists().where(
             group.submission_digest == _S.digest,
             sa.or_(
                 group.accepted_at >= bounds.accepted,
-                group.batch_step == HELD_OUT,
                 sa.and_(
                     group.batch_step.is_(None),
                     group.informative.is_(True),
@@ -149,21 +184,22 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
         ),
     )
     query = (
-        sa.select(_S.digest, _S.node, _S.sha256, _S.received_at, _S.judged_at)
-        .join(schema.roots, schema.roots.c.id == _S.root_id)
+        sa.select(
+            *(_S.digest, _S.node, _S.sha256, _S.received_at, _S.judged_at, _L.created_at),
+            *(accepted, planted),
+        )
         .join(schema.leases, _L.digest == _S.lease_digest)
+        .outerjoin(schema.roots, schema.roots.c.id == _S.root_id)
         .where(
             _S.digest.in_(list(among)),
-            sa.func.coalesce(_S.status, "")
-            == "accepted",  # SQLite would take the index of statuses
-            _S.shadow.is_(False),
-            sa.func.coalesce(_S.repeated_rows, 0) == 0,
-            schema.roots.c.chain_seq.is_not(None),
-            schema.roots.c.epoch <= bounds.epoch,
+            # SQLite would take the index of statuses
+            sa.func.coalesce(_S.status, "").in_(("accepted", "rejected", "void")),
+            _S.judged_at.is_not(None),
+            sa.or_(rooted, never_rooted),
             _S.step < bounds.next_step,
             _S.received_at < bounds.received,
             sa.func.coalesce(_L.status, "") == "submitted",
-            _L.evaluation.is_(None),
+            _ended_evaluation(),
             _L.created_at < bounds.leased,
             *(~one for one in blocking),
         )
@@ -172,19 +208,76 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
     return [Candidate(*row) for row in connection.execute(query)]
 
 
-def newest_of_node(connection: Connection, node: Address, count: int) -> tuple[float, float]:
-    """Returns when the oldest of the node's newest `count` paid files was received, and of its
-    newest judged ones judged (Unix seconds); −1 if it has fewer."""
-    paid = _S.node == node, _S.status == "accepted", _S.units > 0
-    received = sa.select(_S.received_at).where(*paid).order_by(_S.received_at.desc())
-    ended = _S.node == node, _S.judged_at.is_not(None), _S.shadow.is_(False)
-    judged = sa.select(_S.judged_at).where(*ended).order_by(_S.judged_at.desc())
-    found = (
-        connection.execute(query.offset(count - 1).limit(1)).scalar()
-        for query in (received, judged)
+def _ended_evaluation() -> sa.ColumnElement[bool]:
+    """Whether a lease belongs to no evaluation or to one that has ended."""
+    running = sa.select(schema.evaluations.c.id).where(schema.evaluations.c.ended_at.is_(None))
+    return sa.func.coalesce(_L.evaluation, -1).not_in(running)
+
+
+def ended_leases(
+    connection: Connection, after: tuple[int, str], bounds: Bounds, limit: int
+) -> list[tuple[int, Digest, Address, float]]:
+    """Returns (deadline, digest, node, given at) of the oldest leases later than `after` (deadline,
+    digest) that ended without a file and are over, at most `limit`. Leases of shadow nodes are
+    never, nor those of an evaluation that goes on. Whether one is among its node's newest is not
+    checked yet."""
+    file = sa.select(_S.digest).where(_S.lease_digest == _L.digest)
+    query = (
+        sa.select(_L.deadline, _L.digest, _L.node, _L.created_at)
+        .where(
+            _L.status == "expired",
+            _L.deadline >= after[0],  # uses the index
+            sa.tuple_(_L.deadline, _L.digest) > sa.tuple_(*after),
+            _L.created_at < bounds.leased,
+            _L.shadow.is_(False),
+            _ended_evaluation(),
+            ~file.exists(),
+        )
+        .order_by(_L.deadline, _L.digest)
+        .limit(limit)
     )
-    first, second = (-1.0 if one is None else float(one) for one in found)
-    return first, second
+    return [
+        (int(deadline), Digest(digest), Address(node), float(at))
+        for deadline, digest, node, at in connection.execute(query)
+    ]
+
+
+@dataclass(frozen=True)
+class Newest:
+    """When the oldest of a node's newest files and leases was received, judged and given (Unix
+    seconds): of its paid files, of judged ones, of those that count as shadow files, of its leases.
+    −1 if it has fewer."""
+
+    received: float
+    judged: float
+    judged_planted: float
+    leased: float
+
+    def may_go(self, one: Candidate) -> bool:
+        """Whether a file of the node is older than all of these that it counts among."""
+        judged = self.judged_planted if one.planted else self.judged
+        return (
+            one.leased_at < self.leased
+            and one.judged_at < judged
+            and (not one.paid or one.received_at < self.received)
+        )
+
+
+def newest_of_node(connection: Connection, node: Address, count: int) -> Newest:
+    """Returns the bounds of the node's newest `count` files and leases of each kind."""
+
+    def of(column: sa.ColumnElement[float | None], *which: sa.ColumnElement[bool]) -> float:
+        query = sa.select(column).where(*which).order_by(column.desc())
+        found = connection.execute(query.offset(count - 1).limit(1)).scalar()
+        return -1.0 if found is None else float(found)
+
+    ended = _S.node == node, _S.judged_at.is_not(None)
+    return Newest(
+        of(_S.received_at, _S.node == node, _S.status == "accepted", _S.units > 0),
+        of(_S.judged_at, *ended, _S.shadow.is_(False)),
+        of(_S.judged_at, *ended, _S.shadow.is_(True)),
+        of(_L.created_at, _L.node == node, _L.shadow.is_(False)),
+    )
 
 
 # ── writing ──
@@ -202,6 +295,16 @@ def lines(connection: Connection, names: Sequence[Digest]) -> list[str]:
     for name, file in files.items():
         found[name]["leases"] = [vars(given[file["lease_digest"]])]
     return [json.dumps(found[name], separators=(",", ":")) for name in names]
+
+
+def lease_lines(connection: Connection, names: Sequence[Digest]) -> list[str]:
+    """Returns the line of each of these leases without a file, in order."""
+    found = leases.those(connection, names)
+    return [
+        json.dumps({"leases": [vars(found[name])]}, separators=(",", ":"))
+        for name in names
+        if name in found
+    ]
 
 
 def encode(files: Sequence[str]) -> bytes:
@@ -227,15 +330,16 @@ def lock_files(connection: Connection, names: Collection[Digest]) -> bool:
 
 def move(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
     """Deletes the rows of these files, which are the lines of `page` in this order, and writes
-    where they are. The caller has locked the rows."""
+    where they are and what is counted for ever of them. The caller has locked the rows."""
     query = sa.select(_S.digest, _S.lease_digest, _S.received_at).where(_S.digest.in_(list(names)))
     files = {row.digest: row for row in connection.execute(query)}
-    times = [row.received_at for row in files.values()]
-    values = {"digest": page, "files": len(names), "epoch": epoch}
-    values |= {"first_received": min(times), "last_received": max(times)}
-    number = connection.execute(
-        sa.insert(schema.archive_pages).values(**values).returning(_pages.id)
-    ).scalar_one()
+    number = _add_page(connection, page, len(names), epoch, [r.received_at for r in files.values()])
+    given = [row.lease_digest for row in files.values()]
+    submissions.keep_counts(connection, names)
+    opinions.keep_counts(connection, names)
+    leases.keep_indices(connection, given)
+    evaluations.keep_results(connection, names)
+    slashes.keep_receipts(connection, names)
     connection.execute(
         sa.insert(schema.archived),
         [
@@ -250,8 +354,26 @@ def move(connection: Connection, page: Digest, names: Sequence[Digest], epoch: i
     )
     for table, key in reversed(_TABLES.values()):
         connection.execute(sa.delete(table).where(key.in_(list(names))))
-    given = [row.lease_digest for row in files.values()]
     connection.execute(sa.delete(schema.leases).where(_L.digest.in_(given)))
+
+
+def move_leases(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
+    """Like `move`, for leases without a file, the lines of `page`."""
+    mine = _L.digest.in_(list(names))
+    times = connection.execute(sa.select(_L.created_at).where(mine)).scalars().all()
+    _add_page(connection, page, 0, epoch, times)
+    leases.keep_indices(connection, names)
+    connection.execute(sa.delete(schema.leases).where(mine))
+
+
+def _add_page(
+    connection: Connection, page: Digest, files: int, epoch: int, times: Sequence[float]
+) -> int:
+    """Writes the row of a page; returns its id."""
+    values = {"digest": page, "files": files, "epoch": epoch}
+    values |= {"first_received": min(times), "last_received": max(times)}
+    made = sa.insert(schema.archive_pages).values(**values).returning(_pages.id)
+    return int(connection.execute(made).scalar_one())
 
 
 # ── reading ──
@@ -300,8 +422,9 @@ def beginning(connection: Connection, digits: str, limit: int) -> list[Digest]:
 
 @dataclass(frozen=True)
 class Page:
-    """One row of `archive_pages`. `epoch`: the newest settled one when it was written; times in
-    Unix seconds."""
+    """One row of `archive_pages`. `files`: 0 if its lines are leases without a file. `epoch`: the
+    newest settled one when it was written. Times in Unix seconds, of leases when they were
+    given."""
 
     id: int
     digest: Digest
@@ -323,7 +446,7 @@ def pages(connection: Connection, since: float | None = None) -> list[Page]:
 def every(connection: Connection, objects: ObjectStore, wanted: Wanted) -> Iterator[ArchivedFile]:
     """Yields all matching archived files, oldest page first. Raises as `read`."""
     for page in pages(connection, wanted.since):
-        for line in read(objects, page.digest):
+        for line in read(objects, page.digest) if page.files else ():
             one = _parse(line)
             if wanted.fits(one.submission):
                 yield one
@@ -339,9 +462,9 @@ def read(objects: ObjectStore, page: Digest) -> list[str]:
 
 
 def named(line: str) -> set[Digest]:
-    """Returns the objects that the file of a line names."""
-    (row,) = json.loads(line)["submissions"]
-    names = (row[column] for column in ("sha256", "verdict", "verdict_table", "evidence"))
+    """Returns the objects that the file of a line names; none of a lease without a file."""
+    columns = ("sha256", "verdict", "verdict_table", "evidence")
+    names = (row[name] for row in json.loads(line).get("submissions", ()) for name in columns)
     return {Digest(name) for name in names if name is not None}
 
 

@@ -6,10 +6,12 @@ groups of accepted files are its results (`groups.HELD_OUT`).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -35,13 +37,15 @@ _groups = schema.groups.c
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """`problems`: how many it asks. Times in Unix seconds; `ended_at` None: it goes on."""
+    """`problems`: how many it asks. Times in Unix seconds; `ended_at` None: it goes on. `archived`:
+    see `keep_results`."""
 
     id: int
     policy_version: int
     problems: int
     started_at: float
     ended_at: float | None
+    archived: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,19 +147,58 @@ def held_out(connection: Connection, lease_digests: Collection[Digest]) -> set[D
 def results(connection: Connection, number: int, problems: int) -> list[ProblemResult]:
     """Returns the results of the first `problems` held-out problems, in order. The last block may
     ask more of them."""
+    query = _results().where(_leases.evaluation == number)
+    found = [ProblemResult(*map(int, row[2:])) for row in connection.execute(query)]
+    for own in _archived(connection, number).values():
+        found += [ProblemResult(*one) for one in own]
+    return sorted((one for one in found if one.problem < problems), key=lambda one: one.problem)
+
+
+def _results() -> sa.Select[Any]:
+    """The results of accepted files: evaluation, submission, problem, rows, sum of rewards."""
     problem = _leases.heldout + _groups.group_no
-    query = (
-        sa.select(problem, _groups.rows, _groups.reward_micro_sum)
-        .join(schema.submissions, _files.digest == _groups.submission_digest)
+    return (
+        sa.select(
+            *(_leases.evaluation, _files.digest, problem, _groups.rows, _groups.reward_micro_sum)
+        )
+        .join_from(schema.groups, schema.submissions, _files.digest == _groups.submission_digest)
         .join(schema.leases, _leases.digest == _files.lease_digest)
-        .where(_leases.evaluation == number, _files.status == "accepted", problem < problems)
+        .where(_files.status == "accepted")
         .order_by(problem)
     )
-    return [ProblemResult(*(int(value) for value in row)) for row in connection.execute(query)]
+
+
+def _archived(connection: Connection, number: int) -> dict[Digest, list[list[int]]]:
+    query = sa.select(_evaluations.archived).where(_evaluations.id == number)
+    found: dict[Digest, list[list[int]]] = json.loads(connection.execute(query).scalar() or "{}")
+    return found
+
+
+def archived(connection: Connection, number: int) -> list[Digest]:
+    """Returns the archived accepted files of an evaluation, in the order of the archive."""
+    return list(_archived(connection, number))
+
+
+def keep_results(connection: Connection, names: Collection[Digest]) -> None:
+    """Writes the results of these files, which are about to be archived, to their evaluations: by
+    submission, lists of problem, rows and sum of rewards. One caller at a time."""
+    query = _results().where(_files.digest.in_(list(names)), _leases.evaluation.is_not(None))
+    found: dict[int, dict[Digest, list[list[int]]]] = {}
+    for number, file, *result in connection.execute(query):
+        own = found.setdefault(number, {name: [] for name in names})
+        own[Digest(file)].append([int(value) for value in result])
+    for number, own in found.items():
+        known = _archived(connection, number) | {name: one for name, one in own.items() if one}
+        connection.execute(
+            sa.update(schema.evaluations)
+            .where(_evaluations.id == number)
+            .values(archived=json.dumps(known, separators=(",", ":")))
+        )
 
 
 def accepted(connection: Connection, number: int) -> list[SubmissionRow]:
-    """Returns the accepted files of an evaluation, by their first held-out problem."""
+    """Returns the accepted files of an evaluation that are not archived, by their first held-out
+    problem."""
     query = (
         sa.select(schema.submissions)
         .join(schema.leases, _leases.digest == _files.lease_digest)

@@ -10,13 +10,15 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_core.task import LeaseOutcome, LeaseStatus, SignedLease
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import schema, totals
 from prime_orchestrator.store.nodes import owner_column
 from prime_orchestrator.store.rows import one_of, record, records, update_each
 
 _leases = schema.leases.c
 _nodes = schema.nodes.c
 _submissions = schema.submissions.c
+_INDICES = "lease_indices"
+"""Name in store/totals.py, by step: lease indices that archived leases used, as the next one."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,20 @@ def next_index(connection: Connection, step: int) -> int:
     """Returns the first unused lease index of `step`."""
     query = sa.select(sa.func.max(_leases.lease_index)).where(_leases.step == step)
     highest = connection.execute(query).scalar()
-    return 0 if highest is None else int(highest) + 1
+    archived = totals.get(connection, _INDICES, str(step))  # after the table: none is missed
+    return archived if highest is None else max(archived, int(highest) + 1)
+
+
+def keep_indices(connection: Connection, names: Collection[Digest]) -> None:
+    """Notes the indices of these leases, which are about to be archived, so that no later lease of
+    their steps gets one. One caller at a time."""
+    query = (
+        sa.select(_leases.step, sa.func.max(_leases.lease_index))
+        .where(_leases.digest.in_(list(names)))
+        .group_by(_leases.step)
+    )
+    found = {str(step): int(highest) + 1 for step, highest in connection.execute(query)}
+    totals.raise_to(connection, _INDICES, found)
 
 
 def highest_step(connection: Connection) -> int | None:

@@ -10,13 +10,16 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Outcome, Reason, SignedOpinion
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import schema, totals
 from prime_orchestrator.store.rows import insert_all_new, insert_new, records
 
 HONEST = "honest"
 """Kind of a planted file that does not cheat."""
 RECENT = 2000
 """Newest opinions that validators' records count, besides those on planted files."""
+_LAPSED = "lapsed"
+_ON_PLANTED = ("honest", "accused", "lying", "missed")
+"""Names in store/totals.py, of archived files: the second ones by validator, as in TrackRecord."""
 _opinions = schema.opinions.c
 _planted = schema.planted.c
 
@@ -121,6 +124,10 @@ def waiting(connection: Connection) -> dict[str, tuple[int, float]]:
 def lapsed(connection: Connection) -> int:
     """Returns the number of files with a rejection that ended void because no other validator
     judged them in time."""
+    return _lapsed(connection) + totals.get(connection, _LAPSED, "")
+
+
+def _lapsed(connection: Connection, *which: sa.ColumnElement[bool]) -> int:
     submissions = schema.submissions.c
     query = (
         sa.select(sa.func.count(sa.distinct(_opinions.submission_digest)))
@@ -129,9 +136,20 @@ def lapsed(connection: Connection) -> int:
             _rejecting(),
             submissions.status == "void",
             submissions.reason == int(Reason.UNAVAILABLE),
+            *which,
         )
     )
     return int(connection.execute(query).scalar_one())
+
+
+def keep_counts(connection: Connection, names: Collection[Digest]) -> None:
+    """Adds the opinions on these files, which are about to be archived, to what is counted for
+    ever."""
+    mine = _opinions.submission_digest.in_(list(names))
+    totals.add(connection, _LAPSED, {"": _lapsed(connection, mine)})
+    found = _on_planted(connection, _planted.submission_digest.in_(list(names)))
+    for at, name in enumerate(_ON_PLANTED):
+        totals.add(connection, name, {who: numbers[at] for who, numbers in found.items()})
 
 
 def _rejecting() -> sa.ColumnElement[bool]:
@@ -217,9 +235,22 @@ def track_records(connection: Connection) -> list[TrackRecord]:
     recent = sa.select(
         newest.c.validator, sa.func.count(), _number(newest.c.overruled.is_(True))
     ).group_by(newest.c.validator)
+    counted = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(recent)}
+    truth = _on_planted(connection)
+    for at, name in enumerate(_ON_PLANTED):
+        for validator, number in totals.of(connection, name).items():
+            truth.setdefault(validator, [0, 0, 0, 0])[at] += number
+    return [
+        TrackRecord(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
+        for name in sorted({*counted, *truth})
+    ]
+
+
+def _on_planted(connection: Connection, *which: sa.ColumnElement[bool]) -> dict[str, list[int]]:
+    """Returns what TrackRecord says of planted files, in the order of _ON_PLANTED, by validator."""
     honest = _planted.kind == HONEST
     accepts = _opinions.reason == int(Reason.NONE)
-    planted = (
+    query = (
         sa.select(
             _opinions.validator,
             _number(honest),
@@ -229,14 +260,10 @@ def track_records(connection: Connection) -> list[TrackRecord]:
         )
         .select_from(schema.planted)  # the outer join has SQLite read these first: they are few
         .outerjoin(schema.opinions, _opinions.submission_digest == _planted.submission_digest)
+        .where(*which)
         .group_by(_opinions.validator)
     )
-    counted = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(recent)}
-    truth = {row[0]: [int(n) for n in row[1:]] for row in connection.execute(planted) if row[0]}
-    return [
-        TrackRecord(Address(name), *counted.get(name, (0, 0)), *truth.get(name, (0, 0, 0, 0)))
-        for name in sorted({*counted, *truth})
-    ]
+    return {row[0]: [int(n) for n in row[1:]] for row in connection.execute(query) if row[0]}
 
 
 def _number(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:

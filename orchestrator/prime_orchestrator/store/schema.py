@@ -231,10 +231,19 @@ archive_pages = Table(  # objects with the rows of files that are over (store/ar
     metadata,
     Column("id", Integer, primary_key=True),
     Column("digest", Text, nullable=False),
-    Column("files", Integer, nullable=False),
+    Column("files", Integer, nullable=False),  # 0: leases that brought no file
     Column("epoch", BigInteger, nullable=False),  # the newest settled one when it was written
     Column("first_received", Float, nullable=False),
     Column("last_received", Float, nullable=False),
+)
+
+archive_totals = Table(  # what is counted for ever of archived rows (store/totals.py)
+    "archive_totals",
+    metadata,
+    Column("name", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("value", BigInteger, nullable=False),
+    PrimaryKeyConstraint("name", "subject"),
 )
 
 archived = Table(  # where an archived file is
@@ -360,6 +369,7 @@ evaluations = Table(  # of published policies on held-out problems, by leases
     Column("problems", BigInteger, nullable=False),  # asks the first so many held-out ones
     Column("started_at", Float, nullable=False),
     Column("ended_at", Float),
+    Column("archived", Packed),  # JSON: results of its archived files (evaluations.keep_results)
 )
 
 groups = Table(
@@ -478,6 +488,7 @@ slashes = Table(
     Column("created_at", Float, nullable=False),
     Column("propose_tx", Text),
     Column("execute_tx", Text),
+    Column("receipt", Packed),  # the submission's, once that is archived
 )
 
 # The next three are the manager's queue, which prime_chain/transaction_queue.py writes, too.

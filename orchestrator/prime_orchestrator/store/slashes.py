@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ OPEN = ("queued", "proposed")
 
 @dataclass(frozen=True)
 class SlashRow:
-    """One row of `slashes`; `amount` in wei. Status: queued, proposed, executed, cancelled."""
+    """One row of `slashes`; `amount` in wei. Status: queued, proposed, executed, cancelled.
+    `receipt`: JSON of the submission's ReceiptAnswer if the submission is archived."""
 
     submission_digest: Digest
     node: Address
@@ -32,6 +34,7 @@ class SlashRow:
     executable_at: int | None = None
     propose_tx: Digest | None = None
     execute_tx: Digest | None = None
+    receipt: str | None = None
 
 
 def add(connection: Connection, row: SlashRow) -> None:
@@ -131,12 +134,28 @@ def with_receipts(
     """Returns (submission, node, status, JSON of the submission's ReceiptAnswer) of the slashes, of
     one node if it is given."""
     submissions = schema.submissions.c
-    query = sa.select(
-        _slashes.submission_digest, _slashes.node, _slashes.status, submissions.receipt
-    ).join(schema.submissions, submissions.digest == _slashes.submission_digest)
+    receipt = sa.func.coalesce(_slashes.receipt, submissions.receipt)
+    query = (
+        sa.select(_slashes.submission_digest, _slashes.node, _slashes.status, receipt)
+        .outerjoin(schema.submissions, submissions.digest == _slashes.submission_digest)
+        .where(receipt.is_not(None))
+    )
     if node is not None:
         query = query.where(_slashes.node == node)
     return [
         (Digest(leaf), Address(author), status, receipt)
         for leaf, author, status, receipt in connection.execute(query)
     ]
+
+
+def keep_receipts(connection: Connection, names: Collection[Digest]) -> None:
+    """Copies the receipts of these submissions, which are about to be archived, to their slashes:
+    settlements and credits depend on them for ever."""
+    submissions = schema.submissions.c
+    receipt = (
+        sa.select(submissions.receipt)
+        .where(submissions.digest == _slashes.submission_digest)
+        .scalar_subquery()
+    )
+    mine = _slashes.submission_digest.in_(list(names))
+    connection.execute(sa.update(schema.slashes).where(mine).values(receipt=receipt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import POOLS_FAULT, Reason
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import schema, totals
 from prime_orchestrator.store.rows import (
     built_once,
     one_of,
@@ -29,6 +30,10 @@ _tallies = schema.tallies.c
 COMPUTE_FILES = 500
 """Newest files of which status and metrics show the replay's share of compute."""
 _POOLS_FAULT = _submissions.reason.in_(sorted(POOLS_FAULT))
+_UNJUDGED = {False: "unjudged", True: "planted_unjudged"}
+_PLANTED, _REPEATING = "planted_accepted", "repeating"
+"""Names in store/totals.py, by node, node and status: void through the pool's fault (by
+`shadow`), accepted planted files, files with rows of earlier files."""
 
 
 @dataclass(frozen=True)
@@ -527,19 +532,24 @@ def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[A
         _tallies.files > 0,
     )
     found = {Address(node): int(count) for node, count in connection.execute(paid)}
-    planted = (
+    planted = _planted(connection, one_of(connection, _submissions.node, nodes))
+    older = totals.of(connection, _PLANTED)
+    for node in {*planted, *older} & {*nodes}:
+        found[Address(node)] = (
+            found.get(Address(node), 0) + planted.get(node, 0) + older.get(node, 0)
+        )
+    return found
+
+
+def _planted(connection: Connection, which: sa.ColumnElement[bool]) -> dict[str, int]:
+    """Returns the number of accepted planted files by node."""
+    query = (
         sa.select(_submissions.node, sa.func.count())
         .join(schema.planted, schema.planted.c.submission_digest == _submissions.digest)
-        .where(
-            one_of(connection, _submissions.node, nodes),
-            _submissions.status == "accepted",
-            _submissions.shadow.is_(True),
-        )
+        .where(which, _submissions.status == "accepted", _submissions.shadow.is_(True))
         .group_by(_submissions.node)
     )
-    for node, count in connection.execute(planted):
-        found[Address(node)] = found.get(Address(node), 0) + int(count)
-    return found
+    return {node: int(number) for node, number in connection.execute(query)}
 
 
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
@@ -560,10 +570,18 @@ def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
 
 def expired_unjudged(connection: Connection) -> int:
     """Returns the number of regular submissions that are void through the pool's fault."""
-    query = sa.select(sa.func.count()).where(
-        _submissions.status == "void", _submissions.shadow.is_(False), _POOLS_FAULT
+    found = _unjudged(connection, _submissions.shadow.is_(False))
+    return sum(found.values()) + sum(totals.of(connection, _UNJUDGED[False]).values())
+
+
+def _unjudged(connection: Connection, *which: sa.ColumnElement[bool]) -> dict[str, int]:
+    """Returns the number of submissions that are void through the pool's fault, by node."""
+    query = (
+        sa.select(_submissions.node, sa.func.count())
+        .where(_submissions.status == "void", _POOLS_FAULT, *which)
+        .group_by(_submissions.node)
     )
-    return int(connection.execute(query).scalar_one())
+    return {node: int(number) for node, number in connection.execute(query)}
 
 
 def tallies_of(connection: Connection, among: Collection[Address]) -> dict[Address, dict[str, int]]:
@@ -587,37 +605,49 @@ def counts_by_node(
     status, the accepted units under "units", and the void ones of the pool's fault under
     "expired_unjudged". Counts either regular or shadow submissions."""
     query = sa.select(schema.tallies).where(_tallies.shadow.is_(shadow))
-    unjudged = (
-        sa.select(_submissions.node, sa.func.count())
-        .where(
-            _submissions.status == "void",
-            _submissions.shadow.is_(shadow),
-            _POOLS_FAULT,
-        )
-        .group_by(_submissions.node)
-    )
+    which = [_submissions.shadow.is_(shadow)]
     if among is not None:
         query = query.where(_tallies.node.in_(among))
-        unjudged = unjudged.where(_submissions.node.in_(among))
+        which.append(_submissions.node.in_(among))
     found: dict[Address, dict[str, int]] = {}
     for row in connection.execute(query):
         entry = found.setdefault(Address(row.node), {"units": 0})
         entry[row.status] = int(row.files)
         if row.status == "accepted":
             entry["units"] += int(row.units)
-    for node, number in connection.execute(unjudged):
-        found[Address(node)]["expired_unjudged"] = int(number)
+    unjudged = _unjudged(connection, *which)
+    older = totals.of(connection, _UNJUDGED[shadow])
+    for node in {*unjudged, *older} & found.keys():
+        number = unjudged.get(node, 0) + older.get(node, 0)
+        found[Address(node)]["expired_unjudged"] = number
     return found
 
 
 def repeating(connection: Connection) -> dict[str, int]:
     """Returns the number of files by status that contained rows of earlier files."""
-    query = (
-        sa.select(_submissions.status, sa.func.count())
-        .where(sa.text("repeated_rows > 0"))  # as the index says it, so that it is used
-        .group_by(_submissions.status)
-    )
-    return {status: int(n) for status, n in connection.execute(query)}
+    found = Counter(totals.of(connection, _REPEATING))
+    # as the index says it, so that it is used
+    return dict(found + _repeating(connection, sa.text("repeated_rows > 0")))
+
+
+def _repeating(
+    connection: Connection, *which: sa.ColumnElement[bool] | sa.TextClause
+) -> Counter[str]:
+    query = sa.select(_submissions.status, sa.func.count()).where(*which)
+    query = query.group_by(_submissions.status)
+    return Counter({status: int(n) for status, n in connection.execute(query)})
+
+
+def keep_counts(connection: Connection, names: Collection[Digest]) -> None:
+    """Adds these files, which are about to be archived, to what is counted for ever. The number of
+    files by node and status counts them anyway."""
+    mine = _submissions.digest.in_(list(names))
+    for shadow, name in _UNJUDGED.items():
+        unjudged = _unjudged(connection, mine, _submissions.shadow.is_(shadow))
+        totals.add(connection, name, unjudged)
+    totals.add(connection, _PLANTED, _planted(connection, mine))
+    repeating = _repeating(connection, mine, _submissions.repeated_rows > 0)
+    totals.add(connection, _REPEATING, repeating)
 
 
 def mean_compute_share(connection: Connection) -> float | None:

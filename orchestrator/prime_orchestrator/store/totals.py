@@ -1,0 +1,48 @@
+"""What is counted for ever of rows that went to the archive: one number for each name and subject.
+
+A reader adds what it finds in the tables. The names belong to the modules that use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from prime_orchestrator.store import schema
+from prime_orchestrator.store.rows import add_all, upsert_all
+
+_totals = schema.archive_totals.c
+
+
+def of(connection: Connection, name: str) -> dict[str, int]:
+    """Returns the numbers of a name, by subject."""
+    query = sa.select(_totals.subject, _totals.value).where(_totals.name == name)
+    return {subject: int(value) for subject, value in connection.execute(query)}
+
+
+def get(connection: Connection, name: str, subject: str) -> int:
+    """Returns one number, or 0."""
+    query = sa.select(_totals.value).where(_totals.name == name, _totals.subject == subject)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def add(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
+    """Adds to the numbers of a name, by subject."""
+    add_all(connection, schema.archive_totals, _rows(name, numbers))
+
+
+def raise_to(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
+    """Replaces those of the numbers, by subject, that are lower. One caller at a time."""
+    known = of(connection, name) if numbers else {}
+    higher = {key: value for key, value in numbers.items() if value > known.get(key, -1)}
+    upsert_all(connection, schema.archive_totals, _rows(name, higher))
+
+
+def _rows(name: str, numbers: Mapping[str, int]) -> list[dict[str, object]]:
+    return [
+        {"name": name, "subject": subject, "value": value}
+        for subject, value in sorted(numbers.items())
+        if value
+    ]
