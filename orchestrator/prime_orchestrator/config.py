@@ -53,6 +53,8 @@ class Settings(ChainSettings):
     data: UserPath = Path("var/orchestrator").absolute()
     database: str = ""
     """sqlite:///PATH or postgresql://…; by default a SQLite file under `data`."""
+    replica: str = ""
+    """A standby of the PostgreSQL `database`, from which public pages are read."""
     objects: UserPath | None = None
     """Folder of the object store; by default under `data`."""
     s3_bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
@@ -175,7 +177,8 @@ def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
     Raises UserError with the setting's name if a value is wrong, the file cannot be read, or a
     password was given as a flag.
     """
-    refuse_password(str(flags.get("database") or ""), f"{ENV_PREFIX}DATABASE")
+    for name in ("database", "replica"):
+        refuse_password(str(flags.get(name) or ""), f"{ENV_PREFIX}{name.upper()}")
     return load_settings(Settings, flags, settings_file(config))
 
 

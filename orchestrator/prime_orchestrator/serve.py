@@ -96,7 +96,7 @@ def run(settings: Settings) -> None:
         stack.enter_context(only_one(settings.data / "serve.lock"))
         serve_file = settings.data / "serve.json"
         serve_file.unlink(missing_ok=True)  # left by a process that was killed
-        store = open_store(settings.database_url)
+        store = open_store(settings.database_url, settings.replica)
         stack.callback(store.close)
         store.migrate()
         client = settings.open_chain(deployment.chain_id)

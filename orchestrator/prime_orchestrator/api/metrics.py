@@ -62,7 +62,7 @@ class PoolMetrics:
 
     def collect(self) -> Iterator[Metric]:
         backend = self._backend
-        with backend.store.read() as connection:
+        with backend.store.browse() as connection:
             states = dict.fromkeys(get_args(NodeStatus), 0) | nodes.counts(connection)
             files, shadow = (submissions.counts(connection, shadow=only) for only in (False, True))
             repeating = submissions.repeating(connection)

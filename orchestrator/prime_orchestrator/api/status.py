@@ -88,7 +88,7 @@ def pool_info(backend: Backend, host: str) -> PoolInfo:
 def status(backend: Backend) -> Status:
     """Returns one consistent view of the pool."""
     context, now = backend.context, backend.now()
-    with backend.store.read() as connection:
+    with backend.store.browse() as connection:
         seen = meta.get(connection, meta.CHAIN_SEEN_AT)
         published = policies.newest(connection, 1)
         versions = sorted(policies.newest_versions(connection, MAX_VERSIONS))
@@ -154,7 +154,7 @@ def _activity(
 def transaction_info(backend: Backend, tx_hash: Digest, latest: Status) -> TransactionInfo:
     """Returns what is known of a transaction; `latest` lists those sent last. Raises NotFoundError
     if it is none of these and caused no event of the pool."""
-    with backend.store.read() as connection:
+    with backend.store.browse() as connection:
         found = chain.events_of(connection, tx_hash)
     sent: dict[str, str | int] = next(
         (one for one in latest.transactions if one["hash"] == tx_hash), {}
@@ -184,7 +184,7 @@ class NodeList:
     """Every node as it was when this was made, by address."""
 
     def __init__(self, backend: Backend) -> None:
-        with backend.store.read() as connection:
+        with backend.store.browse() as connection:
             found = _infos(connection, nodes.by_address(connection), everyone=True)
         self._addresses = [one.node for one in found]
         self._providers = [one.provider for one in found]
@@ -315,7 +315,7 @@ def submission_list(backend: Backend, node: Address, before: Digest | None) -> l
     """Returns a page of the node's submissions, newest first, those older than `before` if it is
     given, without archived ones. Raises NotFoundError if `before` is not a submission of this
     node."""
-    with backend.store.read() as connection:
+    with backend.store.browse() as connection:
         last = None
         if before is not None:
             last = archive.submission(connection, backend.objects, before)

@@ -112,6 +112,10 @@ def serve(
     ] = None,
     data: Data = None,
     database: Database = None,
+    replica: Annotated[
+        str | None,
+        typer.Option(help="Standby of the PostgreSQL database; public pages are read from it."),
+    ] = None,
     objects: Objects = None,
     s3_bucket: Bucket = None,
     s3_endpoint: Endpoint = None,

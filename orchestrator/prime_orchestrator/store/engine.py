@@ -7,6 +7,7 @@ so a caller can combine several in one transaction.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
@@ -25,20 +26,32 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.folders import make_folder
 
+log = logging.getLogger(__name__)
+
 BUSY_SECONDS = 30
+CONNECT_SECONDS = 10
 TRUSTED_SECONDS = 1.0
 """A connection to PostgreSQL that was used so lately is used again without asking whether it still
 works."""
+REPLICA_SECONDS = 30
+"""A replica that is further behind is not read."""
+CHECK_SECONDS, PAUSE_SECONDS = 5.0, 10.0
+_DELAY = sa.text(
+    "SELECT CASE WHEN pg_is_in_recovery() THEN "
+    "extract(epoch FROM clock_timestamp() - pg_last_xact_replay_timestamp()) END"
+)
+_SNAPSHOT: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 _READ_ONLY = "prime_read_only"
 _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
 """Enough connections for the API's threads (40) and the loops; ten are kept open."""
 
 
 class Store:
-    """An open database. Thread-safe; each process opens its own."""
+    """An open database. Thread-safe; each process opens its own. `replica`: a standby of it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, replica: Engine | None = None) -> None:
         self.engine = engine
+        self._replica = None if replica is None else _Replica(replica)
         self._writing = threading.RLock() if self.is_sqlite else nullcontext()
         """Serializes this process's writers. Other processes wait for SQLite's own lock, which
         polls."""
@@ -60,12 +73,25 @@ class Store:
         """Opens a read-only snapshot; never waits for writers."""
         options: dict[str, Any] = {_READ_ONLY: True}
         if not self.is_sqlite:
-            options = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            options = _SNAPSHOT
         with (
             _reachable(self.engine),
             self.engine.connect().execution_options(**options) as connection,
             connection.begin(),
         ):
+            yield connection
+
+    @contextmanager
+    def browse(self) -> Iterator[Connection]:
+        """Opens a read-only snapshot for public pages, which may be some seconds old: on the
+        replica if there is one that answers and is not more than REPLICA_SECONDS behind, else like
+        `read`."""
+        connection = None if self._replica is None else self._replica.connect()
+        if connection is None:
+            with self.read() as connection:
+                yield connection
+            return
+        with _reachable(connection.engine), connection, connection.begin():
             yield connection
 
     def migrate(self) -> None:
@@ -78,6 +104,46 @@ class Store:
 
     def close(self) -> None:
         self.engine.dispose()
+        if self._replica is not None:
+            self._replica.engine.dispose()
+
+
+class _Replica:
+    """A PostgreSQL standby. After a failure or with a delay it is left alone for PAUSE_SECONDS."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._where = engine.url.render_as_string(hide_password=True)
+        self._not_before = self._checked_at = float("-inf")
+
+    def connect(self) -> Connection | None:
+        """Returns a connection for one read-only transaction; None if the replica is not to be
+        read now."""
+        now = time.monotonic()
+        if now < self._not_before:
+            return None
+        try:
+            connection = self.engine.connect().execution_options(**_SNAPSHOT)
+            if now - self._checked_at >= CHECK_SECONDS:
+                behind = connection.execute(_DELAY).scalar()
+                connection.rollback()
+                if behind is not None and behind > REPLICA_SECONDS:
+                    connection.close()
+                    self._leave(now, f"is {behind:.0f} s behind")
+                    return None
+                self._checked_at = now
+        except DBAPIError as error:
+            cause = str(error.orig).strip().splitlines() or ["no answer"]
+            self._leave(now, f"cannot be used: {cause[0]}")
+            return None
+        return connection
+
+    def _leave(self, now: float, why: str) -> None:
+        self._not_before = now + PAUSE_SECONDS
+        log.warning(
+            "the replica %s %s; for %d s pages are read from the database itself",
+            *(self._where, why, PAUSE_SECONDS),
+        )
 
 
 def sqlite_url(path: Path) -> str:
@@ -101,15 +167,21 @@ def _parsed(url: str) -> sa.URL:
         ) from error
 
 
-def open_store(url: str) -> Store:
-    """Opens `sqlite:///…` or `postgresql://…` (with psycopg 3). Raises UserError for any other
-    URL."""
-    parsed = _parsed(url)
+def open_store(url: str, replica: str = "") -> Store:
+    """Opens `sqlite:///…` or `postgresql://…` (with psycopg 3). `replica`: URL of a standby of it,
+    if there is one. Raises UserError for any other URL."""
+    parsed, standby = _parsed(url), _parsed(replica) if replica else None
+    both = {parsed.get_backend_name(), standby.get_backend_name()} if standby else set()
+    if both - {"postgresql"}:
+        raise UserError(
+            "a replica can be read only if it and the database are PostgreSQL servers",
+            hint="give --database and --replica as postgresql://…",
+        )
     match parsed.get_backend_name():
         case "sqlite":
             return Store(_sqlite(parsed))
         case "postgresql":
-            return Store(_postgresql(parsed))
+            return Store(_postgresql(parsed), _postgresql(standby) if standby else None)
         case other:
             raise UserError(
                 f"no store can be kept in {other!r}", hint="use sqlite:///PATH or postgresql://…"
@@ -117,7 +189,8 @@ def open_store(url: str) -> Store:
 
 
 def _postgresql(url: sa.URL) -> Engine:
-    engine = sa.create_engine(url.set(drivername="postgresql+psycopg"), **_POOL)
+    url = url.set(drivername="postgresql+psycopg")
+    engine = sa.create_engine(url, connect_args={"connect_timeout": CONNECT_SECONDS}, **_POOL)
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: DBAPIConnection | None, record: ConnectionPoolEntry) -> None:

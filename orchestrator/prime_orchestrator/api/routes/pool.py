@@ -151,7 +151,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/draws", responses={200: {"model": list[DrawInfo]}})
     def draw_list() -> Response:
         """Validators' commitments to their draws: an epoch's are signed before its leases."""
-        with backend.store.read() as connection:
+        with backend.store.browse() as connection:
             return answer(draws.listing(connection))
 
     @routes.get("/v1/nodes", responses={200: {"model": list[NodeInfo]}})
