@@ -147,16 +147,49 @@ def runs_of(connection: Connection) -> RunHistory:
     return revisions.history_of(connection, RunDefinition.parse(found.encode()))
 
 
+def newest(
+    connection: Connection,
+    objects: ObjectStore,
+    wanted: Wanted,
+    limit: int,
+    *,
+    before: SubmissionRow | None = None,
+) -> tuple[list[SubmissionRow], list[ArchivedFile]]:
+    """Returns at most `limit` submissions, newest first, and the files of those that are archived;
+    only submissions older than `before` if given. Reads the pages of the archive, newest first,
+    until no other can hold one of them."""
+
+    def place(row: SubmissionRow) -> tuple[float, Digest]:
+        return row.received_at, row.digest
+
+    found = files.newest(connection, wanted, limit, before=before)
+    archived: dict[Digest, ArchivedFile] = {}
+    pages = archive.pages(connection, wanted.since)
+    for page in sorted(pages, key=lambda page: page.last_received, reverse=True):
+        if len(found) == limit and page.last_received < found[-1].received_at:
+            break
+        if before is not None and page.first_received > before.received_at:
+            continue
+        older = [
+            one
+            for one in archive.of_page(objects, page, wanted)
+            if before is None or place(one.submission) < place(before)
+        ]
+        archived |= {one.submission.digest: one for one in older}
+        found += [one.submission for one in older]
+        found = sorted(found, key=place, reverse=True)[:limit]
+    return found, [archived[row.digest] for row in found if row.digest in archived]
+
+
 def facts(
-    connection: Connection, rows: Sequence[SubmissionRow], archived: ArchivedFile | None = None
+    connection: Connection, rows: Sequence[SubmissionRow], archived: Sequence[ArchivedFile] = ()
 ) -> list[FileFacts]:
-    """Returns the facts of these submissions, in order. `archived`: the file of the only one, if it
-    is archived. Raises UserError as `runs_of`."""
+    """Returns the facts of these submissions, in order. `archived`: the files of those that are
+    archived. Raises UserError as `runs_of`."""
     runs, next_step = runs_of(connection), batches.next_step(connection)
     names = [row.digest for row in rows]
     known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
-    if archived is not None:
-        known[archived.submission.digest] = list(archived.groups)
+    known |= {one.submission.digest: list(one.groups) for one in archived}
     run = runs.at(next_step)
     return [
         _file_facts(
@@ -222,11 +255,11 @@ def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts
 
 
 def find(
-    connection: Connection, name: str, objects: ObjectStore | None = None
+    connection: Connection, name: str, objects: ObjectStore
 ) -> tuple[SubmissionRow, ArchivedFile | None]:
-    """Returns the submission whose digest begins with `name`, and its file if it is archived
-    (looked for only with `objects`). Raises NotFoundError if there is none, UserError if there are
-    several or `name` is not the beginning of a digest."""
+    """Returns the submission whose digest begins with `name`, and its file if it is archived.
+    Raises NotFoundError if there is none, UserError if there are several or `name` is not the
+    beginning of a digest."""
     digits = name.lower().removeprefix("0x")
     if not 4 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
         raise UserError(
@@ -234,12 +267,12 @@ def find(
             hint="give 4 or more of the digits that orchestrator rollouts list shows",
         )
     found = files.beginning(connection, f"0x{digits}", 2)
-    older = archive.beginning(connection, f"0x{digits}", 2) if objects is not None else []
+    older = archive.beginning(connection, f"0x{digits}", 2)
     if not found and not older:
         raise NotFoundError(f"no rollout file of this pool has an id that begins with 0x{digits}")
     if len(found) + len(older) > 1:
         raise UserError(f"several ids begin with 0x{digits}", hint="give more of its digits")
-    if found or objects is None:
+    if found:
         return found[0], None
     archived = archive.find(connection, objects, older[0])
     assert archived is not None
@@ -581,7 +614,7 @@ def _wanted(
 ) -> Iterator[tuple[SubmissionRow, FileFacts, int]]:
     """Yields the submissions, each with its facts and its lease's deadline."""
     for one in archive.every(connection, objects, wanted):
-        (known,) = facts(connection, [one.submission], one)
+        (known,) = facts(connection, [one.submission], [one])
         yield one.submission, known, one.lease.deadline
     for page in files.every(connection, wanted, _AT_ONCE):
         for row, known in zip(page, facts(connection, page), strict=True):

@@ -146,7 +146,15 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
         for row in rows:
             found, archived = rollouts.find(connection, row.digest[:20], mgr.objects)
             lease = rollouts.lease_of(connection, found, archived)
-            said[row.digest] = rollouts.facts(connection, [found], archived), lease
+            file = [archived] if archived is not None else []
+            said[row.digest] = rollouts.facts(connection, [found], file), lease
+        for wanted in (Wanted(), Wanted(status="void"), Wanted(node=OTHER.address)):
+            for before, most in itertools.product((None, rows[5]), (3, 99)):
+                newest, files = rollouts.newest(
+                    connection, mgr.objects, wanted, most, before=before
+                )
+                name = f"newest {wanted} {before and before.digest} {most}"
+                said[name] = rollouts.facts(connection, newest, files)
         said["counts"] = submissions.counts(connection)
         said["accepted"] = submissions.accepted_among(connection, [HONEST.address, OTHER.address])
         said["void"] = submissions.expired_unjudged(connection)

@@ -379,9 +379,9 @@ def test_an_export_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None
     session = pool.world.member(1)
     pool.accepted(session, [RIGHT, WRONG, WRONG, WRONG])
     lost = pool.accepted(session, [RIGHT, WRONG, RIGHT, WRONG])
-    row = rollouts.find
+    objects = pool.world.backend.objects
     with pool.world.backend.store.read() as connection:
-        pool.world.backend.objects.delete(digest_key(row(connection, lost)[0].sha256))
+        objects.delete(digest_key(rollouts.find(connection, lost, objects)[0].sha256))
     out = tmp_path / "set"
     out.mkdir()
     with pytest.raises(NotFoundError, match=lost):

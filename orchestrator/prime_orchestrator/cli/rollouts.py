@@ -63,18 +63,23 @@ def list_files(
     config: ConfigFile = None,
     data: Data = None,
     database: Database = None,
+    objects: Objects = None,
+    s3_bucket: Bucket = None,
+    s3_endpoint: Endpoint = None,
+    s3_region: Region = None,
     json_output: Json = False,
 ) -> None:
-    """The newest rollout files: verdict, reward, staleness, why groups were dropped. Archived ones
-    are shown by `show`."""
+    """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
     from prime_orchestrator import rollouts
-    from prime_orchestrator.store import submissions
+    from prime_orchestrator.store import backup
 
-    wanted = _wanted(since, verdict, node)
-    with pool_store(locals(), config) as (_, store), store.read() as connection:
-        older = None if before is None else rollouts.find(connection, before)[0]
-        rows = submissions.newest(connection, wanted, last + 1, before=older)
-        found = rollouts.facts(connection, rows[:last])
+    flags, wanted = dict(locals()), _wanted(since, verdict, node)
+    with pool_store(flags, config) as (settings, store):
+        kept = settings.open_objects("", backup.place(store))
+        with store.read() as connection:
+            older = None if before is None else rollouts.find(connection, before, kept)[0]
+            rows, archived = rollouts.newest(connection, kept, wanted, last + 1, before=older)
+            found = rollouts.facts(connection, rows[:last], archived)
     following = found[-1].id if len(rows) > last else None
     if json_output:
         typer.echo(json.dumps({"rollouts": [asdict(one) for one in found], "before": following}))
@@ -146,7 +151,7 @@ def show(
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
             found, archived = rollouts.find(connection, file, kept)
-            (known,) = rollouts.facts(connection, [found], archived)
+            (known,) = rollouts.facts(connection, [found], [archived] if archived else [])
             runs = rollouts.runs_of(connection)
             lease = rollouts.lease_of(connection, found, archived)
             tokenizer = None

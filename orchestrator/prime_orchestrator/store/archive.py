@@ -446,10 +446,15 @@ def pages(connection: Connection, since: float | None = None) -> list[Page]:
 def every(connection: Connection, objects: ObjectStore, wanted: Wanted) -> Iterator[ArchivedFile]:
     """Yields all matching archived files, oldest page first. Raises as `read`."""
     for page in pages(connection, wanted.since):
-        for line in read(objects, page.digest) if page.files else ():
-            one = _parse(line)
-            if wanted.fits(one.submission):
-                yield one
+        yield from of_page(objects, page, wanted)
+
+
+def of_page(objects: ObjectStore, page: Page, wanted: Wanted) -> Iterator[ArchivedFile]:
+    """Yields the matching files of a page. Raises as `read`."""
+    for line in read(objects, page.digest) if page.files else ():
+        one = _parse(line)
+        if wanted.fits(one.submission):
+            yield one
 
 
 def read(objects: ObjectStore, page: Digest) -> list[str]:
