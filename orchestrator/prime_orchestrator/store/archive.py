@@ -142,7 +142,7 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
     - it is in a confirmed root of an epoch that `bounds` includes, and no appeal for it is open
       unless it is accepted; or it can get no root any more: it is planted and revealed, or void as
       unrooted, was received in such an epoch, and its node has not posted it either
-    - the batch that its lease was for is sealed, or the lease's evaluation has ended
+    - the batch that its lease was for is sealed; its lease's evaluation, if it has one, has ended
     - no slash for it or of its node is open
     - its job is done, its credit neither held nor forfeited, and no batch may take its groups
     - none of its rows is among the pool's newest
@@ -167,10 +167,8 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
         sa.exists().where(said.submission_digest == _S.digest, said.at >= bounds.judged),
         sa.exists().where(credits.submission_digest == _S.digest, credits.status != "earned"),
         sa.exists().where(job.submission_digest == _S.digest, job.status != "done"),
-        sa.exists().where(
-            sa.or_(slash.submission_digest == _S.digest, slash.node == _S.node),
-            slash.status.in_(slashes.OPEN),
-        ),
+        sa.exists().where(slash.submission_digest == _S.digest, slash.status.in_(slashes.OPEN)),
+        sa.exists().where(slash.node == _S.node, slash.status.in_(slashes.OPEN)),
         sa.exists().where(
             group.submission_digest == _S.digest,
             sa.or_(
@@ -198,7 +196,6 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
             sa.or_(rooted, never_rooted),
             _S.step < bounds.next_step,
             _S.received_at < bounds.received,
-            sa.func.coalesce(_L.status, "") == "submitted",
             _ended_evaluation(),
             _L.created_at < bounds.leased,
             *(~one for one in blocking),
@@ -211,7 +208,7 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
 def _ended_evaluation() -> sa.ColumnElement[bool]:
     """Whether a lease belongs to no evaluation or to one that has ended."""
     running = sa.select(schema.evaluations.c.id).where(schema.evaluations.c.ended_at.is_(None))
-    return sa.func.coalesce(_L.evaluation, -1).not_in(running)
+    return sa.or_(_L.evaluation.is_(None), _L.evaluation.not_in(running))
 
 
 def ended_leases(
