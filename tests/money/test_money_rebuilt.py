@@ -37,7 +37,15 @@ from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
 from prime_orchestrator.manager.indexer import _take, derive_root, run_indexer_tick
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import _leaves, _Turn, settle_epochs
-from prime_orchestrator.store import chain, leases, rewards, runs, schema
+from prime_orchestrator.store import (
+    chain,
+    leases,
+    rewards,
+    runs,
+    schema,
+    slashes,
+    submissions,
+)
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.runs import RunRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -210,7 +218,33 @@ def test_files_are_archived_once_no_settlement_holds_them_and_are_rebuilt_all_th
     assert [worker.tick() for _ in range(2)] == [1, 0]
     assert held not in amounts(world)
     assert settled(world) == second
-    for epoch in (first.epoch, second.epoch):
+
+    world.start_of_an_epoch()
+    for node in (LIAR, HONEST):  # the rejected file is not the newest of its node any more
+        mgr.judge(mgr.submit(node))
+    world.until_rooted()
+    periods = world.deployment.periods
+    world.forward(periods.validity + periods.accountable + RUN.epoch_seconds)
+    world.ticks(4)
+    third = settled(world)
+    assert third.previous == second.digest()
+    world.forward(periods.reward_delay + RUN.epoch_seconds)
+    world.ticks()
+    while worker.tick():
+        pass
+    with mgr.store.read() as connection:
+        assert submissions.get(connection, leaf) is None
+        ((name, _, status, _),) = slashes.with_receipts(connection)
+        assert (name, status) == (leaf, "cancelled")
+    world.start_of_an_epoch()
+    mgr.judge(mgr.submit(LIAR))
+    world.until_rooted()
+    world.forward(periods.validity + RUN.epoch_seconds)
+    world.ticks(4)
+    last = settled(world)
+    assert last.previous == third.digest()
+    assert last.amounts()[LIAR.address] > third.amounts()[LIAR.address]
+    for epoch in (first.epoch, second.epoch, third.epoch, last.epoch):
         assert rebuild_root(world, epoch).match
 
 
