@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_core.errors import UserError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.run import Conversation
 from prime_envs import python_wasm, tools
 from prime_envs.python_wasm import run
@@ -174,7 +174,7 @@ for program in ("print(1)", "bytearray(300 << 20)\nprint(1)"):
     ]  # fmt: skip
 
 
-def test_a_child_that_is_killed_is_asked_again() -> None:
+def test_a_child_that_is_killed_is_asked_again_once() -> None:
     last("1")
     child = python_wasm._child()
     killed: list[int] = []
@@ -189,6 +189,12 @@ def test_a_child_that_is_killed_is_asked_again() -> None:
         patch.setattr(child, "_read_line", lambda *a: (patch.undo(), kill(*a))[1])
         assert last("print(2)") == Observation("2")
     assert len(killed) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "_read_line", kill)
+        with pytest.raises(UnavailableError, match="ended without an answer"):
+            last("print(3)")
+    assert len(killed) == 3
+    assert last("print(3)") == Observation("3")
 
 
 STEPS = st.sampled_from([
