@@ -347,6 +347,18 @@ class ChainClient:
             tip = 10**9
         return Fees(base, max(tip, 1), 2 * base + max(tip, 1))
 
+    def paid_fee(self, tx_hash: Digest) -> int | None:
+        """The fee that a mined transaction cost, in wei: gas used times the effective price, and on
+        an OP-stack chain the L1 data fee. None while the endpoint has no receipt of it."""
+
+        def parse(raw: Any) -> int | None:
+            if raw is None:
+                return None
+            l1_fee = number(raw["l1Fee"]) if raw.get("l1Fee") else 0
+            return number(raw["gasUsed"]) * number(raw["effectiveGasPrice"]) + l1_fee
+
+        return self.request("eth_getTransactionReceipt", tx_hash, parse=parse)
+
     def receipt(self, tx_hash: Digest) -> TxReceipt | None:
         """The outcome of a transaction, or None while no endpoint shows it as mined."""
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import ARBITER, DEPLOYER, FUNDS, STAKE, TREASURY, World
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, key
+from typer.testing import CliRunner
 from walk_kit import HONEST, LIAR, OTHER, OWNER, amounts, one, rebuild_root, settled, until
 
 from prime_chain.contracts import Claim
 from prime_core.errors import UnavailableError
 from prime_core.verdict import Reason
+from prime_orchestrator.cli import costs
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.settlement import newest_settlement, settle_epochs
-from prime_orchestrator.store import checks, intents, schema
+from prime_orchestrator.store import checks, intents, meta, schema
 
 pytestmark = needs_anvil
 
@@ -297,3 +300,27 @@ def test_a_proposal_waits_until_the_pools_quorum_stands_behind_it(members: World
     world.send(MANAGER, pools.set_validator(1, VALIDATOR.address, True))
     world.ticks()
     assert one(world, schema.slashes)["status"] == "proposed"
+
+
+def test_costs_are_the_fees_that_the_manager_paid(members: World) -> None:
+    world, mgr = members, members.mgr
+    url = mgr.store.engine.url.render_as_string(hide_password=False)
+    with mgr.store.begin() as connection:
+        place = f"{world.deployment.chain_id}/{world.deployment.contracts.pools}/1"
+        meta.put(connection, meta.SERVES, place)
+
+    def said(*words: str) -> str:
+        arguments = ["--database", url, "--rpc", world.anvil.url, *words]
+        answer = CliRunner().invoke(costs.app, arguments, catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+        return answer.stdout
+
+    held, before = world.client.balance(MANAGER.address), json.loads(said("--json"))
+    mgr.judge(mgr.submit(LIAR), Reason.WRONG_PROMPTS)
+    world.until_rooted()
+    after = json.loads(said("--json", "--hours", "12"))
+    assert int(after["wei"]) - int(before["wei"]) == held - world.client.balance(MANAGER.address)
+    assert int(after["wei_a_day"]) == 2 * int(after["wei"])
+    assert {"root", "propose"} <= after["kinds"].keys()
+    assert after["files"] == 1
+    assert "for 1 files" in said()

@@ -23,8 +23,8 @@ from prime_orchestrator.cli.storage import (
     Endpoint,
     Objects,
     Region,
-    file_progress,
     pool_store,
+    progress,
 )
 
 app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
@@ -135,7 +135,7 @@ def grade(
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
-    with pool_store(flags, config) as (settings, store), file_progress() as bar:
+    with pool_store(flags, config) as (settings, store), progress() as bar:
         task = bar.add_task("files", total=None)
         found = rollouts.grade_evaluation(
             store,

@@ -44,6 +44,7 @@ _ELSEWHERE = {
         "From nothing to a running pool, step by step; or check what is there.",
     ),
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
+    "costs": ("prime_orchestrator.cli.costs", "What the manager's transactions cost a day."),
     "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),
     "classes": ("prime_orchestrator.cli.classes", "Exact classes, and which of them are proven."),
     "relay": (

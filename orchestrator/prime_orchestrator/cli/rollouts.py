@@ -26,8 +26,8 @@ from prime_orchestrator.cli.storage import (
     Endpoint,
     Objects,
     Region,
-    file_progress,
     pool_store,
+    progress,
 )
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def export(
         if model is not None:
             with store.read() as connection:
                 tokenizer = rollouts.load_tokenizer(connection, model)
-        with file_progress() as bar:
+        with progress() as bar:
             task = bar.add_task("files", total=None)
             done = rollouts.export(
                 store,

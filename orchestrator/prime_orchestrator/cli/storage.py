@@ -64,14 +64,15 @@ def pool_store(flags: dict[str, object], config: Path | None) -> Iterator[tuple[
         yield settings, store
 
 
-def file_progress() -> Progress:
-    """A progress bar over files on standard error; nothing is drawn where that is no terminal."""
+def progress(of: str = "files") -> Progress:
+    """A progress bar on standard error, which names what it counts; nothing is drawn where that is
+    no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     terminal = Console(stderr=True)
     return Progress(
-        TextColumn("files"),
+        TextColumn(of),
         BarColumn(),
         MofNCompleteColumn(),
         console=terminal,

@@ -25,7 +25,7 @@ from prime_chain.client import TxReceipt
 from prime_chain.errors import ChainRevertedError
 from prime_chain.transaction_queue import Attempt, Sql, TransactionQueue
 from prime_core.errors import UnavailableError
-from prime_core.ids import Address
+from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.engine import Store
 from prime_orchestrator.store.rows import insert_new
@@ -219,6 +219,18 @@ def mined_between(connection: Connection, after: int, until: int) -> list[Intent
         _intents.block <= until,
     )
     return [_row(row) for row in connection.execute(query).mappings()]
+
+
+def mined_since(connection: Connection, since: float, limit: int) -> list[tuple[str, Digest]]:
+    """Returns the newest mined transactions since a time, as (kind, hash). Their kind is empty if
+    the sender only used up a nonce."""
+    query = (
+        sa.select(_intents.kind, _intents.tx_hash)
+        .where(_intents.updated_at >= since, _intents.tx_hash.is_not(None))
+        .order_by(_intents.updated_at.desc())
+        .limit(limit)
+    )
+    return [(kind, Digest(tx_hash)) for kind, tx_hash in connection.execute(query)]
 
 
 def latest_sent(connection: Connection, limit: int) -> list[IntentRow]:

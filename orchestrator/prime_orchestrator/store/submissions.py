@@ -552,6 +552,13 @@ def _planted(connection: Connection, which: sa.ColumnElement[bool]) -> dict[str,
     return {node: int(number) for node, number in connection.execute(query)}
 
 
+def received_since(connection: Connection, since: float) -> int:
+    """Returns the number of submissions received since a time of the last day; older ones may be
+    in the archive."""
+    query = sa.select(sa.func.count()).where(_submissions.received_at >= since)
+    return int(connection.execute(query).scalar_one())
+
+
 def counts(connection: Connection, *, shadow: bool = False) -> dict[str, int]:
     """Returns the number of submissions by status, either of regular or of shadow ones."""
     judged = (
