@@ -22,7 +22,7 @@ import json
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,12 +41,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class RpcFault:
-    """What goes wrong, in which share of the requests, and for which methods (all if empty)."""
+    """What goes wrong, in which share of the requests, and for which methods (all if empty).
+    `a_second`: only in requests beyond so many in the last second, as of a public endpoint."""
 
     kind: Kind
     chance: float = 1.0
     methods: tuple[str, ...] = ()
     seconds: float = 5.0
+    a_second: int = 0
 
 
 class FaultyRpc:
@@ -62,6 +64,8 @@ class FaultyRpc:
         self._target = target
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        self._passed: deque[float] = deque()
+        """When the requests of the last second were let through."""
         self._http = httpx.Client(timeout=30.0, trust_env=False)
         self._closing = threading.Event()
         outer = self
@@ -108,6 +112,7 @@ class FaultyRpc:
                 for fault in self.faults
                 if (not fault.methods or method in fault.methods)
                 and self._random.random() < fault.chance
+                and not self._within(fault.a_second)
             ]
         kinds = {fault.kind: fault for fault in due}
         for wait in ("delay", "hang"):
@@ -153,6 +158,16 @@ class FaultyRpc:
                 handler.wfile.write(b" " * (1 << 20))
             return
         _send(handler, 200, raw)
+
+    def _within(self, a_second: int) -> bool:
+        """Whether a request is one of the first `a_second` of the last second; notes it if so."""
+        now = time.monotonic()
+        while self._passed and self._passed[0] <= now - 1.0:
+            self._passed.popleft()
+        if len(self._passed) >= a_second:
+            return False
+        self._passed.append(now)
+        return True
 
     def _forward(self, request: dict[str, Any], kinds: dict[Kind, RpcFault]) -> dict[str, Any]:
         method, params = request["method"], list(request.get("params", []))

@@ -3,6 +3,7 @@
 UnavailableError
 ├── RpcError               an endpoint answered with an error that is not a revert
 │   └── RangeTooLargeError … because the range of blocks holds too much: ask for a smaller one
+├── RateLimitedError       an endpoint was asked too often
 ├── BadAnswerError         an endpoint's answer has the wrong form or type
 ├── NotThereError          no endpoint has the block or transaction (yet)
 ├── WrongChainError        an endpoint serves another chain
@@ -34,6 +35,14 @@ class RpcError(UnavailableError):
 
 class RangeTooLargeError(RpcError):
     """An answer would be, or was, too large: a smaller range of blocks may do."""
+
+
+class RateLimitedError(UnavailableError):
+    """An endpoint refuses because it was asked too often. `after`: seconds that it names."""
+
+    def __init__(self, message: str, after: float = 0.0) -> None:
+        super().__init__(message)
+        self.after = after
 
 
 class BadAnswerError(UnavailableError):

@@ -2,7 +2,8 @@
 
 Any fault of one endpoint (no answer, a wrong chain, an answer of the wrong type, a JSON-RPC error,
 a head far behind) makes that endpoint rest for a while, and the next one answers. Only a revert is
-an answer for all: a rate limit never looks like one. An endpoint that answers nothing at all costs
+an answer for all: a rate limit never looks like one. If no endpoint answers and one only limits the
+rate, the request is repeated after a pause. An endpoint that answers nothing at all costs
 one time-out: after that it is tested in the background until it answers again.
 """
 
@@ -23,6 +24,7 @@ from prime_chain.errors import (
     BadAnswerError,
     NotThereError,
     RangeTooLargeError,
+    RateLimitedError,
     RpcError,
     WrongChainError,
 )
@@ -40,6 +42,10 @@ LONGEST_COOL_DOWN = 120.0
 SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.5
 """An endpoint that takes so many times as long as the fastest, and at least so long, comes last."""
 LATENCY_KEPT_SECONDS = 60.0
+RATE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Seconds to wait before each repetition of a request that endpoints refuse for a rate limit."""
+LONGEST_RATE_PAUSE = 10.0
+"""An endpoint that asks for a longer pause is not waited for."""
 MAX_LAG_SECONDS = 30.0
 """An endpoint whose newest block is this much older than the others' is stale."""
 
@@ -137,7 +143,7 @@ class Endpoint:
             log.warning("the RPC %s rests for a while: %s", self.name, str(error)[:300])
         pause = min(LONGEST_COOL_DOWN, COOL_DOWN_SECONDS * 2 ** min(self._faults, 8))
         self._faults += 1
-        self._checked = False
+        self._checked = self._checked and isinstance(error, RateLimitedError)
         self.hung = isinstance(error.__cause__, httpx.TimeoutException)
         self.cool_until = self._now() + pause
 
@@ -192,7 +198,12 @@ class Endpoint:
         ) as response:
             if response.status_code == 413:
                 raise RangeTooLargeError("HTTP", 413, "the answer is too large")
-            if response.status_code in (408, 429) or response.status_code >= 500:
+            if response.status_code == 429:
+                after = response.headers.get("retry-after", "")
+                raise RateLimitedError(
+                    "HTTP 429: it was asked too often", float(after) if after.isdigit() else 0.0
+                )
+            if response.status_code == 408 or response.status_code >= 500:
                 raise UnavailableError(f"HTTP {response.status_code}")
             for chunk in response.iter_bytes():
                 received += chunk
@@ -231,7 +242,7 @@ def _raise(method: str, fault: Any) -> None:
     if method == "eth_getLogs" and overrun and not rate_limited:
         raise RangeTooLargeError(method, code, message)  # said in many ways: any other code
     if busy:
-        raise UnavailableError(f"the endpoint is busy: {message}")
+        raise RateLimitedError(f"the endpoint is busy: {message}")
     raise RpcError(method, code, message)
 
 
@@ -271,8 +282,18 @@ class RpcPool:
 
         Raises RevertSignal; RpcError if endpoints answer with errors only; NotThereError if what
         is asked for is not there; WrongChainError if all endpoints serve another chain; else
-        UnavailableError.
+        UnavailableError, for a rate limit after RATE_PAUSES.
         """
+        for pause in RATE_PAUSES:
+            try:
+                return self._request(method, params, parse)
+            except RateLimitedError as error:
+                if error.after > LONGEST_RATE_PAUSE:
+                    raise
+                time.sleep(max(pause, error.after))
+        return self._request(method, params, parse)
+
+    def _request(self, method: str, params: Sequence[Any], parse: Parse[T]) -> T:
         failures: list[tuple[Endpoint, UnavailableError]] = []
         for endpoint in self.ordered():
             try:
@@ -298,6 +319,9 @@ class RpcPool:
         if errors and all(isinstance(one, RpcError) for one in errors):
             raise errors[0]
         text = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
+        limited = [one.after for one in errors if isinstance(one, RateLimitedError)]
+        if limited:
+            raise RateLimitedError(f"no RPC endpoint answers: {text}", min(limited))
         kinds = {type(one) for one in errors}
         kind_of = kinds.pop() if len(kinds) == 1 else UnavailableError
         raise kind_of(f"no RPC endpoint answers: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -156,12 +157,28 @@ def test_when_none_answers_the_error_names_all_but_no_secret(serve: Serve) -> No
     client.close()
 
 
-def test_a_rate_limit_never_looks_like_a_revert(serve: Serve) -> None:
+def test_a_rate_limit_never_looks_like_a_revert(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "RATE_PAUSES", (0.0,))
     busy = serve(_always({"error": {"code": -32005, "message": "daily request limit exceeded"}}))
     client = ChainClient([busy.url], CHAIN_ID)
     with pytest.raises(UnavailableError) as caught:
         client.call(CALL)
     assert not isinstance(caught.value, ChainRevertedError)
+    client.close()
+
+
+def test_an_only_endpoint_that_limits_the_rate_is_asked_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(time, "sleep", paused.append)
+    answers: Iterator[Answer] = iter([429, {"error": {"code": -32005, "message": "rate limit"}}])
+    good = serve(lambda *_: next(answers, {"result": "0x7"}))
+    client = ChainClient([good.url], CHAIN_ID)
+    assert client.block_number() == 7
+    assert paused == list(rpc.RATE_PAUSES[:2])
     client.close()
 
 

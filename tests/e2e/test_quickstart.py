@@ -1,5 +1,6 @@
-"""`orchestrator quickstart` on a chain configured like Base Sepolia: it checks, waits for ether,
-goes on after a kill, and starts a pool that serves."""
+"""`orchestrator quickstart` on a chain configured like Base Sepolia, by an endpoint that answers
+ten requests a second: it checks, waits for ether, goes on after a kill, and starts a pool that
+serves."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from e2e_kit import ROOT, processes_of, require_anvil, until
 
 from devnet.chain import Anvil, free_port
+from devnet.faulty import FaultyRpc, RpcFault
 from prime_chain.costs import GAS_PRICE_ORACLE
 from prime_chain.keystore import named_address
 from prime_chain.networks import BASE_SEPOLIA
@@ -37,12 +40,12 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
     folder, port = tmp_path / "pool", free_port()
     fees = ("--block-base-fee-per-gas", "5000000")
     chain = Anvil(block_time=2, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)
-    with chain:
+    with chain, closing(FaultyRpc(chain.url, [RpcFault("rate", a_second=10)])) as rpc:
         chain.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
         until(lambda: int(chain.rpc("eth_blockNumber"), 16) > 0, "a block")
         words = [
             sys.executable, "-m", "prime_orchestrator.cli.main", "quickstart", str(folder),
-            "--network", "base-sepolia", "--rpc", chain.url, "--port", str(port), "--json",
+            "--network", "base-sepolia", "--rpc", rpc.url, "--port", str(port), "--json",
             "--run", str(ROOT / "docs/examples/run-devnet.toml"),
             "--model", str(ROOT / "devnet/model"),
         ]  # fmt: skip
@@ -109,3 +112,4 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
             started.kill()
             started.wait()
         assert processes_of(folder) == []
+        assert rpc.injected["rate"] > 0, "the endpoint's limit was never reached"
