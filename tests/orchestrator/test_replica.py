@@ -121,12 +121,15 @@ def test_a_standby_that_is_behind_or_gone_is_not_read(
         patch.setattr(engine, "REPLICA_SECONDS", -1)
         assert not in_recovery(store)
     assert "behind; for 0 s pages are read from the database itself" in caplog.text
+    assert store.replica_read
     assert in_recovery(store)
     script("stop-standby", state=state)
+    monkeypatch.setattr(engine, "PAUSE_SECONDS", 3600.0)
     assert not in_recovery(store)
+    assert store.replica_read is False
     assert "cannot be used" in caplog.text
     script("standby", state=state)
-    assert in_recovery(store)
+    assert not in_recovery(store), "it is left alone for an hour"
 
 
 def test_a_replica_needs_postgresql(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prime_chain.amounts import ETHER
+from prime_core.ids import Digest
 from prime_core.messages import TargetShare
 from prime_core.node import NodeStatus
 from prime_orchestrator.api import reach
@@ -21,6 +22,7 @@ from prime_orchestrator.manager.history import Totals, excess, others_of
 from prime_orchestrator.store import (
     batches,
     drift,
+    exact_classes,
     intents,
     jobs,
     measurements,
@@ -113,7 +115,18 @@ class PoolMetrics:
                 "Number of the next training step. Unit: steps.",
                 batches.next_step(connection),
             )
+            if backend.store.replica_read is not None:
+                yield GaugeMetricFamily(
+                    "prime_replica_read",
+                    "Whether public pages come from the read replica now: 1 or 0.",
+                    float(backend.store.replica_read),
+                )
             run = revisions.current(connection, backend.context)
+            yield GaugeMetricFamily(
+                "prime_suspect_classes",
+                "Exact classes of the run in which honest machines may differ. Unit: classes.",
+                len(exact_classes.suspects(connection, Digest(run.calibration))),
+            )
             yield from _targets(targets.shares_of(connection, run, backend.now()))
             yield from _drift(drift.every(connection), drift.totals(connection))
             yield from _validators(opinions.track_records(connection))

@@ -81,6 +81,11 @@ class Store:
         ):
             yield connection
 
+    @property
+    def replica_read(self) -> bool | None:
+        """Whether `browse` reads the replica now; None if there is none."""
+        return None if self._replica is None else self._replica.ready()
+
     @contextmanager
     def browse(self) -> Iterator[Connection]:
         """Opens a read-only snapshot for public pages, which may be some seconds old: on the
@@ -116,12 +121,16 @@ class _Replica:
         self._where = engine.url.render_as_string(hide_password=True)
         self._not_before = self._checked_at = float("-inf")
 
+    def ready(self) -> bool:
+        """Whether it has not failed lately."""
+        return time.monotonic() >= self._not_before
+
     def connect(self) -> Connection | None:
         """Returns a connection for one read-only transaction; None if the replica is not to be
         read now."""
-        now = time.monotonic()
-        if now < self._not_before:
+        if not self.ready():
             return None
+        now = time.monotonic()
         try:
             connection = self.engine.connect().execution_options(**_SNAPSHOT)
             if now - self._checked_at >= CHECK_SECONDS:
