@@ -48,7 +48,7 @@
 | GET  /v1/transactions/{tx_hash} | anyone | → TransactionInfo |
 | GET  /v1/status | anyone | → Status (data of the dashboard and the live table) |
 | GET  /v1/events | anyone | → server-sent events, each a Status |
-| GET  /healthz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
+| GET  /healthz /readyz /metrics /docs / | anyone | health, Prometheus, OpenAPI, dashboard |
 
 * signed with a session key (RFC 9421 + RFC 9530): see prime_core/transport.
 

@@ -356,6 +356,7 @@ class Walk:
         for path in ("pool", "run", "runs", "policies", "relays", "draws", "nodes", "status"):
             self.send(f"GET /v1/{path}")
         self.send("GET /healthz")
+        self.send("GET /readyz")
         self.send("GET /metrics")
         self.send("GET /v1/submissions", query=f"?node={node}")
         for path in ("nodes/{node}", "nodes/{node}/leases", "rewards/{node}"):

@@ -78,6 +78,7 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
     """The routes, bound to one pool."""
     routes = APIRouter()
 
+    @routes.get("/readyz")
     @routes.get("/healthz")
     def health() -> Response:
         """200 while the database answers."""
