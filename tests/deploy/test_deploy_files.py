@@ -15,11 +15,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 import typer
 import yaml
 
@@ -27,6 +29,8 @@ from devnet.chain import Anvil, find_anvil, free_port
 from devnet.s3 import S3Server
 from prime_core.errors import UserError
 from prime_core.settings import BaseSettings, load_settings, variable_of
+from prime_orchestrator.serve import holder_of
+from prime_orchestrator.store import open_store, schema
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -200,7 +204,7 @@ def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.forge
 @pytest.mark.postgres
-def test_the_first_start_gives_two_orchestrators(
+def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(
     s3: S3Server, empty_postgres: str, tmp_path: Path
 ) -> None:
     try:
@@ -270,9 +274,24 @@ def test_the_first_start_gives_two_orchestrators(
                 time.sleep(0.1)
             pools = [httpx.get(f"{url}/v1/status").json()["pool"] for url in urls]
             assert pools == [1, 1]
-            for child in children:
-                child.send_signal(signal.SIGTERM)
-            assert [child.wait(60) for child in children] == [0, 0]
+            names = [holder_of(tmp_path / name) for name in ("orchestrator-1", "orchestrator-2")]
+
+            def leader() -> int:
+                with opened.read() as connection:
+                    holder = connection.execute(sa.select(schema.loop_leases.c.holder))
+                    return names.index(holder.scalar_one())
+
+            with closing(open_store(empty_postgres)) as opened:
+                killed = leader()
+                children[killed].kill()
+                deadline = time.monotonic() + 60
+                while leader() == killed:
+                    assert time.monotonic() < deadline, "the other one has not taken over"
+                    time.sleep(0.1)
+            other = children[1 - killed]
+            assert httpx.get(f"{urls[1 - killed]}/readyz").status_code == 200
+            other.send_signal(signal.SIGTERM)
+            assert other.wait(60) == 0
         finally:
             for child in children:
                 child.kill()
