@@ -3,7 +3,7 @@
 UnavailableError
 ├── RpcError               an endpoint answered with an error that is not a revert
 │   └── RangeTooLargeError … because the range of blocks holds too much: ask for a smaller one
-├── RateLimitedError       an endpoint was asked too often
+├── RateLimitedError       an endpoint limits the rate of requests
 ├── BadAnswerError         an endpoint's answer has the wrong form or type
 ├── NotThereError          no endpoint has the block or transaction (yet)
 ├── WrongChainError        an endpoint serves another chain
@@ -38,7 +38,8 @@ class RangeTooLargeError(RpcError):
 
 
 class RateLimitedError(UnavailableError):
-    """An endpoint refuses because it was asked too often. `after`: seconds that it names."""
+    """An endpoint refused a request because of a rate limit. `after`: how many seconds it asks the
+    client to wait; 0 if it does not say."""
 
     def __init__(self, message: str, after: float = 0.0) -> None:
         super().__init__(message)

@@ -2,8 +2,8 @@
 
 Any fault of one endpoint (no answer, a wrong chain, an answer of the wrong type, a JSON-RPC error,
 a head far behind) makes that endpoint rest for a while, and the next one answers. Only a revert is
-an answer for all: a rate limit never looks like one. If no endpoint answers and one only limits the
-rate, the request is repeated after a pause. An endpoint that answers nothing at all costs
+an answer for all: a rate limit never looks like one. If none answers and at least one only
+limits the rate, the request is retried after a pause. An endpoint that answers nothing at all costs
 one time-out: after that it is tested in the background until it answers again.
 """
 
@@ -43,9 +43,9 @@ SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.5
 """An endpoint that takes so many times as long as the fastest, and at least so long, comes last."""
 LATENCY_KEPT_SECONDS = 60.0
 RATE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds to wait before each repetition of a request that endpoints refuse for a rate limit."""
+"""Seconds to wait before each retry of a rate-limited request."""
 LONGEST_RATE_PAUSE = 10.0
-"""An endpoint that asks for a longer pause is not waited for."""
+"""If an endpoint asks for a longer pause, the request fails at once."""
 MAX_LAG_SECONDS = 30.0
 """An endpoint whose newest block is this much older than the others' is stale."""
 
@@ -201,7 +201,7 @@ class Endpoint:
             if response.status_code == 429:
                 after = response.headers.get("retry-after", "")
                 raise RateLimitedError(
-                    "HTTP 429: it was asked too often", float(after) if after.isdigit() else 0.0
+                    "HTTP 429 (rate limit)", float(after) if after.isdigit() else 0.0
                 )
             if response.status_code == 408 or response.status_code >= 500:
                 raise UnavailableError(f"HTTP {response.status_code}")

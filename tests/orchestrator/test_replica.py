@@ -36,7 +36,7 @@ def script(*words: str, state: str) -> None:
 def state() -> Iterator[str]:
     """The folder of a server and its standby."""
     if not (shutil.which("initdb") or list(Path("/usr/lib/postgresql").glob("*/bin/initdb"))):
-        pytest.skip("PostgreSQL's server programs: apt-get install postgresql")
+        pytest.skip("needs PostgreSQL's server programs: apt-get install postgresql")
     folder = tempfile.mkdtemp(prefix="prime-replica-")
     place = f"{folder}/s"
     Path(folder).chmod(0o755)
@@ -120,7 +120,7 @@ def test_a_standby_that_is_behind_or_gone_is_not_read(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "REPLICA_SECONDS", -1)
         assert not in_recovery(store)
-    assert "behind; for 0 s pages are read from the database itself" in caplog.text
+    assert "behind; public pages are read from the primary for 0 s" in caplog.text
     assert store.replica_read
     assert in_recovery(store)
     script("stop-standby", state=state)

@@ -1,4 +1,4 @@
-"""`orchestrator costs`: what the manager's transactions cost lately, and what that is a day."""
+"""`orchestrator costs`: what the manager's recent transactions cost, and the cost per day."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prime_core.errors import UserError
 from prime_orchestrator.cli.storage import Data, Database, pool_store, progress
 
 MOST = 5_000
-"""Transactions whose receipts are read."""
+"""Most transactions whose receipts are read."""
 DAY_HOURS = 24.0
 
 app = command()
@@ -31,10 +31,10 @@ def costs(
     rpc_quorum: Quorum = None,
     json_output: Json = False,
 ) -> None:
-    """Show what the manager's transactions cost lately, by kind, and what that is a day.
+    """Show what the manager's recent transactions cost, by kind, and the cost per day.
 
-    Fees are those of the receipts, with the L1 data fee of an OP-stack chain. Contracts that were
-    deployed, stake and funds are not part of it.
+    Fees come from the receipts and include the L1 data fee on an OP-stack chain. Deployments, stake
+    and pool funds are not included.
     """
     flags: dict[str, object] = {
         "data": data, "database": database, "rpc": tuple(rpc or ()), "rpc_quorum": rpc_quorum
@@ -50,7 +50,7 @@ def costs(
         if len(mined) > MOST:
             raise UserError(
                 f"the pool sent more than {MOST} transactions in {hours:g} hours",
-                hint="look at fewer: --hours",
+                hint="choose a shorter period with --hours",
             )
         client = settings.open_chain(chain_id)
         try:
@@ -61,7 +61,7 @@ def costs(
                     if fee is None:
                         raise UserError(
                             f"the endpoint has no receipt of {tx_hash}",
-                            hint="give an endpoint that keeps them by --rpc",
+                            hint="use --rpc with an endpoint that keeps old receipts",
                         )
                     spent[kind or "nonce used up"].append(fee)
         finally:

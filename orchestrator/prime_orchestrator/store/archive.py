@@ -241,9 +241,9 @@ def ended_leases(
 
 @dataclass(frozen=True)
 class Newest:
-    """When the oldest of a node's newest files and leases was received, judged and given (Unix
-    seconds): of its paid files, of judged ones, of those that count as shadow files, of its leases.
-    −1 if it has fewer."""
+    """From when on a node's files and leases stay in the tables because they are among its newest,
+    in Unix seconds; −1: all stay. `received`: of paid files; `judged`: of judged ones;
+    `judged_planted`: of those that count as shadow files; `leased`: of leases."""
 
     received: float
     judged: float

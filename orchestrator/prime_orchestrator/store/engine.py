@@ -30,12 +30,14 @@ log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30
 CONNECT_SECONDS = 10
+"""Time-out for opening a connection to PostgreSQL."""
 TRUSTED_SECONDS = 1.0
 """A connection to PostgreSQL that was used so lately is used again without asking whether it still
 works."""
 REPLICA_SECONDS = 30
 """A replica that is further behind is not read."""
 CHECK_SECONDS, PAUSE_SECONDS = 5.0, 10.0
+"""Interval between two checks of a replica's delay, and before one that failed is tried again."""
 _DELAY = sa.text(
     "SELECT CASE WHEN pg_is_in_recovery() THEN "
     "extract(epoch FROM clock_timestamp() - pg_last_xact_replay_timestamp()) END"
@@ -47,7 +49,8 @@ _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
 
 
 class Store:
-    """An open database. Thread-safe; each process opens its own. `replica`: a standby of it."""
+    """An open database. Thread-safe; each process opens its own. `replica`: a streaming standby of
+    it, which `browse` reads."""
 
     def __init__(self, engine: Engine, replica: Engine | None = None) -> None:
         self.engine = engine
@@ -114,7 +117,8 @@ class Store:
 
 
 class _Replica:
-    """A PostgreSQL standby. After a failure or with a delay it is left alone for PAUSE_SECONDS."""
+    """A PostgreSQL standby. After a failure, or while it is too far behind, it is not used for
+    PAUSE_SECONDS."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -126,11 +130,12 @@ class _Replica:
         return time.monotonic() >= self._not_before
 
     def connect(self) -> Connection | None:
-        """Returns a connection for one read-only transaction; None if the replica is not to be
-        read now."""
+        """Returns a connection for one read-only transaction, or None if the replica cannot be
+        used now."""
         if not self.ready():
             return None
         now = time.monotonic()
+        connection: Connection | None = None
         try:
             connection = self.engine.connect().execution_options(**_SNAPSHOT)
             if now - self._checked_at >= CHECK_SECONDS:
@@ -142,6 +147,8 @@ class _Replica:
                     return None
                 self._checked_at = now
         except DBAPIError as error:
+            if connection is not None:
+                connection.close()
             cause = str(error.orig).strip().splitlines() or ["no answer"]
             self._leave(now, f"cannot be used: {cause[0]}")
             return None
@@ -150,7 +157,7 @@ class _Replica:
     def _leave(self, now: float, why: str) -> None:
         self._not_before = now + PAUSE_SECONDS
         log.warning(
-            "the replica %s %s; for %d s pages are read from the database itself",
+            "the replica %s %s; public pages are read from the primary for %d s",
             *(self._where, why, PAUSE_SECONDS),
         )
 

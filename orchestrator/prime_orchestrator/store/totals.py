@@ -1,6 +1,7 @@
-"""What is counted for ever of rows that went to the archive: one number for each name and subject.
+"""Permanent counters for rows that moved to the archive, by name and subject.
 
-A reader adds what it finds in the tables. The names belong to the modules that use them.
+A reader adds a counter to what it counts in the tables. Each name belongs to the module that uses
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def add(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
 
 
 def raise_to(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
-    """Replaces those of the numbers, by subject, that are lower. One caller at a time."""
+    """Raises the stored numbers of a name to the given ones, by subject; lowers none. Callers must
+    not run concurrently."""
     known = of(connection, name) if numbers else {}
     higher = {key: value for key, value in numbers.items() if value > known.get(key, -1)}
     upsert_all(connection, schema.archive_totals, _rows(name, higher))
