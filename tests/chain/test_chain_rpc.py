@@ -24,7 +24,7 @@ from prime_chain.errors import (
 from prime_chain.networks import by_chain_id, by_name
 from prime_chain.rpc import shown_url
 from prime_core.errors import UnavailableError, UserError
-from prime_core.ids import ZERO_ADDRESS, Address
+from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Address
 
 Answer = dict[str, Any] | bytes | int
 """A JSON-RPC answer without its id, raw bytes, or an HTTP status."""
@@ -179,6 +179,13 @@ def test_an_only_endpoint_that_limits_the_rate_is_asked_again(
     client = ChainClient([good.url], CHAIN_ID)
     assert client.block_number() == 7
     assert paused == list(rpc.RATE_PAUSES[:2])
+    client.close()
+
+
+def test_a_paid_fee_includes_the_l1_data_fee(serve: Serve) -> None:
+    receipt = {"gasUsed": "0x10", "effectiveGasPrice": "0x3", "l1Fee": "0x5"}
+    client = ChainClient([serve(_always({"result": receipt})).url], CHAIN_ID)
+    assert client.paid_fee(ZERO_DIGEST) == 53
     client.close()
 
 
