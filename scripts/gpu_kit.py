@@ -13,7 +13,7 @@ unless --out names a file:
     {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
 
 Parts, those that need nothing carried first: kernels, engine, trainer, calibration, cards (needs
-the project's packages), vllm, network.
+the project's packages), vllm, network, steps.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def random_model(folder: Path, small: bool) -> Path:
     from prime_engine.tiny import character_tokenizer, qwen3_shape, write_tiny_model
 
     if small:
-        return write_tiny_model(folder)
+        return write_tiny_model(folder, hidden=128)
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -532,6 +532,27 @@ def engine(kit: Kit) -> None:
                 and values["fresh_engine"]["rows_bit_equal"] == rows,
                 "a row prefilled alone is not bit-equal on repetition",
             )
+        with kit.record("exact_class") as values:
+            start = time.perf_counter()
+            found = policy.numeric_class()
+            values |= {"facts": dict(found.facts), "fingerprint": found.fingerprint}
+            values["probes_s"] = time.perf_counter() - start
+            fresh_class = _load(folder, kit, dtype).numeric_class()
+            need(fresh_class == found, "a fresh engine of this policy is in another class")
+        with kit.record("proof_pass") as values:
+            longest = 200 if kit.small else 4096
+            row = [(7 + 7919 * i * i) % policy.vocabulary for i in range(longest)]
+            digests = []
+            for _ in range(3):
+                kit.sync()
+                start = time.perf_counter()
+                hashed = sha256()
+                for logprobs, states in policy.proof_pass(row[:100], row[100:], 0.9):
+                    hashed.update(logprobs.tobytes() + states.tobytes())
+                values["tokens_s"] = longest / (time.perf_counter() - start)
+                digests.append(hashed.hexdigest()[:16])
+            values["digest"] = digests[0]
+            need(len(set(digests)) == 1, "the proof pass does not repeat its own bits")
         with kit.record("fingerprint") as values:
             values["alone_against_batch"] = _drift(alone, first)
             for size in (2, 8):
@@ -758,32 +779,121 @@ def vllm(kit: Kit) -> None:
             pairs = zip(made[:8], replays, strict=True)
             values["logprob_gap"] = max(float(abs(g.logprobs - r.logprobs).max()) for g, r in pairs)
         with kit.record("swap") as values:
-            _swap(running, folder, values)
+            _swap(running, folder, Path(name) / "other", values)
         running.close()
+        if not kit.small:
+            with kit.record("swap_7b") as values:
+                _swap_large(kit, values)
 
 
-def _swap(running: Any, folder: Path, values: dict[str, Any]) -> None:
-    """The folder's own weights, each moved by one step of its width, loaded into the engine as it
-    runs, and then the true ones again: equal tokens before and after."""
-    from safetensors.torch import load_file
-
-    weights = load_file(next(iter(folder.glob("*.safetensors"))))
+def _swap(running: Any, folder: Path, other: Path, values: dict[str, Any]) -> None:
+    """Another policy loaded in place of the engine's as it runs, and then the first one again:
+    other tokens in between, equal tokens before and after."""
+    _changed_policy(folder, other)
     requests = _requests(running, 2, 20)
     before = [g.output_tokens for g in running.generate(requests, 0.9)]
-
-    def exchange(factor: float) -> float:
+    values["seconds"] = []
+    between: list[Any] = []
+    for policy in (other, folder, other, folder):
         start = time.perf_counter()
-        moved = [(name, tensor * factor) for name, tensor in weights.items()]
-        running._llm.apply_model(lambda model: sorted(model.load_weights(iter(moved)))[:1])
-        return time.perf_counter() - start
-
-    exchange(1.5)
-    other = [g.output_tokens for g in running.generate(requests, 0.9)]
-    values["seconds"] = exchange(1.0)
-    values["bytes"] = sum(t.numel() * t.element_size() for t in weights.values())
+        values["in_place"] = running.replace_policy(policy)
+        values["seconds"].append(time.perf_counter() - start)
+        between = between or [g.output_tokens for g in running.generate(requests, 0.9)]
+    values["bytes"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     after = [g.output_tokens for g in running.generate(requests, 0.9)]
-    values["changed_by_other_weights"] = before != other
+    values["changed_by_other_weights"] = before != between
     need(before == after, "the weights put back do not draw the tokens they drew before")
+    need(before != between or not values["in_place"], "the other policy draws the same tokens")
+
+
+def _changed_policy(folder: Path, other: Path) -> None:
+    """A copy of `folder` whose final norm is another."""
+    from safetensors.torch import load_file, save_file
+
+    other.mkdir()
+    for path in folder.iterdir():
+        os.link(path, other / path.name)
+    for path in sorted(other.glob("*.safetensors")):
+        weights = load_file(path)
+        if "model.norm.weight" in weights:
+            weights["model.norm.weight"] = -weights["model.norm.weight"]
+            path.unlink()
+            save_file(weights, path, {"format": "pt"})
+
+
+def _swap_large(kit: Kit, values: dict[str, Any]) -> None:
+    """The same with the shape of Qwen2.5-7B, random weights in memory (/dev/shm)."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from prime_engine.sizing import Cards
+    from prime_engine.tiny import character_tokenizer, qwen3_shape
+    from prime_engine.vllm import VllmEngine
+    from prime_verify.proofs.sampling_torch import gumbel
+
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-", dir="/dev/shm") as name:
+        folder = Path(name) / "model"
+        tokenizer = character_tokenizer()
+        config = qwen3_shape(
+            tokenizer, hidden=3584, layers=28, positions=8192, intermediate_size=18_944,
+            num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152_064,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = model.to_empty(device=kit.device)
+        generator = torch.Generator(kit.device).manual_seed(1)
+        with torch.no_grad():
+            for label, tensor in model.named_parameters():
+                if label.endswith("norm.weight"):
+                    tensor.fill_(1.0)
+                else:
+                    tensor.normal_(0.0, 0.02, generator=generator)
+        start = time.perf_counter()
+        model.save_pretrained(folder, max_shard_size="2GB")
+        tokenizer.save_pretrained(folder)
+        values["write_s"] = time.perf_counter() - start
+        del model
+        torch.cuda.empty_cache()
+        start = time.perf_counter()
+        engine = VllmEngine(
+            folder, noise=gumbel, dtype="bfloat16", device=kit.device,
+            cards=Cards(memory_share=0.5),
+        )  # fmt: skip
+        values["load_s"] = time.perf_counter() - start
+        try:
+            _swap(engine, folder, Path(name) / "other", values)
+            requests = _requests(engine, 64, 256)
+            start = time.perf_counter()
+            made = engine.generate(requests, 0.9)
+            seconds = time.perf_counter() - start
+            values["tokens_s"] = sum(len(g.output_tokens) for g in made) / seconds
+        finally:
+            engine.close()
+
+
+# ── the trainer's own step ───────────────────────────────────────────────────────────────────────
+
+
+def steps(kit: Kit) -> None:
+    """`train_step` of a 0.6 B model as `python -m bench gpu` measures it, next to its peer."""
+    from bench import gpu
+    from bench.trainer_parts import bench_model
+    from prime_trainer.parallel import joined_world
+
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name, joined_world() as world:
+        shape = {"hidden": 64, "layers": 2, "vocabulary": 200, "positions": 512}
+        if not kit.small:
+            shape = {"hidden": 1024, "layers": 28, "vocabulary": gpu.VOCABULARY}
+            shape["positions"] = 16_384
+        model = bench_model(Path(name) / "model", **shape)
+        sizes = (gpu.Size("tiny", 256, 1 / 64, 2),) if kit.small else gpu.SIZES
+        for size in sizes:
+            with kit.record(f"train_step_{size.name}") as values:
+                peer = gpu.PEER_TOKENS_S if size.name == "16k" else None
+                rows = gpu.rates(model, size, world, rounds=2, bf16=not kit.small, peer=peer)
+                values |= {row.name: row.value for row in rows}
+                values["peer_tokens_s"] = peer
 
 
 # ── the network ──────────────────────────────────────────────────────────────────────────────────
@@ -842,8 +952,9 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "trainer": (trainer, 120),
     "calibration": (calibration, 110),
     "cards": (cards, 120),
-    "vllm": (vllm, 170),
+    "vllm": (vllm, 240),
     "network": (network, 110),
+    "steps": (steps, 120),
 }
 """What each part does, and the seconds it may take."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,4 +204,16 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees resources that the process cannot hold twice; the engine must not be used
         afterwards."""
+        ...
+
+
+@runtime_checkable
+class PolicyReplacing(Protocol):
+    """An engine that can load another policy in place."""
+
+    def replace_policy(self, folder: Path) -> bool:
+        """Loads the policy in `folder` into this engine, which must have no rows. Returns False,
+        with nothing changed, if that takes a new engine: where the engine cannot, or if the
+        folder's other files (configuration, tokenizer) differ. Raises UnavailableError if the
+        weights were not loaded as they are in the policy; then the engine must be closed."""
         ...

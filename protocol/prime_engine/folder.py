@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,19 @@ def end_tokens(folder: Path, config: Any) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset(value if isinstance(value, list) else [value])
+
+
+def text_digest(folder: Path) -> str:
+    """SHA-256 (hex) of a policy folder's files but its weights, their index and its manifest:
+    configuration, tokenizer, chat template."""
+    hashed = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in _OF_WEIGHTS:
+            hashed.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return hashed.hexdigest()
+
+
+_OF_WEIGHTS = ("manifest.json", "model.safetensors.index.json")
 
 
 class PolicyFacts:

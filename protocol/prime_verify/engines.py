@@ -15,7 +15,7 @@ from prime_core import memory
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
-from prime_engine.base import Engine
+from prime_engine.base import Engine, PolicyReplacing
 
 MANIFEST = "manifest.json"
 ENGINES = ("plain", "vllm")
@@ -167,13 +167,33 @@ class FolderEngines:
         if key not in self._loaded:
             folder = self._root / str(version)
             size = loaded_bytes(folder)
+            if self._keep == 1 and self._replace(key, folder):
+                return self._loaded[key]
             while self._loaded and not self._room_for(size):  # before loading: both may not fit
-                oldest, engine = self._loaded.popitem(last=False)
-                del self._bytes[oldest]
-                engine.close()
-                del engine
-                memory.release()
+                self._drop(next(iter(self._loaded)))
             self._loaded[key] = self._load(folder)
             self._bytes[key] = size
         self._loaded.move_to_end(key)
         return self._loaded[key]
+
+    def _replace(self, key: tuple[int, Digest], folder: Path) -> bool:
+        """Loads the policy in place of the one that is loaded. Returns whether it did."""
+        for old, engine in list(self._loaded.items()):
+            if not isinstance(engine, PolicyReplacing):
+                return False
+            try:
+                replaced = engine.replace_policy(folder)
+            except BaseException:  # it may hold parts of both policies
+                self._drop(old)
+                raise
+            if replaced:
+                self._loaded[key] = self._loaded.pop(old)
+                self._bytes[key] = self._bytes.pop(old)
+            return replaced
+        return False
+
+    def _drop(self, key: tuple[int, Digest]) -> None:
+        """Closes an engine and frees its memory."""
+        del self._bytes[key]
+        self._loaded.pop(key).close()
+        memory.release()
