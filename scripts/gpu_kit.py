@@ -13,7 +13,7 @@ unless --out names a file:
     {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
 
 Parts, those that need nothing carried first: kernels, engine, trainer, calibration, cards (needs
-the project's packages), vllm, network, steps.
+the project's packages), vllm, network, steps, exact, busy.
 """
 
 from __future__ import annotations
@@ -328,13 +328,35 @@ def cards(kit: Kit) -> None:
         cpu = time.process_time()
         Proof(operands, order, work, root).check(drawn, opening, np.random.default_rng(1))
         values["check_cpu_ms"] = 1000 * (time.process_time() - cpu)
+    if kit.device.startswith("cuda"):
+        with kit.record("products") as values:
+            _products(kit, values)
     with kit.record("same_marks") as values:
-        small = Work(1024, 1024, 128, cards=2, rounds=3)
+        small = Work(1024, 1024, 256, cards=2, rounds=3)
         root = Prover(operands, small, [kit.device, "numpy"]).commit(order)
         reference = Prover(operands, small, ["numpy", "numpy"]).commit(order)
         need(root == reference, "this device commits to something else than numpy does")
         values["root"] = root
     _memory(kit, known)
+
+
+def _products(kit: Kit, values: dict[str, Any]) -> None:
+    """10¹² multiply-adds a second of torch's int8 product and of the kernel, by its tiles."""
+    import torch
+
+    from prime_verify.proofs import kernels as triton
+
+    rows, inner, columns = 16_384, 32_768, 2048
+    a = torch.randint(-128, 128, (rows, inner), dtype=torch.int8, device=kit.device)
+    bt = torch.randint(-128, 128, (columns, inner), dtype=torch.int8, device=kit.device)
+    work = rows * inner * columns / 1e9
+    values["torch"] = work / kit.median(lambda: torch._int_mm(a, bt.t()))
+    expected = (torch._int_mm(a, bt.t()) >> 8).to(torch.int8)
+    for tile, stages in ((128, 3), (128, 4), (64, 4), (64, 3)):
+        need(torch.equal(triton.product(a, bt, tile, stages), expected), "wrong products")
+        values[f"tile {tile}, {stages} stages"] = work / kit.median(
+            lambda tile=tile, stages=stages: triton.product(a, bt, tile, stages)
+        )
 
 
 def _memory(kit: Kit, known: Any) -> None:
@@ -346,7 +368,7 @@ def _memory(kit: Kit, known: Any) -> None:
 
     seed, vectors = digest(sha256(b"fill").digest()), digest(sha256(b"vectors").digest())
     with kit.record("same_marks_of_memory") as values:
-        small = proof.Fill(4096, 256, 64, cards=2, rounds=3)
+        small = proof.Fill(4096, 512, 256, cards=2, rounds=3)
         root = proof.MemoryProver(seed, small, [kit.device, "numpy"]).commit(vectors)
         reference = proof.MemoryProver(seed, small, ["numpy", "numpy"]).commit(vectors)
         need(root == reference, "this device commits to something else than numpy does")
@@ -425,7 +447,7 @@ def _requests(engine: Any, rows: int, length: int) -> list[Any]:
         GenerationRequest(
             tuple((7 * i + j) % (engine.vocabulary - 1) + 1 for j in range(5 + i % 7)),
             length,
-            (i + 1) * 0x9E3779B97F4A7C1 - (1 << 60),
+            (i + 1) * 0x9E3779B97F4A7C1 % (1 << 63) - (1 << 62),
         )
         for i in range(rows)
     ]
@@ -532,6 +554,23 @@ def engine(kit: Kit) -> None:
                 and values["fresh_engine"]["rows_bit_equal"] == rows,
                 "a row prefilled alone is not bit-equal on repetition",
             )
+        with kit.record("fingerprint") as values:
+            values["alone_against_batch"] = _drift(alone, first)
+            for size in (2, 8):
+                batched: list[Any] = []
+                for start_ in range(0, rows, size):
+                    part = slice(start_, start_ + size)
+                    batched += _replay(policy, requests[part], made[part])
+                values[f"alone_against_batch_{size}"] = _drift(alone, batched)
+
+
+def exact(kit: Kit) -> None:
+    """The exact class of a model from a fixed seed: equal fingerprints on two machines show that
+    they compute the same bits."""
+    dtype = "float32" if kit.small else "bfloat16"
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
+        folder = random_model(Path(name) / "model", kit.small)
+        policy = _load(folder, kit, dtype)
         with kit.record("exact_class") as values:
             start = time.perf_counter()
             found = policy.numeric_class()
@@ -553,14 +592,6 @@ def engine(kit: Kit) -> None:
                 digests.append(hashed.hexdigest()[:16])
             values["digest"] = digests[0]
             need(len(set(digests)) == 1, "the proof pass does not repeat its own bits")
-        with kit.record("fingerprint") as values:
-            values["alone_against_batch"] = _drift(alone, first)
-            for size in (2, 8):
-                batched: list[Any] = []
-                for start_ in range(0, rows, size):
-                    part = slice(start_, start_ + size)
-                    batched += _replay(policy, requests[part], made[part])
-                values[f"alone_against_batch_{size}"] = _drift(alone, batched)
 
 
 # ── trainer ──────────────────────────────────────────────────────────────────────────────────────
@@ -870,6 +901,14 @@ def _swap_large(kit: Kit, values: dict[str, Any]) -> None:
             values["tokens_s"] = sum(len(g.output_tokens) for g in made) / seconds
         finally:
             engine.close()
+        plain = _load(folder, kit, "bfloat16")
+        rows = _requests(plain, 4, 2000)
+        made = [SimpleNamespace(output_tokens=tuple(range(1, 2001))) for _ in rows]
+        for _ in range(2):  # the first warms up
+            kit.sync()
+            start = time.perf_counter()
+            _replay(plain, rows, made)
+            values["replay_tokens_s"] = 4 * 2000 / (time.perf_counter() - start)
 
 
 # ── the trainer's own step ───────────────────────────────────────────────────────────────────────
@@ -894,6 +933,50 @@ def steps(kit: Kit) -> None:
                 rows = gpu.rates(model, size, world, rounds=2, bf16=not kit.small, peer=peer)
                 values |= {row.name: row.value for row in rows}
                 values["peer_tokens_s"] = peer
+
+
+def busy(kit: Kit) -> None:
+    """How much of a `train_step` the card computes: the rest it waits for the program."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from bench import gpu
+    from bench.trainer_parts import (
+        batch_of,
+        bench_model,
+        bench_run,
+        bench_settings,
+        published_lengths,
+        random_rows,
+    )  # fmt: skip
+    from prime_trainer.learner import make_learner, train_step
+    from prime_trainer.metrics import Stopwatch
+    from prime_trainer.parallel import joined_world
+
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name, joined_world() as world:
+        model = bench_model(
+            Path(name) / "model", hidden=1024, layers=28, vocabulary=gpu.VOCABULARY,
+            positions=16_384,
+        )  # fmt: skip
+        settings = bench_settings(
+            model, model.parent, row_tokens=16_384, micro_tokens=16_384, bf16=True, recompute=True
+        )
+        learner = make_learner(bench_run(groups=2, samples=8), settings, world)
+        rows = random_rows(published_lengths(16, 11), 8, 64, 12)
+        with kit.record("train_step_16k") as values:
+            train_step(learner, batch_of(rows, 8, 0), Stopwatch())
+            start = time.perf_counter()
+            line = train_step(learner, batch_of(rows, 8, 1), Stopwatch())
+            values |= {"seconds": time.perf_counter() - start, "tokens": line["tokens"]}
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                train_step(learner, batch_of(rows, 8, 2), Stopwatch())
+                torch.cuda.synchronize()
+            events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
+            values["device_s"] = sum(e.self_device_time_total for e in events) / 1e6
+            values["kernels"] = sum(e.count for e in events)
+            values["longest"] = [
+                (e.key[:60], e.count, round(e.self_device_time_total / 1e6, 3)) for e in events[:14]
+            ]
 
 
 # ── the network ──────────────────────────────────────────────────────────────────────────────────
@@ -955,6 +1038,8 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "vllm": (vllm, 240),
     "network": (network, 110),
     "steps": (steps, 120),
+    "exact": (exact, 60),
+    "busy": (busy, 60),
 }
 """What each part does, and the seconds it may take."""
 
@@ -1034,6 +1119,7 @@ def pack(arguments: argparse.Namespace) -> int:
         _download(wheels, [f"vllm=={VLLM}"], deps=False)
         needs = _needs_of(next(wheels.glob(f"vllm-{VLLM}-*.whl")))
         alone = {name: spec for name, spec in needs.items() if name in VLLM_ALONE}
+        alone["apache-tvm-ffi"] = "apache-tvm-ffi"  # the pinned one is too old for xgrammar
         _download(wheels, [*alone.values(), *VLLM_ALSO], deps=False)
         names += [spec for name, spec in needs.items() if name not in alone]
     _download(wheels, names, deps=True)

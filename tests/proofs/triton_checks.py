@@ -54,6 +54,11 @@ def main() -> None:
     rows = len(SEEDS)
     exact = sampling.gumbel(SEEDS, PLACES, VOCABULARY)
     found: dict[str, Any] = {}
+    random = np.random.default_rng(5)
+    left, right = (random.integers(-128, 128, (n, 512), np.int8) for n in (256, 512))
+    bytes_ = (left.astype(np.int32) @ right.astype(np.int32).T >> 8).astype(np.int8)
+    made = kernels.product(torch.from_numpy(left), torch.from_numpy(right)).numpy()
+    found["product"] = bool((made == bytes_).all())
     noise = kernels.gumbel(seeds, places, VOCABULARY).numpy()
     found["noise_gap"] = float(np.abs(noise - exact).max())
     logits = torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(4)) * 3

@@ -24,9 +24,13 @@ does not show where: a machine that forwards the work to faster hardware passes.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +40,8 @@ from numpy.typing import NDArray
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError
 from prime_core.ids import Digest, digest, to_bytes
 from prime_verify.proofs import tree
+
+log = logging.getLogger("prime.proofs.cards")
 
 GROUP = 64
 """Rows of B that a permutation moves together."""
@@ -222,8 +228,9 @@ class NumpyCard:
 
 class OnTorch:
     """Exact int8 products on a device of torch: "cuda:1", or "cpu". On CUDA int8 with int32 sums on
-    the tensor cores (torch._int_mm); elsewhere exact float32 blocks. Raises UnavailableError
-    without torch or the device."""
+    the tensor cores, by a Triton kernel for large products with Triton, otherwise by
+    torch._int_mm; elsewhere exact float32 blocks. Raises UnavailableError without torch or the
+    device."""
 
     def __init__(self, device: str) -> None:
         try:
@@ -237,6 +244,32 @@ class OnTorch:
         self.torch = torch
         self.device = device
         self._integer = device.startswith("cuda")
+        self._kernels = self._usable_kernels() if self._integer else None
+
+    def _usable_kernels(self) -> ModuleType | None:
+        """The Triton kernels if they run on this device, which takes a C compiler and a card that
+        Triton supports, and give what torch gives."""
+        if importlib.util.find_spec("triton") is None:
+            return None
+        # By name: the orchestrator imports this module, and has no torch.
+        triton, torch = importlib.import_module("prime_verify.proofs.kernels"), self.torch
+        size = triton.PRODUCT_TILE
+        values = torch.arange(2 * size * size, device=self.device) * 37 % 251 - 125
+        a, bt = values.to(torch.int8).view(2, size, size).unbind()
+        try:
+            with torch.cuda.device(self.device):
+                made = triton.product(a, bt, **self._tiles())
+        except Exception as error:  # of Triton, of the compiler that it starts, of the driver
+            log.warning("%s multiplies without Triton, at half the speed: %s", self.device, error)
+            return None
+        if not torch.equal(made, self._second_bytes(self.exact(a, bt))):
+            raise UnavailableError(f"Triton's products on {self.device} are wrong")
+        return triton
+
+    def _tiles(self) -> dict[str, int]:
+        """Arguments of kernels.product for this card's shared memory."""
+        card = self.torch.cuda.get_device_properties(self.device)
+        return {"inner_tile": 128 if card.shared_memory_per_multiprocessor > 150_000 else 64}
 
     def exact(self, a: Any, bt: Any) -> Any:
         """a · btᵀ, int32 [rows of a, rows of bt]."""
@@ -249,7 +282,15 @@ class OnTorch:
             total += (left @ right.t()).to(torch.int32)
         return total
 
-    def second_bytes(self, values: Any) -> Any:
+    def second_bytes(self, a: Any, bt: Any) -> Any:
+        """The second-lowest bytes of a · btᵀ, int8 [rows of a, rows of bt]."""
+        triton = self._kernels
+        if triton and not any(size % triton.PRODUCT_TILE for size in (*a.shape, len(bt))):
+            with self.torch.cuda.device(self.device):
+                return triton.product(a, bt, **self._tiles())
+        return self._second_bytes(self.exact(a, bt))
+
+    def _second_bytes(self, values: Any) -> Any:
         """One strided copy on a little-endian device."""
         whole = values.contiguous().view(self.torch.int8)
         return whole.view(*values.shape, 4)[..., 1].contiguous()
@@ -273,8 +314,8 @@ class TorchCard(OnTorch):
             found = torch.empty((len(orders), rows, MARK), dtype=torch.int8, device=self.device)
             for number in range(len(orders)):
                 bt = grouped.index_select(1, chosen[number]).view(torch.int8).view(columns, inner)
-                digits = self.second_bytes(self.exact(self._a, bt))
-                found[number] = self.second_bytes(self.exact(digits, self._ht))[:, :MARK]
+                digits = self.second_bytes(self._a, bt)
+                found[number] = self.second_bytes(digits, self._ht)[:, :MARK]
             result: NDArray[np.int8] = found.cpu().numpy()
         return result
 

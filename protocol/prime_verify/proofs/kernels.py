@@ -1,4 +1,4 @@
-"""Triton kernels of the seeded noise and of the window sketch, for CUDA devices.
+"""Triton kernels for CUDA devices: seeded noise, window sketches, proofs of cards and of memory.
 
 Importing this module requires Triton. If TRITON_INTERPRET=1 is set before the import, the kernels
 run in Triton's interpreter on CPU tensors; tests without a GPU use this.
@@ -6,6 +6,7 @@ run in Triton's interpreter on CPU tensors; tests without a GPU use this.
     sample    logits / T + noise → token and its log-probability before the noise, in one pass
     gumbel    the noise only, as sampling_torch.gumbel
     sketch    float64 sums of signed buckets of many windows, as sketch.build, in a fixed order
+    product   second-lowest bytes of an int8 product, whose int32 sums never leave the chip
 """
 
 from __future__ import annotations
@@ -144,6 +145,50 @@ def _sketch_kernel(out, states, keys, size, PART: tl.constexpr, BLOCK: tl.conste
         own = (byte & 0x3F).to(tl.int32)[None, :] == buckets
         sums += tl.sum(tl.where(own, values[None, :], 0.0), axis=1)
     tl.store(out + (window * tl.num_programs(1) + part) * _BUCKETS + tl.arange(0, _BUCKETS), sums)
+
+
+@triton.jit
+def _product_kernel(
+    out, a, bt, rows, columns, inner,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One tile of the result. TOGETHER tiles of rows share their columns in the cache. Sizes are
+    multiples of PRODUCT_TILE, so that nothing is masked."""
+    tiles = columns // COLUMNS
+    place = tl.program_id(0)
+    first = place // (TOGETHER * tiles) * TOGETHER
+    high = tl.minimum(rows // ROWS - first, TOGETHER)
+    inside = place % (TOGETHER * tiles)
+    row = (first + inside % high) * ROWS + tl.arange(0, ROWS)
+    column = inside // high * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, INNER)
+    left = a + row.to(tl.int64)[:, None] * inner + k[None, :]
+    right = bt + column.to(tl.int64)[None, :] * inner + k[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+    for _ in range(0, inner, INNER):
+        sums = tl.dot(tl.load(left), tl.load(right), sums, out_dtype=tl.int32)
+        left += INNER
+        right += INNER
+    at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, (sums >> 8).to(tl.int8))
+
+
+PRODUCT_TILE = 256
+"""Of what the sizes of `product` are multiples."""
+
+
+def product(a: Tensor, bt: Tensor, inner_tile: int = 128, stages: int = 3) -> Tensor:
+    """The second-lowest bytes of a · btᵀ, int8 [M, N], from contiguous int8 [M, K] and [N, K]. M, N
+    and K are multiples of PRODUCT_TILE, and sums stay below 2³¹. A multiprocessor needs 384 ·
+    `inner_tile` · `stages` bytes of shared memory."""
+    (rows, inner), columns = a.shape, len(bt)
+    out = torch.empty((rows, columns), dtype=torch.int8, device=a.device)
+    kernel: Any = _product_kernel
+    kernel[(rows // 128 * (columns // 256),)](
+        out, a, bt, rows, columns, inner, ROWS=128, COLUMNS=256, INNER=inner_tile, TOGETHER=8,
+        num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    return out
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:

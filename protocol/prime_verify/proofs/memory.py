@@ -221,9 +221,9 @@ class TorchFilled(OnTorch):
             for first in range(0, fill.blocks, _MADE_AT_ONCE):
                 count = min(_MADE_AT_ONCE, fill.blocks - first)
                 keys = torch.from_numpy(_keys(seed, card, first, count)).to(device)
-                x = self.second_bytes(self.exact(keys, start))
+                x = self.second_bytes(keys, start)
                 for _ in range(fill.rounds):
-                    x = self.second_bytes(self.exact(x, a))
+                    x = self.second_bytes(x, a)
                 self.held[first : first + count] = x
         next(self.marks(_vectors(seed, fill)))  # warms up, and waits for the device
 
@@ -231,10 +231,8 @@ class TorchFilled(OnTorch):
         matrix, fold = (self.torch.from_numpy(one).to(self.device) for one in vectors)
         for first in range(0, len(self.held), _READ_AT_ONCE):
             with self.torch.inference_mode():
-                y = self.second_bytes(self.exact(self.held[first : first + _READ_AT_ONCE], matrix))
-                found: NDArray[np.int8] = (
-                    self.second_bytes(self.exact(y, fold)[:, :1]).cpu().numpy()
-                )
+                y = self.second_bytes(self.held[first : first + _READ_AT_ONCE], matrix)
+                found: NDArray[np.int8] = self.second_bytes(y, fold)[:, :1].cpu().numpy()
             yield found[:, 0]
 
 
