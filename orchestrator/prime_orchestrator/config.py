@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, field_validator
@@ -21,12 +21,15 @@ from prime_core.messages import MOST_SLOTS
 from prime_core.settings import Urls, UserPath, load_settings, needed, settings_file
 from prime_core.storage.base import ObjectStore
 from prime_core.storage.directory import DirectoryStore
-from prime_core.storage.signing import load_secret
+from prime_core.storage.signing import load_secret, save_secret
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.remeasuring import EVERY_SECONDS
 from prime_orchestrator.manager.standing import LEASE_SLOTS
 from prime_verify.canaries.planting import read_secret
+
+if TYPE_CHECKING:
+    from prime_orchestrator.store import Store
 
 ENV_PREFIX = "PRIME_ORCHESTRATOR_"
 
@@ -128,9 +131,15 @@ class Settings(ChainSettings):
         """Folder of the object store."""
         return self.objects or self.data / "objects"
 
-    def open_objects(self, url: str, place: str) -> ObjectStore:
+    @property
+    def secret_file(self) -> Path:
+        """This process's copy of the secret that signs URLs of an object folder."""
+        return self.data / "store.secret"
+
+    def open_objects(self, url: str, place: str, store: Store | None = None) -> ObjectStore:
         """Opens the object store: a folder whose signed URLs are served at `url`, or the part of
-        the bucket named `place`, after testing access to it.
+        the bucket named `place`, after testing access to it. A folder signs URLs with the secret
+        that all processes on the database `store` share; without `store` it signs none.
 
         Raises UserError if the settings contradict each other or the bucket cannot be used,
         UnavailableError if the S3 server does not answer.
@@ -138,7 +147,7 @@ class Settings(ChainSettings):
         if not self.s3_bucket:
             if self.s3_endpoint or self.s3_public_endpoint:
                 raise UserError("an S3 endpoint was given without a bucket", hint="add --s3-bucket")
-            secret = load_secret(self.data / "store.secret")
+            secret = b"" if store is None else self._url_secret(store)
             return DirectoryStore(self.objects_folder, url, secret)
         if self.objects is not None:
             raise UserError(
@@ -156,6 +165,18 @@ class Settings(ChainSettings):
         )
         bucket.check()
         return bucket
+
+    def _url_secret(self, store: Store) -> bytes:
+        """Returns the database's secret of signed URLs. The first process puts that of its file
+        there; every other one takes it over into its own file."""
+        from prime_orchestrator.store import meta
+
+        ours = load_secret(self.secret_file)
+        with store.begin() as connection:
+            secret = bytes.fromhex(meta.put_once(connection, meta.URL_SECRET, ours.hex()))
+        if secret != ours:
+            save_secret(self.secret_file, secret)
+        return secret
 
     def planted_nodes(self) -> Planted:
         """Returns the planted nodes. Raises UserError if they have no secret, or its file is

@@ -117,7 +117,7 @@ def run(settings: Settings) -> None:
         backend = Backend(
             context=context,
             store=store,
-            objects=settings.open_objects(url, place_of(deployment, settings.need("pool"))),
+            objects=settings.open_objects(url, place_of(deployment, settings.need("pool")), store),
             manager=signer,
             trainer=trainer,
             audience=url,

@@ -109,7 +109,8 @@ class Operator:
         assert child.stdout is not None
         line = child.stdout.readline()
         assert line, (self.folder / "serve.log").read_text()
-        assert json.loads(line) == json.loads((self.data / "serve.json").read_text())
+        data = Path(self.flags(**changes)["data"])
+        assert json.loads(line) == json.loads((data / "serve.json").read_text())
         return child
 
     @property

@@ -138,6 +138,8 @@ def test_a_backup_restores_into_a_database_of_either_kind(
     pool.backend.objects.put(digest_key(sha256(b"leaves")), b"leaves")
     kept = {one.name: table(pool.backend.store, one) for one in schema.metadata.sorted_tables}
     kept[schema.loop_leases.name] = []
+    with pool.backend.store.begin() as connection:
+        meta.put_once(connection, meta.URL_SECRET, "who can read a backup must not sign with this")
     backup.backup(pool.backend.store, pool.backend.objects, tmp_path / "backup")
     with empty_database.begin() as connection:  # it is the pool's own database: emptied
         for one in schema.metadata.sorted_tables:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from unittest.mock import MagicMock
+from urllib.parse import parse_qsl
 
 import httpx
 import pytest
@@ -27,17 +30,19 @@ from operator_kit import (
     register,
 )
 from orchestrator_world import run_definition
+from typer.testing import CliRunner
 
 from devnet.chain import Anvil, free_port
 from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.encoding import sha256
-from prime_core.errors import PrimeError, UnavailableError, UserError
+from prime_core.errors import PrimeError, UnavailableError, UntrustedError, UserError
 from prime_core.messages import Heartbeat, HeartbeatAnswer, ReceiptAnswer, Status, SubmissionInfo
-from prime_core.storage.base import digest_key
+from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret
 from prime_core.transport.client import OrchestratorClient
+from prime_orchestrator.cli.main import app
 from prime_orchestrator.config import load
 from prime_orchestrator.manager import loops as manager
 from prime_orchestrator.serve import Loops, address_of, bind, place_of, run
@@ -177,6 +182,65 @@ def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
     eventually(lambda: not any(folder.iterdir()))
     assert httpx.put(target.url, content=data, headers=target.headers).status_code == 204
     assert httpx.get(objects.signed_get(key, expires)).content == data
+
+
+@pytest.mark.slow
+def test_servers_on_one_database_accept_each_others_signed_urls(
+    operator: Operator, empty_database: Store
+) -> None:
+    """Each from a data folder of its own, with one folder of objects."""
+    shared = {
+        "database": empty_database.engine.url.render_as_string(hide_password=False),
+        "objects": str(operator.folder / "objects"),
+    }
+    folders = [operator.data, operator.folder / "another"]
+    seed = load_secret(operator.data / "store.secret")  # of a deployment of before
+    for folder in folders:
+        operator.serve(data=str(folder), **shared)
+    assert [load_secret(folder / "store.secret") for folder in folders] == [seed, seed]
+    urls = [json.loads((folder / "serve.json").read_text())["url"] for folder in folders]
+    for number, (signer, other) in enumerate((urls, urls[::-1])):
+        data = b"a file, signed by %d" % number
+        key, expires = digest_key(sha256(data)), int(time.time()) + 60
+        objects = DirectoryStore(operator.folder / "objects", signer, seed)
+        target = objects.signed_put(key, len(data), sha256(data), expires)
+        at_other = target.url.replace(signer, other)
+        assert httpx.put(at_other, content=data, headers=target.headers).status_code == 204
+        read = objects.signed_get(key, expires)
+        assert [httpx.get(read.replace(signer, one)).content for one in urls] == [data, data]
+
+
+def test_the_databases_secret_wins_and_is_replaced_by_a_command(
+    either_store: Store, tmp_path: Path
+) -> None:
+    database = either_store.engine.url.render_as_string(hide_password=False)
+    settings = [load({"data": tmp_path / name, "database": database}) for name in ("a", "b")]
+
+    def opened() -> list[ObjectStore]:
+        return [one.open_objects("http://x", "", either_store) for one in settings]
+
+    def accepts(store: ObjectStore, url: str) -> bool:
+        key, query = url.removeprefix("http://x/v1/store/").split("?")
+        try:
+            store.check_url("GET", key, parse_qsl(query), now=1)
+        except UntrustedError:
+            return False
+        return True
+
+    load_secret(settings[1].secret_file)  # it was alone before
+    before, url = opened(), opened()[0].signed_get("a", 100)
+    assert all(accepts(one, url) for one in before)
+    with either_store.begin() as connection:
+        meta.put(connection, meta.SERVES, "31337/0xPools/1")
+    words = ["store", "rotate-secret", "--database", database]
+    assert "start every serve process" in CliRunner().invoke(app, words).output
+    after = opened()
+    assert not any(accepts(one, url) for one in after)
+    assert all(accepts(one, after[1].signed_get("a", 100)) for one in after)
+    first, second = (load_secret(one.secret_file) for one in settings)
+    assert first == second
+    with pytest.raises(UnavailableError):
+        settings[0].open_objects("", "").signed_get("a", 100)
 
 
 @pytest.mark.slow

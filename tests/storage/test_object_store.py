@@ -22,7 +22,7 @@ from prime_core.errors import (
 )
 from prime_core.storage.base import CHUNK_BYTES, ObjectStore, digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
-from prime_core.storage.signing import load_secret
+from prime_core.storage.signing import load_secret, save_secret
 
 SECRET = b"s" * 32
 BAD_KEYS = [
@@ -370,6 +370,10 @@ def test_the_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
     first = load_secret(path)
     assert len(first) == 32
     assert load_secret(path) == first
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["secret"]
+    save_secret(path, b"\x01" * 32)
+    assert load_secret(path) == b"\x01" * 32
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["secret"]
     path.write_text("short")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ from prime_orchestrator.cli.storage import (
     Objects,
     Region,
     opened,
+    pool_store,
 )
 
 _ELSEWHERE = {
@@ -279,6 +281,18 @@ def restore(
     with opened(flags, config) as (settings, store):
         made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
+
+
+@store_app.command("rotate-secret")
+def rotate_secret(config: ConfigFile = None, data: Data = None, database: Database = None) -> None:
+    """Make a new secret of signed URLs; each `serve` takes it when it is started again."""
+    flags: dict[str, object] = dict(locals())
+    from prime_core.storage.signing import SECRET_BYTES
+    from prime_orchestrator.store import meta
+
+    with pool_store(flags, config) as (_, store), store.begin() as connection:
+        meta.put(connection, meta.URL_SECRET, secrets.token_hex(SECRET_BYTES))
+    typer.echo("start every serve process on this database again: URLs of before are void then")
 
 
 @store_app.command()

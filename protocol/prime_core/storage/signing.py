@@ -11,8 +11,8 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -99,18 +99,31 @@ def load_secret(path: Path) -> bytes:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(SECRET_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # another process may have been first
-                os.link(draft, path)
-        finally:
-            draft.unlink()
+        made = secrets.token_bytes(SECRET_BYTES)
+        with _draft(path, made) as draft, suppress(FileExistsError):  # another may have been first
+            os.link(draft, path)
     text = path.read_text().strip()
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise FatalError(f"{path} does not hold a secret of {SECRET_BYTES} bytes in hex")
     return bytes.fromhex(text)
+
+
+def save_secret(path: Path, secret: bytes) -> None:
+    """Writes `secret` to `path` (mode 0600) in place of what is there."""
+    with _draft(path, secret) as draft:
+        draft.rename(path)
+
+
+@contextmanager
+def _draft(path: Path, secret: bytes) -> Iterator[Path]:
+    """Yields a synced private file next to `path` that holds `secret`; removes it at the end."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secret.hex())
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
