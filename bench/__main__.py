@@ -4,7 +4,7 @@
 rows alone, measured again); `proofs` takes `--minutes M` for its honest windows. Both take
 `--device cpu|cuda:N`: where models generate and replay. What a GPU gives is a bench of another name
 (`detection-cuda`), to be kept apart. `demo` takes `--only rest|busy|one-core`, `orchestrator` takes
-`--only ROW`.
+`--only ROW`, `settling` takes `--files N`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ BENCHES = {
     "attacks": "What attacks on the chain layer and on leases cost an honest party",
     "strangers": "What parties without stake cost an orchestrator and a fetch",
     "orchestrator": "What two API processes carry: heartbeats, files, verdicts, watchers, history",
+    "settling": "One epoch of up to 1,000,000 files: settled, rebuilt, claimed (an hour)",
     "population": "10,000 nodes for a simulated day: trainer, staleness, cheats, validators, pay",
     "cli": "CPU seconds of the commands that people and shells call often",
     "broadcast": "Weights to many machines, next to SHARDCAST: whole, by delta, through relays",
@@ -58,6 +59,8 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         kinds["--model"] = Path
     if {"demo", "orchestrator"} & {*words}:
         kinds["--only"] = str
+    if "settling" in words:
+        kinds["--files"] = int
     rest, options = list(words), {}
     for option, kind in kinds.items():
         at = rest.index(option) if option in rest else -1

@@ -67,6 +67,8 @@ M = TypeVar("M", bound=Strict)
 MAX_OBJECT_BYTES = 32 << 20
 PARALLEL = 8
 """Objects fetched at once."""
+QUEUED = 4096
+"""Files that wait for their turn at once: each costs a kilobyte while it waits."""
 
 
 class Objects(Protocol):
@@ -190,6 +192,12 @@ class Rebuilder:
         self._settled_files: dict[Digest, SettledFile] = {}
         """Files of the settlements rebuilt so far, as the newest of them has each."""
         self._validators = {e.validator for e in self._events if isinstance(e, ValidatorSet)}
+        self._refused: dict[Digest, int] = {}
+        """Leaves that the contract refuses, and the first block since which it does."""
+        for event in self._events:
+            if isinstance(event, LeafRejected):
+                first = self._refused.get(event.leaf, event.block)
+                self._refused[event.leaf] = min(first, event.block)
 
     def posted(self) -> list[RewardRootPosted]:
         """Reward roots that stand: the newest of each epoch, without disabled ones."""
@@ -477,10 +485,11 @@ class Rebuilder:
         *,
         restored: Sequence[RestoredFact],
     ) -> Settlement:
+        facts: list[LeafFact] = []
         with ThreadPoolExecutor(PARALLEL) as pool:
-            facts = list(
-                pool.map(lambda item: self._fact(*item, claims=claims, block=block), leaves)
-            )
+            for start in range(0, len(leaves), QUEUED):
+                some = leaves[start : start + QUEUED]
+                facts += pool.map(lambda one: self._fact(*one, claims=claims, block=block), some)
         return settle(
             chain_id=self._deployment.chain_id,
             pool=self._pool,
@@ -557,10 +566,7 @@ class Rebuilder:
             price=run.price_per_unit if run else 0,
             judge_price=run.price_per_judged_file if run else 0,
             prompt_price=run.price_per_prompt_token if run else 0,
-            refused=any(
-                isinstance(e, LeafRejected) and e.leaf == digest and e.block <= block
-                for e in self._events
-            ),
+            refused=self._refused.get(digest, block + 1) <= block,
             answered=leaf.valid_until is None
             or answered_for(
                 rooted_at=root.block_time,
