@@ -195,18 +195,10 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check what this machine has and lacks; every failure names its fix."""
+    from prime_core.doctor import show
     from prime_node.doctor import examine
 
-    checks = examine(settings)
-    if as_json:
-        print_json([vars(check) for check in checks])
-    else:
-        marks = {"ok": "✓", "warning": "!", "failed": "✗"}
-        for check in checks:
-            typer.echo(f"{marks[check.outcome]} {check.name}: {check.found}")
-            if check.fix:
-                typer.echo(f"    → {check.fix}")
-    if any(check.outcome == "failed" for check in checks):
+    if not show(examine(settings), as_json=as_json):
         raise typer.Exit(UnavailableError.exit_code)
 
 

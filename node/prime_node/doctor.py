@@ -11,11 +11,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Literal
 
 from prime_chain.client import ChainClient
 from prime_chain.keystore import keystore_address
+from prime_core.doctor import DoctorCheck, Outcome, failed
 from prime_core.errors import PrimeError, UserError
 from prime_core.messages import PoolInfo, Status
 from prime_core.run import RunDefinition
@@ -28,19 +27,8 @@ from prime_node.runtime import make_runtime
 from prime_node.state import DataFolder
 from prime_node.wallet import named_provider
 
-Outcome = Literal["ok", "warning", "failed"]
 MIN_DISK_MB = 2048
 MAX_SKEW_SECONDS = 5
-
-
-@dataclass(frozen=True)
-class DoctorCheck:
-    """One finding. `fix` is what to type or do; empty if nothing."""
-
-    name: str
-    outcome: Outcome
-    found: str
-    fix: str = ""
 
 
 def examine(settings: Settings) -> list[DoctorCheck]:
@@ -100,7 +88,7 @@ def _gpu(settings: Settings) -> DoctorCheck:
     try:
         gpus = read_gpus(settings.gpus)
     except UserError as error:
-        return _failed("gpu", error, "nvidia-smi -L")
+        return failed("gpu", error, "nvidia-smi -L")
     if not gpus:
         return DoctorCheck("gpu", "ok", "none seen (fine for pools that ask for none)")
     return DoctorCheck("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
@@ -115,7 +103,7 @@ def _keystore(settings: Settings) -> DoctorCheck:
             "wallet", "ok", f"{keystore_address(settings.wallet)} in {settings.wallet}"
         )
     except PrimeError as error:
-        return _failed("wallet", error, "prime-node wallet new --out FILE")
+        return failed("wallet", error, "prime-node wallet new --out FILE")
 
 
 def _orchestrator(
@@ -126,7 +114,7 @@ def _orchestrator(
         run = RunDefinition.parse(client.request("GET", "/v1/run", b"", signed=False))
     except PrimeError as error:
         fix = "check --orchestrator URL and that it is up (its /healthz answers)"
-        return _failed("orchestrator", error, fix), None, None
+        return failed("orchestrator", error, fix), None, None
     found = f"{client.base_url} serves pool {pool.pool} ({pool.name}) on chain {pool.chain_id}"
     return DoctorCheck("orchestrator", "ok", found), pool, run
 
@@ -147,7 +135,7 @@ def _runtime(settings: Settings, run: RunDefinition | None) -> DoctorCheck:
         runtime = make_runtime(settings, DataFolder(settings.data), "doctor")
         said = runtime.check(run.task if run is not None else None)
     except PrimeError as error:
-        return _failed("runtime", error, "prime-node join --runtime process (development only)")
+        return failed("runtime", error, "prime-node join --runtime process (development only)")
     outcome: Outcome = "warning" if runtime.name == "process" else "ok"
     missing = _missing_packages() if runtime.name == "process" else []
     if missing:
@@ -166,7 +154,7 @@ def _requirements(settings: Settings, run: RunDefinition) -> DoctorCheck:
     try:
         missing = run.requirements.shortfalls(read_hardware(settings.data, settings.gpus))
     except UserError as error:
-        return _failed("requirements", error, "")
+        return failed("requirements", error, "")
     if missing:
         return DoctorCheck(
             "requirements", "failed", "the pool asks for " + "; ".join(missing),
@@ -188,7 +176,7 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
             memory = proved_memory(api, address) if found is not None else None
             trouble = api.node(address).cards_trouble if found is not None else ""
     except PrimeError as error:
-        yield _failed("passport", error, "")
+        yield failed("passport", error, "")
         return
     if found is None:
         fix = "prime-node join proves this machine's cards, all at once"
@@ -222,7 +210,7 @@ def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[DoctorCheck]:
         if settings.wallet is not None:
             yield from _balance(settings, client)
     except PrimeError as error:
-        yield _failed("rpc", error, "check --rpc URL; a public endpoint may limit you: add another")
+        yield failed("rpc", error, "check --rpc URL; a public endpoint may limit you: add another")
     finally:
         client.close()
 
@@ -238,7 +226,7 @@ def _balance(settings: Settings, client: ChainClient) -> Iterator[DoctorCheck]:
     try:
         provider = named_provider(settings)
     except UserError as error:
-        yield _failed("provider", error, "name the owner: --provider ADDRESS")
+        yield failed("provider", error, "name the owner: --provider ADDRESS")
         return
     wei = client.balance(account)
     found = f"{account} has {wei / 1e18:.4f} ETH"
@@ -247,8 +235,3 @@ def _balance(settings: Settings, client: ChainClient) -> Iterator[DoctorCheck]:
         yield DoctorCheck("balance", "warning", found, fix)
     else:
         yield DoctorCheck("balance", "ok", found)
-
-
-def _failed(name: str, error: PrimeError, otherwise: str) -> DoctorCheck:
-    hint = error.hint if isinstance(error, UserError) else ""
-    return DoctorCheck(name, "failed", str(error), hint or otherwise)

@@ -354,19 +354,37 @@ def check_pool(
             hint="name another --data or --database",
         )
     if facts is None:
-        try:
-            found = contracts.pools.pool_of(pool)
-        except BadAnswerError as error:  # no code at the address, or a different contract
-            raise UserError(
-                f"the contracts that the deployment names are not on this chain: {error}",
-                hint="check --rpc and --deployment; a local chain that was started again has none",
-            ) from error
-        except ConflictError as error:
-            raise UserError(
-                f"pool {pool} is not on chain {deployment.chain_id}: {error}",
-                hint="make one with: orchestrator pool create",
-            ) from error
-        facts = json.dumps([found.manager, found.trainer, found.run_digest])
+        facts = facts_of(contracts, deployment, pool)
+    trainer = check_facts(facts, pool, definition, manager)
+    if known is None or run is None:
+        with store.begin() as connection:
+            meta.put(connection, meta.SERVES, place)
+            meta.put(connection, meta.RUN, definition.raw().decode())
+            meta.put(connection, "pool_facts", facts)
+    return trainer
+
+
+def facts_of(contracts: Contracts, deployment: Deployment, pool: int) -> str:
+    """Returns the pool's manager, trainer and run digest on chain, as JSON. Raises UserError if
+    there is no such pool or contract, UnavailableError if the chain does not answer."""
+    try:
+        found = contracts.pools.pool_of(pool)
+    except BadAnswerError as error:  # no code at the address, or a different contract
+        raise UserError(
+            f"the contracts that the deployment names are not on this chain: {error}",
+            hint="check --rpc and --deployment; a local chain that was started again has none",
+        ) from error
+    except ConflictError as error:
+        raise UserError(
+            f"pool {pool} is not on chain {deployment.chain_id}: {error}",
+            hint="make one with: orchestrator pool create",
+        ) from error
+    return json.dumps([found.manager, found.trainer, found.run_digest])
+
+
+def check_facts(facts: str, pool: int, definition: RunDefinition, manager: Address) -> Address:
+    """Checks that key and run definition are those of the pool; returns its trainer. `facts` is
+    what `facts_of` returned. Raises UserError if they are another pool's."""
     its_manager, trainer, run_digest = json.loads(facts)
     if its_manager != manager:
         raise UserError(
@@ -378,11 +396,6 @@ def check_pool(
             f"the run definition's digest is {definition.digest()}, the pool's is {run_digest}",
             hint="give the file that the pool was made with by --run",
         )
-    if known is None or run is None:
-        with store.begin() as connection:
-            meta.put(connection, meta.SERVES, place)
-            meta.put(connection, meta.RUN, definition.raw().decode())
-            meta.put(connection, "pool_facts", facts)
     return ids.address(trainer)
 
 

@@ -45,6 +45,10 @@ _ELSEWHERE = {
         "prime_orchestrator.cli.quickstart",
         "From nothing to a running pool, step by step; or check what is there.",
     ),
+    "doctor": (
+        "prime_orchestrator.cli.doctor",
+        "Check a configured or running orchestrator; every failure names its fix.",
+    ),
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
     "costs": ("prime_orchestrator.cli.costs", "What the manager's transactions cost a day."),
     "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 
 import sqlalchemy as sa
+from sqlalchemy import Connection
 
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.engine import Store
@@ -30,6 +31,15 @@ _TRUSTED = 0.6
 
 _table = schema.loop_leases
 _NAME = "manager"
+
+
+def holder_and_beat(connection: Connection) -> tuple[str, int] | None:
+    """Returns the lease's holder and its beat, which a live holder increments; None if no process
+    has the lease."""
+    row = connection.execute(
+        sa.select(_table.c.holder, _table.c.beat).where(_table.c.name == _NAME)
+    ).first()
+    return None if row is None else (str(row.holder), int(row.beat))
 
 
 class LoopLease:

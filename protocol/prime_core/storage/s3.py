@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,19 @@ class S3Store:
             hint="use AWS, R2, MinIO, SeaweedFS 4 or newer, or another server that checks "
             f"{CHECKSUM_HEADER}",
         )
+
+    def clock_skew(self) -> float:
+        """Returns by how many seconds the server's clock is ahead of this machine's, by the date
+        of one answer. Raises UnavailableError if there is no answer, or no date in it."""
+        before = self._now()
+        with self._errors("list", ""):
+            answer = self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)
+        after, date = self._now(), answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+        try:
+            server = parsedate_to_datetime(date).timestamp()
+        except ValueError as error:
+            raise UnavailableError("the S3 server's answer has no date") from error
+        return server + 0.5 - (before + after) / 2  # it is cut to whole seconds
 
     # -- writing -------------------------------------------------------------------------------
 
