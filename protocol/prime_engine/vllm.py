@@ -58,10 +58,11 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 """Environment required before vLLM is imported: the model runner version, the engine in this
-process, 1 GiB of key-value cache on a CPU."""
+process, 1 GiB of key-value cache on a CPU, no sampler of another package (rows are greedy)."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
 GENERATES_ONLY = "the vLLM engine has no proof pass: its files are judged by statistics"

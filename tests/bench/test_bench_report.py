@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.report import PAGE, section, write
+from bench.report import PAGE, gpu_section, section, write
 from prime_core.errors import MalformedError
 
 FOUND: dict[str, Any] = {
@@ -29,6 +29,22 @@ def test_a_figure_states_the_load_and_that_its_bar_is_missed() -> None:
     assert "2026-11-22, commit abc, 2 cores of a CPU (three others at work)." in page
     assert "| `build_ratio` | 4.4 × **not met** | ≥ 6 | 29 (toploc) |" in page
     assert "()" not in section({**FOUND, "load": None})
+
+
+def test_the_last_record_of_each_part_of_the_gpu_kit_is_shown(tmp_path: Path) -> None:
+    machine = {"card": "H100", "commit": "abc"}
+    records: list[dict[str, Any]] = [
+        {"part": "a", "name": "x", "ok": True, "values": {"ms": 1.0}, "machine": machine},
+        {"part": "a", "name": "x", "ok": True, "values": {"t": {"ms": 2}}, "machine": machine},
+        {"part": "a", "name": "part", "ok": True, "values": {}, "machine": machine},
+        {"part": "b", "name": "y", "ok": False, "error": "no card", "machine": machine},
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(json.dumps(one) for one in records))
+    (page,) = gpu_section(tmp_path)
+    assert "| `a.x` | H100, abc | t.ms 2 |" in page
+    assert "| `b.y` | H100, abc | no card |" in page
+    assert "ms 1" not in page
+    assert gpu_section(tmp_path / "none") == []
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:

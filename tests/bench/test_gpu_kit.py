@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,31 @@ def test_what_is_cut_into_parts_is_joined_again(
         parts[-1].write_bytes(bytes(parts[-1].stat().st_size))
         with pytest.raises(AssertionError, match="not what was packed"):
             kit.join(folder, tmp_path / "again")
+
+
+def test_only_the_device_code_of_one_architecture_travels(kit: ModuleType) -> None:
+    ptx, code = 1, 2
+
+    def binary(*entries: tuple[int, int]) -> bytes:
+        body = b"".join(
+            struct.pack("<HHIQ", kind, 1, 64, 32) + bytes(12) + struct.pack("<I", of) + bytes(32)
+            + bytes([of]) * 32
+            for kind, of in entries
+        )  # fmt: skip
+        return struct.pack("<4sHHQ", bytes.fromhex("50ed55ba"), 1, 16, len(body)) + body
+
+    text = bytes.fromhex("50ed55ba") + b"no binary follows this"
+    library = (
+        b"head" + binary((code, 80), (code, 90), (ptx, 90)) + text + binary((ptx, 75), (ptx, 80))
+    )
+    library += binary((code, 100)) + b"tail"
+    found = kit.for_architecture(library, 90)
+    assert len(found) == len(library)
+    assert found.startswith(b"head")
+    assert found.endswith(b"tail")
+    assert found.count(text) == 1
+    assert [found.count(bytes([of]) * 32) for of in (75, 80, 90, 100)] == [0, 1, 1, 0]
+    assert found.count(bytes([90]) * 32) == 1  # the machine code, without its PTX
 
 
 @pytest.mark.slow

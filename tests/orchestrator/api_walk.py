@@ -70,7 +70,7 @@ WORKER = "walk"
 MACHINE = Hardware(cpu_model="x", cpu_count=2, memory_mb=100, disk_mb=100, gpus=())
 
 
-CARDS = Cards(kinds=("cpu",), counts=(1, 2), work_ms=1)
+CARDS = Cards(kinds=("cpu",), counts=(1, 2), least_share_micro=500_000, work_ms=1)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ SLOWER = KnownCard("slower-card", ("Slower Card",), 1000, TERA / 4, 1, "this tes
 PATIENT = KnownCard("patient-card", ("Patient Card",), 1000, TERA / 50, 1, "this test")
 GPU = Gpu(model="Test Card", memory_mb=1000)
 MACHINE = Hardware(cpu_model="x", cpu_count=2, memory_mb=100, disk_mb=100, gpus=(GPU,))
-ASKED = Cards(kinds=("test-card", "h200"), counts=(1, 2), work_ms=40)
-TWO_SECONDS = Cards(kinds=("patient-card",), counts=(1,), work_ms=2000)
+ASKED = Cards(kinds=("test-card", "h200"), counts=(1, 2), least_share_micro=500_000, work_ms=40)
+TWO_SECONDS = Cards(kinds=("patient-card",), counts=(1,), least_share_micro=500_000, work_ms=2000)
 
 
 @pytest.fixture(autouse=True)

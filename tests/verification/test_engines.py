@@ -95,6 +95,47 @@ def test_only_the_last_policies_stay_loaded_and_earlier_ones_come_newest_first(
     assert list(engines.earlier(0)) == []
 
 
+class Replacing(Loaded):
+    """Takes another policy in place, unless its version is in `answers`."""
+
+    def __init__(self, name: str, closed: list[str], answers: dict[str, Any]) -> None:
+        super().__init__(name, closed)
+        self._answers = answers
+
+    def replace_policy(self, folder: Path) -> bool:
+        answer = self._answers.get(folder.name, True)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer:
+            self.name = folder.name
+        return bool(answer)
+
+
+def test_a_policy_replaces_the_one_before_in_its_engine_where_that_works(tmp_path: Path) -> None:
+    digests = [_policy(tmp_path, version) for version in range(5)]
+    loads: list[str] = []
+    closed: list[str] = []
+    answers = {"2": False, "3": UnavailableError("mixed")}
+
+    def load(folder: Path) -> Any:
+        loads.append(folder.name)
+        return Replacing(folder.name, closed, answers)
+
+    engines = FolderEngines(tmp_path, load, keep=1)
+    first = engines.engine(0, digests[0])
+    assert engines.engine(1, digests[1]) is first
+    assert (first.name, loads, closed) == ("1", ["0"], [])
+    assert engines.engine(2, digests[2]).name == "2"  # it needs a new engine
+    assert (loads, closed) == (["0", "2"], ["1"])
+    with pytest.raises(UnavailableError, match="mixed"):
+        engines.engine(3, digests[3])
+    assert closed == ["1", "2"]  # it may hold parts of both policies
+    assert engines.engine(4, digests[4]).name == "4"
+    assert (loads, closed) == (["0", "2", "4"], ["1", "2"])
+    two = FolderEngines(tmp_path, load, keep=2)
+    assert two.engine(0, digests[0]) is not two.engine(1, digests[1])
+
+
 def test_an_unknown_engine_is_unavailable() -> None:
     with pytest.raises(UnavailableError, match="known are plain and vllm"):
         load_engine(TRAINED, engine="other")
