@@ -142,7 +142,7 @@ class RewardEntry(Strict):
 PAGE_FILES = 10_000
 """Most files in a settlement's own object; a longer list is published in pages of so many."""
 MAX_PAGES = 512
-"""Most pages of a settlement: 5.12 million files, which take an auditor 10 GB at 2 kB each."""
+"""Most pages of a settlement: 5.12 million files, which take an auditor 27 GB at 5.3 kB each."""
 
 
 class SettlementPage(Strict):
