@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.errors import ConflictError, FatalError, UnavailableError, UserError
 from prime_core.ids import Address
 from prime_orchestrator.store import (
     Store,
@@ -27,15 +29,111 @@ from prime_orchestrator.store import (
     submissions,
 )
 
+TRIGGERS = {
+    "sqlite": {
+        "opinions_overrule",
+        "submissions_overrule",
+        "submissions_tally_enter",
+        "submissions_tally_insert",
+        "submissions_tally_leave",
+    },
+    "postgresql": {"opinions_overrule", "submissions_overrule", "submissions_tally"},
+}
+EMPTIED_BY = {"jobs": "0006", "opinions": "0006", "draw_secrets": "0006"}
+"""Tables whose rows a migration deletes, and the migration."""
+MOVED_TO = {"sender_intents": "intents"}
+DROPPED = {("intents", "lane"), ("class_records", "rows"), ("class_records", "longest")}
+"""Columns that a migration drops. A migration that loses anything else fails the test below."""
+
 
 def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:
     empty_database.migrate()
-    with empty_database.read() as connection:
+    _check_schema(empty_database)
+
+
+def _check_schema(store: Store) -> None:
+    with store.read() as connection:
         context = MigrationContext.configure(
             connection, opts={"compare_type": True, "compare_server_default": True}
         )
         assert compare_metadata(context, schema.metadata) == []
         assert migrate.current(connection) == migrate.head()
+        triggers = (
+            "SELECT name FROM sqlite_master WHERE type = 'trigger'"
+            if store.is_sqlite
+            else "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
+        )
+        names = connection.execute(sa.text(triggers)).scalars()
+        assert set(names) == TRIGGERS[connection.dialect.name]
+
+
+def test_a_store_of_each_revision_keeps_its_rows(empty_database: Store) -> None:
+    """Every table of every revision gets a row with a value in each column. From each revision, one
+    transaction then upgrades to the newest; it is rolled back, and the next revision follows."""
+    for number, revision in enumerate(migrate.revisions(), 1):
+        with empty_database.begin() as connection:
+            migrate.upgrade(connection, revision)
+            for table in _tables(connection).values():
+                if table.name != "tallies":  # triggers fill it
+                    row = {column.name: _value(table, column, number) for column in table.c}
+                    connection.execute(sa.insert(table), row)
+            before = _rows(connection)
+        with empty_database.begin() as connection:
+            migrate.upgrade(connection)
+            _check_kept(revision, before, _rows(connection))
+            files = sa.select(sa.func.sum(schema.tallies.c.files))
+            assert connection.execute(files).scalar_one() == number
+            connection.rollback()
+    _check_schema(empty_database)
+
+
+def _tables(connection: sa.Connection) -> dict[str, sa.TableClause]:
+    found = sa.inspect(connection).get_multi_columns()
+    return {
+        name: sa.table(name, *(sa.column(one["name"], one["type"]) for one in columns))
+        for (_, name), columns in found.items()
+        if name != "alembic_version"
+    }
+
+
+def _value(table: sa.TableClause, column: sa.ColumnClause[Any], number: int) -> object:
+    if (table.name, column.name) == ("passports", "body"):
+        return json.dumps({"passport": {"measured_at": number, "claimed_memory_mb": number}})
+    match column.type:
+        case sa.Boolean():
+            return number % 2 == 0
+        case sa.Text():
+            return f"{column.name} {number}"
+        case sa.LargeBinary():
+            return f"{column.name} {number}".encode()
+        case _:
+            return number
+
+
+def _rows(connection: sa.Connection) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [dict(row) for row in connection.execute(sa.select(table)).mappings()]
+        for name, table in _tables(connection).items()
+    }
+
+
+def _check_kept(
+    revision: str,
+    before: dict[str, list[dict[str, Any]]],
+    after: dict[str, list[dict[str, Any]]],
+) -> None:
+    for name, rows in before.items():
+        if not rows or revision < EMPTIED_BY.get(name, ""):
+            continue
+        found = after[MOVED_TO.get(name, name)]
+        assert len(rows) == len(found), f"{name} of {revision}"
+        lost = rows[0].keys() - found[0].keys()
+        assert {(name, column) for column in lost} <= DROPPED, revision
+        kept = sorted(rows[0].keys() - lost)
+        old, new = (
+            sorted(repr([row[key] for key in kept]) for row in side) for side in (rows, found)
+        )
+        assert old == new, f"{name} of {revision}"
 
 
 def test_migrating_twice_and_at_once_changes_nothing(empty_database: Store) -> None:
@@ -183,6 +281,25 @@ def test_a_database_of_a_newer_program_is_left_alone(either_store: Store) -> Non
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(FatalError, match="newer version"):
         either_store.migrate()
+
+
+@pytest.mark.postgres
+def test_a_migration_gives_up_where_another_transaction_keeps_a_table(
+    empty_postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_orchestrator.store.engine.LOCK_SECONDS", 0.05)
+    store = open_store(empty_postgres)
+    with store.begin() as connection:
+        migrate.upgrade(connection, "0027")
+    with store.read() as reading:
+        reading.execute(sa.text("SELECT * FROM slashes"))
+        with pytest.raises(ConflictError, match="not migrated: another program kept a table"):
+            store.migrate()
+    with store.read() as connection:
+        assert migrate.current(connection) == "0027"
+    store.migrate()
+    _check_schema(store)
+    store.close()
 
 
 def test_an_exception_undoes_the_whole_transaction(either_store: Store) -> None:

@@ -23,7 +23,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError, DBAPIError, InvalidatePoolError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.errors import ConflictError, FatalError, UnavailableError, UserError
 from prime_core.folders import make_folder
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 BUSY_SECONDS = 30
 CONNECT_SECONDS = 10
 """Time-out for opening a connection to PostgreSQL."""
+LOCK_SECONDS = 10.0
+"""How long a migration of PostgreSQL waits for a table. Requests that come later wait behind it."""
+_LOCK_NOT_AVAILABLE = "55P03"
+"""The SQLSTATE of a time-out."""
 TRUSTED_SECONDS = 1.0
 """A connection to PostgreSQL that was used so lately is used again without asking whether it still
 works."""
@@ -103,12 +107,28 @@ class Store:
             yield connection
 
     def migrate(self) -> None:
-        """Migrates the schema to the newest revision; safe if several processes start at once."""
+        """Migrates the schema to the newest revision, in one transaction; safe if several processes
+        start at once.
+
+        Raises ConflictError if a transaction of another program keeps a table of PostgreSQL for
+        LOCK_SECONDS; nothing has changed then.
+        """
         from prime_orchestrator.store.migrate import upgrade
 
         with self.begin() as connection:
-            lock(connection, "migrate")
-            upgrade(connection)
+            lock(connection, "migrate")  # however long another process migrates
+            if not self.is_sqlite:
+                connection.execute(sa.text(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}"))
+            try:
+                upgrade(connection)
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) != _LOCK_NOT_AVAILABLE:
+                    raise
+                raise ConflictError(
+                    f"the schema was not migrated: another program kept a table for "
+                    f"{LOCK_SECONDS:.0f} s; end every `serve`, backup and export of this database, "
+                    "then run `orchestrator store migrate`"
+                ) from error
 
     def close(self) -> None:
         self.engine.dispose()

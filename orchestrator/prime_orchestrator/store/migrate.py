@@ -6,6 +6,7 @@ the migrated schema equals `schema.metadata` on both databases.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from alembic import command
@@ -26,9 +27,16 @@ def _config(connection: Connection | None = None) -> Config:
     return config
 
 
+@functools.cache
+def revisions() -> tuple[str, ...]:
+    """Returns the revisions that this program knows, the oldest first."""
+    scripts = ScriptDirectory.from_config(_config()).walk_revisions()
+    return tuple(script.revision for script in scripts)[::-1]
+
+
 def head() -> str:
     """Returns the newest revision that this program knows."""
-    return ScriptDirectory.from_config(_config()).get_current_head() or ""
+    return revisions()[-1]
 
 
 def current(connection: Connection) -> str | None:
@@ -42,8 +50,7 @@ def upgrade(connection: Connection, to: str = "head") -> None:
     Raises FatalError if the database was written by a newer program.
     """
     found = current(connection)
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if found is not None and found not in known:
+    if found is not None and found not in revisions():
         raise FatalError(
             f"the database is of revision {found}, which this program does not know; "
             "it was made by a newer version: install that one, or restore a backup"
