@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import time
@@ -175,6 +176,36 @@ def test_a_digest_is_computed_where_the_server_keeps_none(store: S3Store) -> Non
     store._client.put_object(Bucket=BUCKET, Key=store.prefix + "plain", Body=DATA)
     assert "ChecksumSHA256" not in store._head("plain")
     assert store.stat("plain").sha256 == Digest("0x" + hashlib.sha256(DATA).hexdigest())
+
+
+# -- lifecycle rules -------------------------------------------------------------------------------
+
+
+def test_the_documented_lifecycle_rules_end_a_pools_unfinished_uploads_and_expire_no_object(
+    s3: S3Server,
+) -> None:
+    """The rules of docs/storage.md, with a pool's address, as the server gives them back. What it
+    does with them after a day is not waited for."""
+    place = f"84532/0x{secrets.token_hex(20)}"
+    page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    block = page.partition("### Lifecycle rules")[2].partition("```json")[2].partition("```")[0]
+    wanted = json.loads(block.replace("84532/0x…", place))
+    pool, other = opened(s3, f"{place}/1"), opened(s3, f"{place}/11")
+    client = pool._client
+    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=wanted)
+    try:
+        rules = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    finally:
+        client.delete_bucket_lifecycle(Bucket=BUCKET)
+    assert rules == wanted["Rules"]
+    keys = [one.prefix + digest_key(sha256(DATA)) for one in (pool, other)]
+    for rule in rules:
+        assert rule["Status"] == "Enabled"
+        assert [key for key in keys if key.startswith(rule["Filter"]["Prefix"])] == keys[:1]
+        # without Expiration or Transition: `sha256/` is for ever, and files of shadow nodes lie
+        # under `uploads/` while a submission names them
+        assert rule.keys() == {"ID", "Status", "Filter", "AbortIncompleteMultipartUpload"}
+    assert len(rules) == 1
 
 
 # -- errors in one sentence ------------------------------------------------------------------------
