@@ -4,7 +4,8 @@
 seconds of a change, the fewest of several changes. `node_death_s`: from a node's last heartbeat to
 its ejection from scheduling, next to nodes that go on beating. `rpc_calls_min_idle`: requests of an
 idle `orchestrator serve` to its RPC endpoint, on a chain with a block every two seconds and with
-the pauses that are the default on Base.
+the pauses that are the default on Base. `rpc_calls_min_node`: those of a node that works, after its
+first accepted file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from bench.form import Row
 from bench.servers import Database, connect, open_sessions, request_bytes, serving, signed_post
 from devnet.faulty import FaultyRpc
 from devnet.network import Network
-from devnet.plan import Plan
+from devnet.plan import NodePlan, Plan
+from devnet.processes import Child
 from prime_chain.networks import BASE
 from prime_core.messages import Heartbeat
 from prime_envs.definition import DEATH_SECONDS
@@ -34,6 +36,7 @@ BLOCK_SECONDS = 2
 IDLE_SECONDS = 60.0
 QUIET_SECONDS = 75.0
 """Time after which the events of the start no longer count as recent."""
+FIRST_FILE_SECONDS = 300.0
 
 
 class _Watcher(asyncio.Protocol):
@@ -127,35 +130,69 @@ def death_rows(quick: bool, database: Database) -> list[Row]:
 
 
 class _Counted(Network):
-    """A network whose programs reach the chain through a proxy that counts."""
+    """A network whose programs reach the chain through proxies that count: the nodes through one of
+    their own."""
 
     proxy: FaultyRpc
+    of_nodes: FaultyRpc
+
+    def start_node(self, node: NodePlan) -> Child:
+        others, self.proxy = self.proxy, self.of_nodes
+        try:
+            return super().start_node(node)
+        finally:
+            self.proxy = others
+
+    def accepted(self) -> int:
+        """Files accepted so far."""
+        return sum(node.accepted for node in self.status().nodes)
+
+    def _chain_flags(self) -> tuple[str, ...]:
+        return (*super()._chain_flags(), "--chain-idle-seconds", str(BASE.idle_seconds))
 
     def _rpc(self) -> tuple[str, ...]:
-        idle = BASE.idle_seconds
-        return ("--rpc", self.proxy.url, "--chain-idle-seconds", str(idle))
+        return ("--rpc", self.proxy.url)
 
 
 def rpc_rows(quick: bool) -> list[Row]:
-    """The row `rpc_calls_min_idle`."""
+    """The rows `rpc_calls_min_idle` and `rpc_calls_min_node`."""
     seconds = 24.0 if quick else IDLE_SECONDS
+    node = NodePlan("honest-1")
     with tempfile.TemporaryDirectory(prefix="bench-idle-") as folder:
-        network = _Counted(Plan(root=Path(folder), validators=1))
+        network = _Counted(Plan(root=Path(folder), nodes=(node,), validators=1))
         try:
             network.start_chain()
             network.create_pool()
             network.anvil.mine_every(BLOCK_SECONDS)
             network.proxy = FaultyRpc(network.anvil.url)
+            network.of_nodes = FaultyRpc(network.anvil.url)
             network.start_orchestrator()
             time.sleep(QUIET_SECONDS)
-            before = network.proxy.asked.copy()
-            time.sleep(seconds)
-            asked = network.proxy.asked - before
+            idle = _asked(network.proxy, seconds)
+            network.start_validators()
+            network.start_trainer()
+            network.start_relay()
+            network.start_node(node)
+            wait = network.supervisor.wait_for
+            wait("the first accepted file", lambda: network.accepted() > 0, FIRST_FILE_SECONDS)
+            before = network.accepted()
+            working = _asked(network.of_nodes, seconds)
+            wait("another file", lambda: network.accepted() > before, FIRST_FILE_SECONDS)
         finally:
             network.stop()
             network.proxy.close()
-    calls = asked.total() * 60 / seconds
+            network.of_nodes.close()
     return [
-        Row("rpc_calls_min_idle", calls, "RPC requests a minute of an idle serve",
-            bar=None if quick else 60)
+        Row("rpc_calls_min_idle", idle, "RPC requests a minute of an idle serve",
+            bar=None if quick else 60),
+        Row("rpc_calls_min_node", working,
+            "RPC requests a minute of a node that works: it looks whether its work is paid",
+            bar=None if quick else 0),
     ]  # fmt: skip
+
+
+def _asked(proxy: FaultyRpc, seconds: float) -> float:
+    """Requests a minute that reach `proxy` while so many seconds pass."""
+    before = proxy.asked.copy()
+    time.sleep(seconds)
+    return (proxy.asked - before).total() * 60 / seconds
