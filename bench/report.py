@@ -47,7 +47,7 @@ def gpu_section(folder: Path) -> list[str]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            if record["name"] != "part":
+            if record["name"] != "part" or not record["ok"]:
                 found[record["part"], record["name"]] = record
     if not found:
         return []
@@ -61,8 +61,10 @@ def gpu_section(folder: Path) -> list[str]:
     ]
     for (part, name), record in found.items():
         values = record.get("error") or ", ".join(_leaves(record["values"]))
-        where = f"{record['machine'].get('card', 'no card')}, {record['machine']['commit']}"
-        lines.append(f"| `{part}.{name}` | {where} | {values.replace('|', '/')} |")
+        machine = record.get("machine", {})
+        where = f"{machine.get('card', 'no card')}, {machine.get('commit', 'no commit')}"
+        values = " ".join(values.replace("|", "/").split())
+        lines.append(f"| `{part}.{name}` | {where} | {values} |")
     return ["\n".join(lines) + "\n"]
 
 

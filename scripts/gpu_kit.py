@@ -48,6 +48,8 @@ SOURCES = [str(ROOT / name) for name in ("", "protocol", "node", "orchestrator",
 SITE = ROOT / "var" / "gpu-kit" / "site"
 RESULTS = ROOT / "bench" / "results" / "gpu"
 BUDGET = 480.0
+SHORTEST = 40.0
+"""Seconds without which no part is begun."""
 PART_BYTES = 48 << 20
 """Largest file that `pack` writes."""
 PACKAGES = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors", "tokenizers")
@@ -1044,9 +1046,10 @@ def run(arguments: argparse.Namespace) -> int:
     for part in parts:
         left = arguments.budget - (time.monotonic() - start)
         limit = min(PARTS[part][1], left)
-        if limit < 5:
+        if limit < min(SHORTEST, PARTS[part][1]):
             _parent_record(out, part, f"not begun: the {arguments.budget:.0f} s are used up")
             continue
+        written = out.stat().st_size if out.exists() else 0
         command = [
             sys.executable, str(Path(__file__).resolve()), "part", part, "--out", str(out),
             "--device", arguments.device,
@@ -1063,7 +1066,8 @@ def run(arguments: argparse.Namespace) -> int:
             child.wait()
             _parent_record(out, part, f"stopped after {limit:.0f} s")
         else:
-            if code < 0 or code > 1:
+            silent = not out.exists() or out.stat().st_size == written
+            if code < 0 or code > 1 or silent:
                 _parent_record(out, part, f"its process ended with {code}")
     records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     good = sum(record["ok"] for record in records)

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.config import Settings
 from prime_orchestrator.serve import BUSY, KEPT_FILES, check_facts, facts_of, place_of
 from prime_orchestrator.store import Store, intents, leaders, meta, nodes, open_store, sqlite_file
+from prime_orchestrator.store.engine import shown
 from prime_orchestrator.store.migrate import current, head
 
 SECONDS = 20.0
@@ -144,6 +145,9 @@ def _bounded(name: str, ask: Callable[[], Iterable[DoctorCheck]]) -> list[Doctor
         return [DoctorCheck(name, "failed", f"{where}{error.strerror}", "check its permissions")]
     except PrimeError as error:
         return [failed(name, error)]
+    except Exception as error:
+        said = f"it ended with {type(error).__name__}, which is a fault of this program"
+        return [DoctorCheck(name, "failed", said, "report it, with the settings but no secret")]
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ def _database(settings: Settings, pool: _Pool | None, kept: _Kept[Store]) -> Ite
         yield DoctorCheck("database", "warning", said, "orchestrator serve makes it")
         return
     store = open_store(settings.database_url)
-    where = store.engine.url.render_as_string(hide_password=True)
+    where = shown(store.engine.url)
     try:
         with store.read() as connection:
             found = current(connection)
@@ -369,16 +373,16 @@ def _rpc(settings: Settings, chain_id: int, kept: _Kept[ChainClient]) -> list[Do
     """Each endpoint by itself. One that fails is a warning if enough others are left."""
     client = settings.open_chain(chain_id, timeout=ANSWER_SECONDS)
     found, answering = [], 0
-    for one in client.singles():
-        try:
-            one.check()
-            block = one.block("latest")
-        except PrimeError as error:
+    singles = client.singles()
+    with ThreadPoolExecutor(len(singles), "doctor-rpc") as pool:  # a silent one delays no other
+        answers = list(pool.map(_newest, singles))
+    for one, answer in zip(singles, answers, strict=True):
+        if isinstance(answer, PrimeError):
             fix = "check --rpc; a public endpoint may limit you: add another"
-            found.append(failed("rpc", error, fix))
+            found.append(failed("rpc", answer, fix))
             continue
         answering += 1
-        found.append(_head(one, block))
+        found.append(_head(one, answer))
     good = sum(check.outcome != "failed" for check in found)
     if answering >= client.quorum:
         kept.value = client
@@ -390,6 +394,15 @@ def _rpc(settings: Settings, chain_id: int, kept: _Kept[ChainClient]) -> list[Do
     return [
         replace(check, outcome="warning") if check.outcome == "failed" else check for check in found
     ]
+
+
+def _newest(client: ChainClient) -> Block | PrimeError:
+    """The newest block of an endpoint, or why it is not fit for use."""
+    try:
+        client.check()
+        return client.block("latest")
+    except PrimeError as error:
+        return error
 
 
 def _head(client: ChainClient, block: Block) -> DoctorCheck:

@@ -229,8 +229,8 @@ class Cards(Strict):
     """Numbers of cards that a node may have."""
     least_share_micro: int = Field(default=400_000, ge=0, le=MICRO)
     """Least measured rate as a share of the vendor's. An H100 reaches 520,000. From 640,000 on, no
-    card can pass for two: one may run at 1.15 of the vendor's rate, and have a tenth of the time
-    subtracted."""
+    card can pass for two, from 430,000 on for three: one may run at 1.15 of the vendor's rate, and
+    have a tenth of the time subtracted."""
     work_ms: int = Field(default=2000, ge=1, le=10_000)
     """Time that the work takes at the vendor's rate."""
     prove_memory: bool = Field(default=False, exclude_if=lambda needed: not needed)

@@ -214,6 +214,7 @@ class PolicyReplacing(Protocol):
     def replace_policy(self, folder: Path) -> bool:
         """Loads the policy in `folder` into this engine, which must have no rows. Returns False,
         with nothing changed, if that takes a new engine: where the engine cannot, or if the
-        folder's other files (configuration, tokenizer) differ. Raises UnavailableError if the
-        weights were not loaded as they are in the policy; then the engine must be closed."""
+        folder's other files (configuration, tokenizer) or names of tensors differ. Raises
+        UnavailableError if the weights were not loaded as they are in the policy; then the engine
+        must be closed."""
         ...

@@ -7,7 +7,8 @@ tensor parallelism each process compares its part of each layer with that part o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ _UNITS = 1024
 READERS = 4
 """Threads that bring tensors to the device. One copies from files in the page cache at a fraction
 of what the bus carries."""
-AHEAD = 8
-"""Tensors that may be on the device before they are loaded."""
+AHEAD_BYTES = 256 << 20
+"""Bytes of tensors that may wait on the device to be loaded. Little memory is left there besides
+the cache and the weights."""
+SLICE_BYTES = 64 << 20
+"""Bytes that are compared at once. A tensor of more than twice as many is not copied in advance."""
 
 
 def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
@@ -52,51 +56,72 @@ def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
 
 def load_policy(model: Any, folder: Path, config: Any, dtype: str, device: str) -> int:
     """Loads the weights of `folder`/*.safetensors into `model`, a vLLM model on a GPU, in place:
-    parameters keep their addresses, so CUDA graphs stay valid. Each tensor is copied to `device`
-    once, loaded, and compared there with what the model then holds.
+    parameters keep their addresses, so CUDA graphs stay valid. The folder must have the tensors of
+    the policy before (`tensor_names`). Each tensor is loaded and then compared on the device with
+    what the model holds.
 
-    Returns how many numbers were loaded. Raises UnavailableError as `require_policy` does; the
-    model then holds a mixture of two policies and must not be used.
+    Returns how many numbers were loaded. Raises UnavailableError as `require_policy` does, or what
+    vLLM raises; the model then holds a mixture of two policies and must not be used.
     """
     compared = 0
+    waiting = _on_device(folder, device)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal compared
-        for name, tensor in _on_device(folder, device):
+        for name, tensor in waiting:
             yield name, tensor
             # vLLM takes the next tensor once it has loaded this one.
             compared += _compare(model, name, tensor, folder, config, dtype, {})
 
-    with torch.inference_mode():
-        model.load_weights(tensors())
+    try:
+        with torch.inference_mode():
+            model.load_weights(tensors())
+    finally:
+        waiting.close()
     if compared == 0:
         raise UnavailableError(f"{folder} holds no weights in safetensors files")
     return compared
 
 
-def _on_device(folder: Path, device: str) -> Iterator[tuple[str, Tensor]]:
-    """The policy's tensors on `device`, in order, up to AHEAD of them copied in advance."""
-    places = []
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Names of the tensors in `folder`/*.safetensors."""
+    return frozenset(name for _, name in _places(folder))
+
+
+def _places(folder: Path) -> list[tuple[Path, str]]:
+    found = []
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            places += [(path, name) for name in file.keys()]  # noqa: SIM118
-    # A tied head comes last: vLLM skips it, and the embedding is then loaded.
-    places.sort(key=lambda place: (place[1] == "lm_head.weight", place[1]))
+            found += [(path, name) for name in file.keys()]  # noqa: SIM118
+    return found
 
-    def copied(path: Path, name: str) -> Tensor:
+
+def _on_device(folder: Path, device: str) -> Generator[tuple[str, Tensor], None, None]:
+    """The policy's tensors in order, up to AHEAD_BYTES of them copied to `device` in advance; large
+    ones in main memory."""
+    # A tied head comes last: vLLM skips it, and the embedding is then loaded.
+    places = sorted(_places(folder), key=lambda place: (place[1] == "lm_head.weight", place[1]))
+
+    def read(path: Path, name: str) -> Tensor:
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-            return tensor.to(device)
+        return tensor
 
+    waiting: deque[tuple[str, int, Tensor | Future[Tensor]]] = deque()
     with ThreadPoolExecutor(READERS, "weights") as readers:
-        waiting: list[tuple[str, Future[Tensor]]] = []
         for path, name in places:
-            waiting.append((name, readers.submit(copied, path, name)))
-            if len(waiting) > AHEAD:
-                first, tensor = waiting.pop(0)
-                yield first, tensor.result()
-        for name, tensor in waiting:
-            yield name, tensor.result()
+            tensor = read(path, name)  # mapped, not read
+            size = tensor.nbytes if tensor.nbytes <= 2 * SLICE_BYTES else 0
+            while waiting and sum(each for _, each, _ in waiting) + size > AHEAD_BYTES:
+                yield _next(waiting)
+            waiting.append((name, size, readers.submit(tensor.to, device) if size else tensor))
+        while waiting:
+            yield _next(waiting)
+
+
+def _next(waiting: deque[tuple[str, int, Tensor | Future[Tensor]]]) -> tuple[str, Tensor]:
+    name, _, tensor = waiting.popleft()
+    return name, tensor if isinstance(tensor, Tensor) else tensor.result()
 
 
 def _compare(
@@ -112,14 +137,21 @@ def _compare(
     UnavailableError if they differ."""
     if name == "lm_head.weight" and config.tie_word_embeddings:
         name = "model.embed_tokens.weight"
-    cast = getattr(torch, dtype)
     loaded, wanted = _loaded(model, name, tensor, cache)
-    wanted = wanted.to(cast).to(loaded.device)
     if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
         loaded = loaded[: wanted.shape[0]]
-    if loaded.shape != wanted.shape or not torch.equal(loaded.to(cast), wanted):
+    if loaded.shape != wanted.shape or not _equal(loaded, wanted, getattr(torch, dtype)):
         raise UnavailableError(f"vLLM did not load {name} of {folder} as it is in the policy")
     return wanted.numel()
+
+
+def _equal(loaded: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are equal in `dtype`, compared on `loaded`'s device SLICE_BYTES at a time."""
+    rows = max(1, SLICE_BYTES // max(1, loaded[:1].nbytes))
+    return all(
+        torch.equal(ours.to(dtype), theirs.to(dtype).to(ours.device))
+        for ours, theirs in zip(loaded.split(rows), wanted.split(rows), strict=True)
+    )
 
 
 def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

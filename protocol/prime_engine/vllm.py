@@ -46,7 +46,7 @@ from prime_engine.base import (
 from prime_engine.batch import RowSet, finish
 from prime_engine.exact import NumericClass, ProofPart
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, text_digest
-from prime_engine.policy_weights import load_policy, require_policy
+from prime_engine.policy_weights import load_policy, require_policy, tensor_names
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
@@ -204,6 +204,7 @@ class VllmEngine(PolicyFacts):
         self._cpu = cpu
         self._config = config
         self._text = text_digest(folder)
+        self._tensors = tensor_names(folder)
         self._vocabulary = int(config.vocab_size)
         self._hidden = int(config.hidden_size)
         self._positions = positions
@@ -215,12 +216,14 @@ class VllmEngine(PolicyFacts):
         try:
             if self._cpu or self._rows or text_digest(folder) != self._text:
                 return False
+            if tensor_names(folder) != self._tensors:
+                return False
             if self._ranks is not None:
                 self._ranks.replace_policy(folder)
             self._llm.apply_model(
                 lambda model: load_policy(model, folder, self._config, self._dtype, device)
             )
-        except (ValueError, KeyError, RuntimeError, OSError) as error:
+        except Exception as error:  # of vLLM's loaders, of safetensors, of CUDA
             raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
         if self._ranks is not None:
             self._ranks.require_loaded()

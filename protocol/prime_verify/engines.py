@@ -6,6 +6,7 @@ Importing this module does not load torch; loading an engine does.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_engine.base import Engine, PolicyReplacing
 
+log = logging.getLogger("prime.verify.engines")
 MANIFEST = "manifest.json"
 ENGINES = ("plain", "vllm")
 """Engine names as used in commands."""
@@ -177,20 +179,27 @@ class FolderEngines:
         return self._loaded[key]
 
     def _replace(self, key: tuple[int, Digest], folder: Path) -> bool:
-        """Loads the policy in place of the one that is loaded. Returns whether it did."""
-        for old, engine in list(self._loaded.items()):
-            if not isinstance(engine, PolicyReplacing):
-                return False
-            try:
-                replaced = engine.replace_policy(folder)
-            except BaseException:  # it may hold parts of both policies
-                self._drop(old)
-                raise
-            if replaced:
-                self._loaded[key] = self._loaded.pop(old)
-                self._bytes[key] = self._bytes.pop(old)
-            return replaced
-        return False
+        """Loads the policy in place of the one that is loaded. Returns whether it did; an engine
+        that failed, and may hold parts of both policies, is closed."""
+        if not self._loaded:
+            return False
+        old, engine = next(iter(self._loaded.items()))
+        if not isinstance(engine, PolicyReplacing):
+            return False
+        failed = False
+        try:
+            replaced = engine.replace_policy(folder)
+        except UnavailableError as error:
+            log.warning("policy %d takes a new engine: %s", key[0], error)
+            failed = True
+        del engine
+        if failed:  # outside the handler: the exception holds the model's memory
+            self._drop(old)
+            return False
+        if replaced:
+            self._loaded[key] = self._loaded.pop(old)
+            self._bytes[key] = self._bytes.pop(old)
+        return replaced
 
     def _drop(self, key: tuple[int, Digest]) -> None:
         """Closes an engine and frees its memory."""

@@ -37,12 +37,14 @@ def test_the_last_record_of_each_part_of_the_gpu_kit_is_shown(tmp_path: Path) ->
         {"part": "a", "name": "x", "ok": True, "values": {"ms": 1.0}, "machine": machine},
         {"part": "a", "name": "x", "ok": True, "values": {"t": {"ms": 2}}, "machine": machine},
         {"part": "a", "name": "part", "ok": True, "values": {}, "machine": machine},
-        {"part": "b", "name": "y", "ok": False, "error": "no card", "machine": machine},
+        {"part": "b", "name": "y", "ok": False, "error": "no\ncard", "machine": machine},
+        {"part": "c", "name": "part", "ok": False, "error": "stopped after 60 s"},
     ]
     (tmp_path / "1.jsonl").write_text("\n".join(json.dumps(one) for one in records))
     (page,) = gpu_section(tmp_path)
     assert "| `a.x` | H100, abc | t.ms 2 |" in page
     assert "| `b.y` | H100, abc | no card |" in page
+    assert "| `c.part` | no card, no commit | stopped after 60 s |" in page
     assert "ms 1" not in page
     assert gpu_section(tmp_path / "none") == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from prime_core.errors import UnavailableError
-from prime_engine.policy_weights import load_policy, require_policy
+from prime_engine import policy_weights
+from prime_engine.policy_weights import load_policy, require_policy, tensor_names
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -88,6 +90,38 @@ def test_a_tensor_that_is_not_loaded_is_named(tmp_path: Path, name: str) -> None
     config = SimpleNamespace(tie_word_embeddings=False)
     with pytest.raises(UnavailableError, match=f"did not load {name}"):
         load_policy(Model((name,)), _policy(tmp_path / "0", 3), config, "float32", "cpu")
+
+
+def test_large_tensors_are_loaded_and_compared_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_weights, "SLICE_BYTES", 64)
+    monkeypatch.setattr(policy_weights, "AHEAD_BYTES", 128)
+    config = SimpleNamespace(tie_word_embeddings=False)
+    policy = _policy(tmp_path / "0", 4)
+    model = Model()
+    assert load_policy(model, policy, config, "float32", "cpu") == 8 * (12 + 12 + 16 + 1)
+    with torch.no_grad():
+        model.lm_head.weight[11, 7] += 1
+    with pytest.raises(UnavailableError, match=f"did not load {HEAD}"):
+        require_policy(model, policy, config, "float32")
+
+
+def test_no_thread_is_left_when_loading_fails(tmp_path: Path) -> None:
+    class Failing(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            next(iter(weights))
+            raise ValueError("half-way")
+
+    config, policy = SimpleNamespace(tie_word_embeddings=False), _policy(tmp_path / "0", 5)
+    with pytest.raises(ValueError, match="half-way") as caught:
+        load_policy(Failing(), policy, config, "float32", "cpu")
+    assert caught.value is not None  # its traceback is alive
+    assert not [one for one in threading.enumerate() if one.name.startswith("weights")]
+
+
+def test_the_names_of_tensors_are_those_of_all_files(tmp_path: Path) -> None:
+    assert tensor_names(_policy(tmp_path / "0", 6)) == set(SIZES)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

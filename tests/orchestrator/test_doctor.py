@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from operator_kit import PASSWORD, Operator
 from typer.testing import CliRunner
 
 from devnet.chain import Anvil
+from devnet.deployed import Deployed, deploy_local
 from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.doctor import DoctorCheck
@@ -29,6 +33,15 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk of the machine that tests is of no concern."""
     monkeypatch.setattr(doctor, "LITTLE_DISK", 0)
     monkeypatch.setattr(doctor, "LEAST_DISK", 0)
+
+
+@pytest.fixture(scope="module")
+def _deployed_once(anvil: Anvil, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """On a chain of its own: other tests move the clock of the shared one."""
+    with Anvil() as own:
+        deployed = deploy_local(own, tmp_path_factory.mktemp("deployment"))
+        yield deployed
+        deployed.client.close()
 
 
 @pytest.fixture
@@ -243,3 +256,28 @@ def test_a_check_that_does_not_end_has_failed(monkeypatch: pytest.MonkeyPatch) -
     [check] = doctor._bounded("slow", ask)
     end.set()
     assert (check.name, check.outcome) == ("slow", "failed")
+
+
+def test_a_database_url_shows_no_password_and_a_wrong_port_is_no_traceback(
+    ready: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "PRIME_ORCHESTRATOR_DATABASE"
+    monkeypatch.setenv(variable, "postgresql://127.0.0.1:1/db?password=opensesame")
+    check = found(ready)["database"]
+    assert check.outcome == "failed"
+    assert "127.0.0.1:1/db" in check.found
+    assert "opensesame" not in str(check)
+    monkeypatch.setenv(variable, "postgresql://name:opensesame@127.0.0.1:port/db")
+    checks = found(ready)
+    assert "database" in " ".join(outcomes(checks, "failed"))
+    assert "opensesame" not in str(checks)
+
+
+def test_a_silent_endpoint_delays_no_other(ready: Operator) -> None:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        urls = tuple(f"http://127.0.0.1:{one.getsockname()[1]}" for one in silent)
+        settings = load(ready.flags()).model_copy(update={"rpc": urls, "rpc_quorum": 1})
+        checks = [one for one in doctor.examine(lambda: settings) if one.name == "rpc"]
+    assert len(checks) == 6
+    assert {one.outcome for one in checks} == {"failed"}

@@ -142,7 +142,7 @@ class _Replica:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._where = engine.url.render_as_string(hide_password=True)
+        self._where = shown(engine.url)
         self._not_before = self._checked_at = float("-inf")
 
     def ready(self) -> bool:
@@ -194,10 +194,15 @@ def sqlite_file(url: str) -> Path | None:
     return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
 
 
+def shown(url: sa.URL) -> str:
+    """Returns a database URL for people: no password, and no query, which may hold one."""
+    return url.set(query={}).render_as_string(hide_password=True)
+
+
 def _parsed(url: str) -> sa.URL:
     try:
         return sa.make_url(url)
-    except sa.exc.ArgumentError as error:
+    except (sa.exc.ArgumentError, ValueError) as error:  # ValueError: a port that is no number
         raise UserError(
             "the database URL cannot be read", hint="use sqlite:///PATH or postgresql://…"
         ) from error
@@ -279,11 +284,11 @@ def _reachable(engine: Engine) -> Iterator[None]:
         yield
     except OperationalError as error:
         cause = str(error.orig).strip().splitlines() or ["no answer"]
-        where = engine.url.render_as_string(hide_password=True)
+        where = shown(engine.url)
         raise UnavailableError(f"the database {where} cannot be used: {cause[0]}") from error
     except DBAPIError as error:
         if type(error) is DatabaseError:  # SQLite: "not a database", "malformed"
-            where = engine.url.render_as_string(hide_password=True)
+            where = shown(engine.url)
             raise FatalError(f"{where} is damaged ({error.orig}): restore a backup") from error
         if error.connection_invalidated:
             raise UnavailableError("the database closed the connection") from error

@@ -251,12 +251,13 @@ class OnTorch:
         Triton supports, and give what torch gives."""
         if importlib.util.find_spec("triton") is None:
             return None
-        # By name: the orchestrator imports this module, and has no torch.
-        triton, torch = importlib.import_module("prime_verify.proofs.kernels"), self.torch
-        size = triton.PRODUCT_TILE
-        values = torch.arange(2 * size * size, device=self.device) * 37 % 251 - 125
-        a, bt = values.to(torch.int8).view(2, size, size).unbind()
+        torch = self.torch
         try:
+            # By name: the orchestrator imports this module, and has no torch.
+            triton = importlib.import_module("prime_verify.proofs.kernels")
+            size = triton.PRODUCT_TILE
+            values = torch.arange(2 * size * size, device=self.device) * 37 % 251 - 125
+            a, bt = values.to(torch.int8).view(2, size, size).unbind()
             with torch.cuda.device(self.device):
                 made = triton.product(a, bt, **self._tiles())
         except Exception as error:  # of Triton, of the compiler that it starts, of the driver
