@@ -133,13 +133,12 @@ def _said(*command: str) -> str | None:
 
 @dataclass
 class Kit:
-    """One part's run. `small`: sizes for a CPU; `carried`: folder with what `pack` made."""
+    """One part's run. `small`: sizes for a CPU."""
 
     part: str
     out: Path
     device: str
     small: bool
-    carried: Path | None
     failed: int = 0
 
     def write(self, name: str, seconds: float, **result: Any) -> None:
@@ -737,7 +736,7 @@ def calibration(kit: Kit) -> None:
                 _replay(_load(folder, kit, "bfloat16", prepare=quantizer(8, 128)), requests, made),
             )
         with kit.record("against_cpu") as values:
-            here = Kit(kit.part, kit.out, "cpu", kit.small, kit.carried)
+            here = Kit(kit.part, kit.out, "cpu", kit.small)
             few = 2 if not kit.small else rows
             torch.set_num_threads(min(16, os.cpu_count() or 1))
             cpu = _replay(_load(folder, here, "float32"), requests[:few], made[:few])
@@ -1054,7 +1053,6 @@ def run(arguments: argparse.Namespace) -> int:
             sys.executable, str(Path(__file__).resolve()), "part", part, "--out", str(out),
             "--device", arguments.device,
         ]  # fmt: skip
-        command += ["--carried", arguments.carried] if arguments.carried else []
         path = os.pathsep.join([*SOURCES, str(SITE), os.environ.get("PYTHONPATH", "")])
         child = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, start_new_session=True
@@ -1085,8 +1083,7 @@ def _parent_record(out: Path, part: str, error: str) -> None:
 
 def run_part(arguments: argparse.Namespace) -> int:
     """One part, here. Returns 1 if one of its records is an error."""
-    carried = Path(arguments.carried) if arguments.carried else None
-    kit = Kit(arguments.part, Path(arguments.out), arguments.device, arguments.smoke, carried)
+    kit = Kit(arguments.part, Path(arguments.out), arguments.device, arguments.smoke)
     with kit.record("part") as values:
         values["part"] = arguments.part
         PARTS[arguments.part][0](kit)
@@ -1264,7 +1261,6 @@ def main() -> int:
         one.add_argument("--out", help="file that records are added to")
         one.add_argument("--device", default="", help="cuda, or cpu; default: cuda but for --smoke")
         one.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU")
-        one.add_argument("--carried", help="folder that `pack` wrote")
     packing = commands.add_parser("pack")
     packing.add_argument("folder")
     packing.add_argument("--wheels", help="folder of wheels kept between runs")

@@ -47,7 +47,8 @@ def require_policy(model: Any, folder: Path, config: Any, dtype: str) -> int:
     """
     compared = 0
     cache: dict[str, Tensor] = {}
-    for name, tensor in _policy_tensors(folder):
+    for path, name in _places(folder):
+        tensor = _read(path, name)
         compared += _compare(model, name, tensor, folder, config, dtype, cache)
     if compared == 0:
         raise UnavailableError(f"{folder} holds no weights in safetensors files")
@@ -92,7 +93,7 @@ def _places(folder: Path) -> list[tuple[Path, str]]:
     found = []
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found += [(path, name) for name in file.keys()]  # noqa: SIM118
+            found += [(path, name) for name in sorted(file.keys())]
     return found
 
 
@@ -102,15 +103,10 @@ def _on_device(folder: Path, device: str) -> Generator[tuple[str, Tensor], None,
     # A tied head comes last: vLLM skips it, and the embedding is then loaded.
     places = sorted(_places(folder), key=lambda place: (place[1] == "lm_head.weight", place[1]))
 
-    def read(path: Path, name: str) -> Tensor:
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
     waiting: deque[tuple[str, int, Tensor | Future[Tensor]]] = deque()
     with ThreadPoolExecutor(READERS, "weights") as readers:
         for path, name in places:
-            tensor = read(path, name)  # mapped, not read
+            tensor = _read(path, name)
             size = tensor.nbytes if tensor.nbytes <= 2 * SLICE_BYTES else 0
             while waiting and sum(each for _, each, _ in waiting) + size > AHEAD_BYTES:
                 yield _next(waiting)
@@ -154,11 +150,11 @@ def _equal(loaded: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _policy_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in sorted(file.keys()):
-                yield name, file.get_tensor(name)
+def _read(path: Path, name: str) -> Tensor:
+    """A tensor of a file, mapped into memory."""
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _loaded(

@@ -179,22 +179,17 @@ class FolderEngines:
         return self._loaded[key]
 
     def _replace(self, key: tuple[int, Digest], folder: Path) -> bool:
-        """Loads the policy in place of the one that is loaded. Returns whether it did; an engine
-        that failed, and may hold parts of both policies, is closed."""
+        """Loads the policy in place of the one that is loaded. Returns whether it did. If not, that
+        engine may hold parts of both policies, and the caller closes it."""
         if not self._loaded:
             return False
         old, engine = next(iter(self._loaded.items()))
         if not isinstance(engine, PolicyReplacing):
             return False
-        failed = False
         try:
             replaced = engine.replace_policy(folder)
         except UnavailableError as error:
             log.warning("policy %d takes a new engine: %s", key[0], error)
-            failed = True
-        del engine
-        if failed:  # outside the handler: the exception holds the model's memory
-            self._drop(old)
             return False
         if replaced:
             self._loaded[key] = self._loaded.pop(old)

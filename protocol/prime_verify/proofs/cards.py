@@ -228,9 +228,8 @@ class NumpyCard:
 
 class OnTorch:
     """Exact int8 products on a device of torch: "cuda:1", or "cpu". On CUDA int8 with int32 sums on
-    the tensor cores, by a Triton kernel for large products with Triton, otherwise by
-    torch._int_mm; elsewhere exact float32 blocks. Raises UnavailableError without torch or the
-    device."""
+    the tensor cores: large products by a Triton kernel if it runs here, others by torch._int_mm.
+    Elsewhere exact float32 blocks. Raises UnavailableError without torch or the device."""
 
     def __init__(self, device: str) -> None:
         try:
@@ -247,8 +246,8 @@ class OnTorch:
         self._kernels = self._usable_kernels() if self._integer else None
 
     def _usable_kernels(self) -> ModuleType | None:
-        """The Triton kernels if they run on this device, which takes a C compiler and a card that
-        Triton supports, and give what torch gives."""
+        """Returns the Triton kernels, or None if Triton does not run here: it needs a C compiler
+        and a card that it supports. Raises UnavailableError if a product differs from torch's."""
         if importlib.util.find_spec("triton") is None:
             return None
         torch = self.torch
@@ -261,7 +260,7 @@ class OnTorch:
             with torch.cuda.device(self.device):
                 made = triton.product(a, bt, **self._tiles())
         except Exception as error:  # of Triton, of the compiler that it starts, of the driver
-            log.warning("%s multiplies without Triton, at half the speed: %s", self.device, error)
+            log.warning("%s multiplies without Triton, more slowly: %s", self.device, error)
             return None
         if not torch.equal(made, self._second_bytes(self.exact(a, bt))):
             raise UnavailableError(f"Triton's products on {self.device} are wrong")
