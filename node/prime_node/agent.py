@@ -290,7 +290,11 @@ class Agent:
         book = SourceBook(passes=passes, public_only=not api.client.allows_private)
         return PolicyKeeper(
             PolicyFolder(
-                self._data.policies, trust, book=book, most_bytes=self._settings.policy_gb << 30
+                self._data.policies,
+                trust,
+                book=book,
+                most_bytes=self._settings.policy_gb << 30,
+                base_model=self._settings.base_model_source,
             ),
             self._new_api,
             keep=run.max_staleness + 2,

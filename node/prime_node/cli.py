@@ -94,6 +94,13 @@ def join(
     images: Annotated[
         list[str] | None, typer.Option("--image", help="Image that may run; repeat for more.")
     ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the base model is taken from, checked by digest: FOLDER, URL or "
+            "hf:owner/name[@revision]. By default from the pool."
+        ),
+    ] = None,
     provider_wallet: Annotated[
         Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
     ] = None,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from prime_broadcast.base_model import BaseModelSource, BaseModelText, parse_source
 from prime_chain.amounts import parse_amount, parse_price, without_unit
 from prime_chain.link import ChainSettings
 from prime_core.errors import UserError
@@ -107,6 +108,9 @@ class Settings(ChainSettings):
     """Most leases that this node holds open at once; 0 = as many as the orchestrator allows."""
     policy_gb: int = Field(default=256, ge=1)
     """Largest policy (GiB of files) that is fetched."""
+    base_model: BaseModelText = None
+    """Where the base model (policy 0) is taken from: FOLDER, URL or hf:owner/name[@revision]; what
+    differs there, and without this setting all of it, comes from the pool (docs/nodes.md)."""
     shadow: bool = False
     """Work for verdicts only: no seat, no stake, no pay (docs/protocol.md)."""
     first_answer_seconds: float = Field(default=FIRST_ANSWER_SECONDS, ge=0)
@@ -159,6 +163,7 @@ class Settings(ChainSettings):
             "task_cpus",
             "lease_slots",
             "policy_gb",
+            "base_model",
             "gpus",
             "tensor_parallel",
             "memory_share",
@@ -172,6 +177,11 @@ class Settings(ChainSettings):
     def public_only(self) -> bool:
         """Whether addresses that the orchestrator names must be public."""
         return not (self.allow_private or is_loopback(self.orchestrator or ""))
+
+    @property
+    def base_model_source(self) -> BaseModelSource | None:
+        """Where the base model is taken from; the Hub as HF_ENDPOINT and HF_TOKEN say."""
+        return parse_source(self.base_model, os.environ) if self.base_model else None
 
     @property
     def max_unpaid_wei(self) -> int | None:

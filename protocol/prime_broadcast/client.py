@@ -5,6 +5,8 @@ fetch()   1  plan the route (plans.py): a whole download, or a chain of deltas f
           2  get the chunks (chunks.py), resuming what an earlier attempt left
           3  apply the deltas, if any. If the base is damaged, fetch the whole policy; if no source
              has it whole, fetch an older whole policy and the deltas from it
+          policy 0 comes from `base_model`, if that is named (base_model.py): then (2) gets only
+          what it lacks, and deltas from there are a route to a later policy
           4  write the manifest next to the files; every chunk was verified when it was written
           5  rename the folder to its final name (durable.py)
 
@@ -25,6 +27,7 @@ from typing import Any, Literal
 
 from prime_broadcast import delta as deltas
 from prime_broadcast import layout
+from prime_broadcast.base_model import BaseModelSource, bring
 from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Hooks, Pace
 from prime_broadcast.durable import appear
 from prime_broadcast.files import (
@@ -59,6 +62,9 @@ from prime_core.errors import (
 
 __all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
 
+MOST_MISSING = 10
+"""A later policy is made from the base model if at most a part in so many of that has to come from
+the pool."""
 DELTA_PATIENCE = 10.0
 """After this many seconds without a chunk of a delta, the whole policy is fetched instead."""
 
@@ -111,6 +117,7 @@ def fetch(
     bases: Sequence[Base] = (),
     chain: Mapping[int, Manifest] | None = None,
     book: SourceBook | None = None,
+    base_model: BaseModelSource | None = None,
     parallel: int = 4,
     per_source: int = PER_SOURCE,
     patience: float = PATIENCE,
@@ -118,8 +125,8 @@ def fetch(
     on_fault: Callable[[Fault], None] = lambda fault: None,
 ) -> FetchStats:
     """Fetches the policy of an already trusted `manifest` into the folder `dest` from the base URLs
-    `sources`. A signed manifest is written next to the files. `on_fault` is called once per fault,
-    at the end, even if the fetch fails.
+    `sources`, policy 0 from `base_model` as far as that has it. A signed manifest is written next
+    to the files. `on_fault` is called once per fault, at the end, even if the fetch fails.
 
     Safe if a second process does the same. Raises UnavailableError if the sources or the disk fail
     (verified chunks are kept and the next call resumes), UntrustedError if the manifest contradicts
@@ -142,7 +149,7 @@ def fetch(
         pace = Pace(parallel, per_source, patience)
         plan = plan_route(policy, bases, chain, book.speed(sources, parallel))
         try:
-            _Arriving(policy, sources, partial, files, stats, book, pace, progress).run(
+            _Arriving(policy, sources, partial, files, stats, book, pace, progress, base_model).run(
                 plan, chain or {}
             )
         finally:
@@ -166,6 +173,7 @@ class _Arriving:
     book: SourceBook
     pace: Pace
     progress: Progress
+    base_model: BaseModelSource | None = None
 
     def run(self, plan: Plan, chain: Mapping[int, Manifest]) -> None:
         """Follows the plan. If it fails, fetches the whole policy, or else an older one and
@@ -179,11 +187,51 @@ class _Arriving:
             except (UntrustedError, MalformedError, UnavailableError) as error:
                 base = plan.start.folder.name
                 self.stats.faults.append(Fault(f"delta from {base}", "delta", str(error)))
+        elif self._from_base_model(chain):
+            return
         try:
             self.stats.route, self.stats.hops = "whole", ()
             self._whole(self.policy, self.files)
         except GoneError:
             self._from_anchor(chain)
+
+    def _from_base_model(self, chain: Mapping[int, Manifest]) -> bool:
+        """Makes a later policy from the base model of `base_model` and the deltas since, if these
+        have fewer bytes than the whole; False if that is not possible."""
+        first = chain.get(0)
+        if self.base_model is None or first is None or self.policy.version == 0:
+            return False
+        folder = self.partial / "version-0"
+        plan = plan_route(self.policy, [Base(folder, first)], chain)
+        if plan.start is None or not self._fits(plan):
+            return False
+        make_folder(folder)
+        try:
+            if self._bring(first, folder) * MOST_MISSING <= total_size(first):
+                self._get(file_items(first), folder, self.pace.patience)
+                self._by_deltas(plan.start, plan, min(self.pace.patience, DELTA_PATIENCE))
+                return True
+        except DiskError:
+            raise
+        except (UntrustedError, MalformedError, UnavailableError) as error:
+            self.stats.faults.append(Fault("deltas from the base model", "delta", str(error)))
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+
+    def _bring(self, policy: Manifest, folder: Path) -> int:
+        """Takes what it can of policy 0 from `base_model`; returns how many bytes are missing."""
+        assert self.base_model is not None
+        require_space(folder, total_size(policy) - _on_disk(folder))
+        brought = bring(
+            self.base_model, file_items(policy), folder, public_only=self.book.public_only
+        )
+        name = self.base_model.name
+        self.stats.by_source[name] = brought.bytes
+        self.stats.bytes_received += brought.bytes
+        self.stats.bytes_written += brought.bytes
+        self.stats.chunks += brought.chunks
+        self.stats.kept -= brought.chunks  # `_get` will find them
+        return brought.missing
 
     def _from_anchor(self, chain: Mapping[int, Manifest]) -> None:
         """Fetches an older policy whole and the deltas from it, because no source has this one
@@ -207,8 +255,9 @@ class _Arriving:
             return
 
     def _whole(self, policy: Manifest, folder: Path) -> None:
-        have = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
-        require_space(folder, total_size(policy) - have)
+        require_space(folder, total_size(policy) - _on_disk(folder))
+        if self.base_model is not None and policy.version == 0:
+            self._bring(policy, folder)
         self._get(file_items(policy), folder, self.pace.patience)
 
     def _needs(self, plan: Plan) -> int:
@@ -249,6 +298,11 @@ class _Arriving:
             fetcher.run()
         finally:
             self.stats.add(fetcher.stats)
+
+
+def _on_disk(folder: Path) -> int:
+    """Bytes that the files in `folder` take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
 def _require_same(dest: Path, policy: Manifest) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_broadcast.base_model import BaseModelSource
 from prime_broadcast.chunks import PATIENCE
 from prime_broadcast.client import Base, FetchStats, Progress, fetch
 from prime_broadcast.durable import settle
@@ -38,7 +39,8 @@ class Arrived:
 class PolicyFolder:
     """Policies under `root`, taken only if `trust`'s trainer signed them and their files have at
     most `most_bytes` together. The source book lives as long as the folder's object, so sources
-    that sent wrong data or were slow are remembered. Wrong data is logged."""
+    that sent wrong data or were slow are remembered. Wrong data is logged. `base_model`: where
+    policy 0 is taken from, as far as it is there."""
 
     def __init__(
         self,
@@ -47,8 +49,10 @@ class PolicyFolder:
         *,
         book: SourceBook | None = None,
         most_bytes: int | None = None,
+        base_model: BaseModelSource | None = None,
     ) -> None:
         self.root = root
+        self._base_model = base_model
         self._most_bytes = most_bytes
         self.trust = trust
         self._book = book or SourceBook()
@@ -119,6 +123,7 @@ class PolicyFolder:
             bases=self._bases(),
             chain=self._chain(others),
             book=self._book,
+            base_model=self._base_model,
             patience=patience,
             progress=progress,
             on_fault=note,

@@ -91,7 +91,7 @@ class Policies:
         sources = list(dict.fromkeys([*self._sources, *self._api.relays()]))
         if not sources:
             raise UnavailableError(f"no relay serves policy {version}")
-        newest = max((one for one in self.folder.versions() if one < version), default=version)
+        newest = max((one for one in self.folder.versions() if one < version), default=-1)
         between = range(max(newest + 1, version - ANCHOR_EVERY), version)
         arrived = self.folder.ensure(
             version,

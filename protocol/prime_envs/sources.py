@@ -11,23 +11,16 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prime_core.errors import MalformedError, UnavailableError, UntrustedError, UserError
 from prime_core.ids import Digest
 from prime_core.run import RunDefinition
-from prime_core.transport.addresses import PrivateAddressError, authority, public_address
-
-if TYPE_CHECKING:
-    import httpx
 
 VARIABLE = "PRIME_DATASETS"
 MAX_BYTES = 8 << 30
-MAX_REDIRECTS = 5
 SLOWEST = 32 << 10  # bytes per second; a server that is slower is given up
 _CHUNK = 1 << 20
 SUFFIXES = (".jsonl", ".parquet")
@@ -143,13 +136,13 @@ def bring(
 def fetch(
     url: str, sha256: str, folder: Path, *, limit: int = MAX_BYTES, public_only: bool = False
 ) -> Path:
-    """Downloads `url` into `folder` under its digest, atomically. Follows at most MAX_REDIRECTS
-    redirects; with `public_only`, each leads to a public address. Raises UnavailableError
+    """Downloads `url` into `folder` under its digest, atomically. Follows a few redirects;
+    with `public_only`, each leads to a public address. Raises UnavailableError
     (unreachable), UntrustedError (wrong bytes, private address), MalformedError (too long),
     UserError (unsupported address)."""
     import httpx
 
-    from prime_core.transport.paced import paced_client
+    from prime_core.transport.paced import opened, paced_client
 
     parts = urlsplit(url)
     suffix = Path(parts.path).suffix
@@ -164,7 +157,7 @@ def fetch(
         with (
             os.fdopen(handle, "wb") as file,
             paced_client(60.0, seconds=60.0, rate=SLOWEST) as client,
-            _opened(client, url, public_only) as answer,
+            opened(client, url, public_only=public_only) as answer,
         ):
             if answer.status_code != 200:
                 raise UnavailableError(f"{url} answers {answer.status_code}")
@@ -186,32 +179,6 @@ def fetch(
     finally:
         part.unlink(missing_ok=True)
     return target
-
-
-@contextmanager
-def _opened(client: httpx.Client, url: str, public_only: bool) -> Iterator[httpx.Response]:
-    """The answer to a GET of `url`, after redirects."""
-    import httpx
-
-    for _ in range(MAX_REDIRECTS + 1):
-        target = httpx.URL(url)
-        if target.scheme not in ("http", "https"):
-            raise UserError(f"{url} is not an http(s) address")
-        headers = {"Accept-Encoding": "identity", "Host": authority(url)}
-        name = {"sni_hostname": target.host}
-        if public_only:
-            try:
-                target = target.copy_with(host=public_address(target.host))
-            except PrivateAddressError as error:
-                raise UntrustedError(str(error)) from error
-            except OSError as error:
-                raise UnavailableError(f"{target.host} has no address: {error}") from error
-        with client.stream("GET", target, headers=headers, extensions=name) as answer:
-            if not answer.has_redirect_location:
-                yield answer
-                return
-            url = str(httpx.URL(url).join(answer.headers["Location"]))
-    raise UnavailableError(f"{url} redirects too often")
 
 
 def _is_hex(text: str) -> bool:

@@ -22,6 +22,7 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.run import MICRO, LengthBudgets
+from prime_core.transport import paced
 from prime_core.transport.addresses import public_address
 from prime_envs import rows, sources
 from prime_envs.environments.tasks import TaskDataset
@@ -307,7 +308,7 @@ def test_no_url_or_redirect_of_a_run_leads_into_a_private_network(
     def address(host: str) -> str:
         return "127.0.0.1" if host == "public.example" else public_address(host)
 
-    monkeypatch.setattr(sources, "public_address", address)
+    monkeypatch.setattr(paced, "public_address", address)
     try:
         with pytest.raises(UntrustedError, match="private address"):
             fetch(first, digest, tmp_path / "kept", public_only=True)

@@ -446,6 +446,21 @@ def test_limits_of_price_and_unpaid_work_are_read_with_their_unit(tmp_path: Path
     fails(64, "a number alone is whole wei", "join", *NOWHERE, "--min-price", "0.5")
 
 
+def test_where_the_base_model_comes_from_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    settings = config.load({"data": tmp_path, "base_model": "model"})
+    assert settings.to_remember()["base_model"] == str(tmp_path / "model")
+    assert config.load({"data": tmp_path, "base_model": ""}).base_model_source is None
+    found = config.load({"data": tmp_path, "base_model": "hf:a/b@v1"}).base_model_source
+    assert found is not None
+    assert (found.url, found.token) == ("http://hub.example/a/b/resolve/v1", "secret")
+    fails(64, "is not of the form hf:owner/name@revision", "join", *NOWHERE, "--base-model", "hf:a")
+
+
 def test_requirements_name_everything_a_machine_lacks() -> None:
     machine = Hardware(
         cpu_model="x", cpu_count=2, memory_mb=1000, disk_mb=50,

@@ -96,6 +96,13 @@ def run(
     password_fd: PasswordFd = None,
     deployment: Contract = None,
     source: Sources = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the base model is taken from, checked by digest: FOLDER, URL or "
+            "hf:owner/name[@revision]. By default from the pool."
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,

@@ -93,7 +93,12 @@ def run(settings: Settings) -> None:
             public_only=not (settings.allow_private or is_loopback(url)),
         )
         policies = Policies(
-            PolicyFolder(settings.data / "policies", trust, book=book),
+            PolicyFolder(
+                settings.data / "policies",
+                trust,
+                book=book,
+                base_model=settings.base_model_source,
+            ),
             session(),
             sources=settings.source,
         )

@@ -3,12 +3,14 @@ TOML > default."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from prime_broadcast.base_model import BaseModelSource, BaseModelText, parse_source
 from prime_chain.link import ChainSettings
 from prime_chain.mirror import MAX_GB
 from prime_core.settings import Urls, UserPath, needed
@@ -44,6 +46,9 @@ class Settings(ReplaySettings):
     """Settings of `validator run`."""
 
     orchestrator: str = ""
+    base_model: BaseModelText = None
+    """Where the base model (policy 0) is taken from: FOLDER, URL or hf:owner/name[@revision]; what
+    differs there, and without this setting all of it, comes from the pool (docs/nodes.md)."""
     policies: int = Field(default=3, ge=1)
     """Policies to keep loaded."""
     policy_memory_mb: int = Field(default=0, ge=0)
@@ -63,6 +68,11 @@ class Settings(ReplaySettings):
     """URL at which others reach it; by default http://HOST:PORT."""
     mirror_gb: float = Field(default=MAX_GB, gt=0)
     """Largest size of the copy, in 10^9 bytes."""
+
+    @property
+    def base_model_source(self) -> BaseModelSource | None:
+        """Where the base model is taken from; the Hub as HF_ENDPOINT and HF_TOKEN say."""
+        return parse_source(self.base_model, os.environ) if self.base_model else None
 
     def need(self, name: Literal["orchestrator", "rpc", "wallet"]) -> Any:
         """Returns a setting that has no default. Raises UserError if it is missing."""

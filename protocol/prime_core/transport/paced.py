@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpcore
 import httpx
+
+from prime_core.errors import UnavailableError, UntrustedError, UserError
+from prime_core.transport.addresses import PrivateAddressError, authority, public_address
+
+MAX_REDIRECTS = 5
 
 
 class _Stream(httpcore.NetworkStream):
@@ -91,3 +97,44 @@ def paced_client(
         if isinstance(transport, httpx.HTTPTransport):
             transport._pool._network_backend = _Backend(seconds, rate)
     return client
+
+
+@contextmanager
+def opened(
+    client: httpx.Client,
+    url: str,
+    *,
+    public_only: bool = False,
+    private_at: str = "",
+    headers: Mapping[str, str] | None = None,
+) -> Iterator[httpx.Response]:
+    """The answer to a GET of `url`, after at most MAX_REDIRECTS redirects. With `public_only`,
+    every address that is connected to is public, except at the authority `private_at`. The field
+    Authorization of `headers` goes to the scheme and authority of `url` only. Raises UserError (no
+    http(s) address), UntrustedError (private address), UnavailableError, and httpx's errors."""
+    fields = {**(headers or {}), "Accept-Encoding": "identity"}
+    secret = fields.pop("Authorization", "")
+    home = (httpx.URL(url).scheme, authority(url))
+    for _ in range(MAX_REDIRECTS + 1):
+        target = httpx.URL(url)
+        if target.scheme not in ("http", "https"):
+            raise UserError(f"{url} is not an http(s) address")
+        own = (
+            {"Authorization": secret} if secret and (target.scheme, authority(url)) == home else {}
+        )
+        name = {"sni_hostname": target.host}
+        host = authority(url)
+        if public_only and host != private_at:
+            try:
+                target = target.copy_with(host=public_address(target.host))
+            except PrivateAddressError as error:
+                raise UntrustedError(str(error)) from error
+            except OSError as error:
+                raise UnavailableError(f"{target.host} has no address: {error}") from error
+        sent = {**fields, **own, "Host": host}
+        with client.stream("GET", target, headers=sent, extensions=name) as answer:
+            if not answer.has_redirect_location:
+                yield answer
+                return
+            url = str(httpx.URL(url).join(answer.headers["Location"]))
+    raise UnavailableError(f"{url} redirects too often")
