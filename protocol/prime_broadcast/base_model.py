@@ -235,7 +235,10 @@ class _Bringing:
         if self._source.folder is not None:
             with _opened_file(self._source.folder / item.name) as fd:
                 for index in sorted(missing):
-                    data = read_at(fd, *item.span(index))
+                    try:
+                        data = read_at(fd, *item.span(index))
+                    except OSError as error:
+                        raise _OtherError(f"it cannot be read: {error.strerror}") from error
                     missing.discard(index)
                     yield index, memoryview(data)
             return

@@ -3,6 +3,7 @@ what differs comes from the pool, and nothing that a source sends does harm."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -214,6 +215,20 @@ def test_what_differs_comes_from_the_pool(
     chunks = -(-from_pool // CHUNK)
     said = f"base model: {chunks} of {len(weights.chunks)} chunks of {WEIGHTS} do not come from"
     assert said in caplog.text
+
+
+def test_a_folder_on_a_disk_that_fails_is_left(
+    run: Run, signed: SignedManifest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int, offset: int, length: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(base_model, "read_at", fails)
+    with Origin(run.root) as origin:
+        folder = folder_of(tmp_path, str(model))
+        stats = folder.ensure(0, signed, [origin.url]).stats
+        assert stats.by_source[origin.url] == size_of(signed)
+    assert same_files(folder.path(0), run, 0)
 
 
 def oversize(handler: Files, name: str) -> None:
