@@ -239,6 +239,42 @@ def lies(
     sys.exit(0 if found["ok"] else 1)
 
 
+@app.command()
+def faults(
+    nodes: Annotated[int, typer.Option(min=1, help="Simulated nodes.")] = 200,
+    seconds: Annotated[
+        float, typer.Option(min=10, help="How long faults follow each other.")
+    ] = 600,
+    quiet: Annotated[float, typer.Option(min=10, help="Seconds before, without faults.")] = 120,
+    count: Annotated[int, typer.Option(min=1, help="Faults in that time.")] = 24,
+    lasts: Annotated[float, typer.Option(min=1, help="Seconds of one fault.")] = 8,
+    seed: Annotated[int, typer.Option(help="Chooses their order and targets.")] = 20,
+    throttle: Annotated[float, typer.Option(min=1, help="Makes nodes that many times slower.")] = 8,
+    json_output: Json = False,
+    root: Root = Path("var/faults"),
+) -> None:
+    """Run a pool under faults of every kind, and count what was lost; exit code 0 only if nothing
+    was."""
+    from dataclasses import asdict
+
+    from devnet.faults import Sizes, play
+
+    sizes = Sizes(nodes, quiet, seconds, lasts, count, seed, throttle)
+    started = time.monotonic()
+
+    def note(words: str) -> None:
+        said = f"[{time.monotonic() - started:6.1f} s] {words}"
+        print(said, file=sys.stderr if json_output else sys.stdout, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    stop_recorded(root / "pids.json")
+    _empty(root)
+    report = play(root, sizes, note)
+    print(json.dumps(asdict(report)) if json_output else report.summary())
+    sys.exit(0 if report.ok else 1)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def soak(
     part: Annotated[

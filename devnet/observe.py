@@ -5,6 +5,7 @@ pages and signed URLs, the trainer's metrics, the nodes' own folders. Nothing th
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,7 @@ def observe(network: Network) -> Observation:
             node_facts(network, contracts, client, seen.chain, node.name)
             for node in network.plan.nodes
         ]
-    seen.payments, seen.roots_match = _payments(network, contracts, seen.chain)
+    seen.payments, seen.roots_match = _payments(network, seen.chain)
     seen.replays = _replays(network, seen)
     seen.arrivals = _arrivals(network, contracts)
     return seen
@@ -255,14 +256,12 @@ def _leases_after(client: OrchestratorClient, node: Address, time: int) -> int:
 # -- paid -----------------------------------------------------------------------------------------
 
 
-def _payments(
-    network: Network, contracts: Contracts, chain: ChainFacts
-) -> tuple[list[Payment], bool]:
-    """Claims by their events, and what `orchestrator rewards rebuild` gives for the newest root
-    (which rebuilds all that it builds on)."""
+def rebuilt(network: Network, chain: ChainFacts) -> tuple[dict[Address, int], bool]:
+    """What `orchestrator rewards rebuild` gives each account in all (wei) by the newest root, and
+    whether that is the root on chain. It rebuilds all earlier ones, too."""
     posted = [e for e in chain.of(events.RewardRootPosted) if e.pool == network.pool]
     if not posted:
-        return [], False
+        return {}, False
     newest = posted[-1]
     said = json.loads(
         network.supervisor.run(
@@ -277,17 +276,23 @@ def _payments(
         )
     )
     match = bool(said["match"]) and said["root"] == newest.root
-    rebuilt = {entry["node"]: int(entry["cumulative"]) for entry in said["entries"]}
-    claims: dict[str, int] = {}
+    return {entry["node"]: int(entry["cumulative"]) for entry in said["entries"]}, match
+
+
+def claimed(chain: ChainFacts) -> Counter[Address]:
+    """What each account claimed on chain, in wei."""
+    amounts: Counter[Address] = Counter()
     for claim in chain.of(events.Claimed):
-        claims[claim.node] = claims.get(claim.node, 0) + claim.amount
+        amounts[claim.node] += claim.amount
+    return amounts
+
+
+def _payments(network: Network, chain: ChainFacts) -> tuple[list[Payment], bool]:
+    due, match = rebuilt(network, chain)
+    got = claimed(chain)
+    addresses = {node.name: network.accounts[node.name].address for node in network.plan.nodes}
     return [
-        Payment(
-            node.name,
-            claims.get(network.accounts[node.name].address, 0),
-            rebuilt.get(network.accounts[node.name].address, 0),
-            node.paid,
-        )
+        Payment(node.name, got[addresses[node.name]], due.get(addresses[node.name], 0), node.paid)
         for node in network.plan.nodes
     ], match
 

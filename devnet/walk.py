@@ -206,6 +206,21 @@ class Walk:
         network.start_trainer(steps=0)
         self.until("the last policy at every honest node", self._all_have_the_last, START_SECONDS)
         self.stop_nodes()
+        self.until_claimable()
+        for node in network.plan.nodes:
+            if node.paid:
+                self.note(f"{node.name} claims its rewards")
+                network.supervisor.run(
+                    "claims",
+                    [
+                        *(str(BIN / "prime-node"), "rewards", "claim", "--json"),
+                        *("--data", str(network.root / "nodes" / node.name)),
+                    ],
+                )
+
+    def until_claimable(self) -> None:
+        """Until the reward root of the last epoch with work can be claimed from."""
+        network = self.network
         self.note("waiting until the last work's validity has passed")
         contracts = network.contracts()
         periods = network.plan.periods
@@ -219,16 +234,6 @@ class Walk:
             return root is not None and int(now, 16) >= root.claimable_at
 
         self.until(f"the reward root of epoch {last}", claimable, deadline)
-        for node in network.plan.nodes:
-            if node.paid:
-                self.note(f"{node.name} claims its rewards")
-                network.supervisor.run(
-                    "claims",
-                    [
-                        *(str(BIN / "prime-node"), "rewards", "claim", "--json"),
-                        *("--data", str(network.root / "nodes" / node.name)),
-                    ],
-                )
 
     def stop_nodes(self) -> None:
         """Ends every node; then every file gets its verdict and its root."""

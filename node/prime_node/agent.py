@@ -71,7 +71,8 @@ THROTTLED = (
 
 
 class Agent:
-    """Runs until stopped. `owner_signer` is the provider's key if it is on this machine."""
+    """Runs until stopped. `owner_signer` is the provider's key if it is on this machine. `runtime`
+    takes the place of the one that the settings select."""
 
     def __init__(
         self,
@@ -79,10 +80,12 @@ class Agent:
         signer: LocalSigner,
         owner_signer: LocalSigner | None,
         *,
+        runtime: Runtime | None = None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
+        self._runtime = runtime
         self._signer = signer
         self._owner_signer = owner_signer
         self._now = now
@@ -124,7 +127,7 @@ class Agent:
             return 0
         hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
-        runtime = make_runtime(settings, data, self._signer.address)
+        runtime = self._runtime or make_runtime(settings, data, self._signer.address)
         log.warning("%s", runtime.check(run.task))
         if left := runtime.clean():
             log.warning("ended %d task(s) that an earlier agent left behind", left)
