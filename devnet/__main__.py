@@ -57,6 +57,10 @@ SOAKS = {
         ("pytest", "-q", "-s", "tests/e2e/test_docs.py::test_the_pool_of_the_readme_learns"),
     ),
     "faults": (
+        "a pool of 200 nodes under faults of every kind: crashes, networks, disks, clocks (25 minutes)",
+        ("devnet", "faults", "--json"),
+    ),
+    "money-faults": (
         "an hour's work of one pool behind RPC endpoints that fail in every way (10 minutes)",
         (
             *("pytest", "-q", "--faults-seconds=600", "--timeout=1500"),

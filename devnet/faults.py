@@ -46,7 +46,7 @@ from prime_core.deployment import Periods
 from prime_core.errors import PrimeError, UnavailableError, UserError
 from prime_core.ids import Address, Digest
 from prime_core.messages import NodeInfo, Status
-from prime_core.run import RunDefinition
+from prime_core.run import RunDefinition, SpeedClasses
 from prime_core.signing import LocalSigner
 from prime_node.link import Link
 from prime_node.owner import Owner
@@ -67,32 +67,40 @@ LYING: tuple[RpcKind, ...] = (
     "stale", "omit", "forge", "lie", "null", "type", "chain", "busy", "internal", "hang",
     "truncate", "deaf", "rate", "oversize", "drip",
 )  # fmt: skip
+KINDS = (
+    "kill-orchestrator", "kill-validator", "kill-trainer", "kill-relay", "kill-agent", "kill-swarm",
+    "postgres-crash", "s3-down", "rpc-down", "rpc-lies", "disk-full", "no-descriptors",
+    "clock-step", "partition", "loss-and-delay",
+)  # fmt: skip
 PER_SWARM = 25
 START_SECONDS = 1200.0
 RECOVERY_SECONDS = 120.0
 RESTART_SECONDS = 1.0
 SAMPLE_SECONDS = 1.0
 CLAIMS_AT_ONCE = 50
-SLEEP = """import select, time
+CLOCK = """import os, time
 
-def sleep(seconds):
-    if seconds < 0:
-        raise ValueError("sleep length must be non-negative")
-    select.select([], [], [], seconds)
+_time, _time_ns, _monotonic = time.time, time.time_ns, time.monotonic
+_state = [0.0, 0]
 
-time.sleep = sleep
+def _step():
+    now = _monotonic()
+    if now >= _state[0]:
+        _state[0] = now + 0.5
+        try:
+            with open(os.environ["PRIME_CLOCK_STEP"]) as file:
+                _state[1] = int(file.read())
+        except OSError:
+            pass  # no descriptor is left
+    return _state[1]
+
+time.time = lambda: _time() + _step()
+time.time_ns = lambda: _time_ns() + _step() * 10**9
 """
-"""For programs whose clock is stepped: libfaketime up to 0.9.10 breaks `clock_nanosleep` until a
-moment of the monotonic clock, which Python sleeps with."""
+"""sitecustomize.py of programs whose clock is stepped. libfaketime was tried: up to 0.9.10 it makes
+threads of CPython that wait for a lock spin (half a core for an idle orchestrator), and it breaks
+`time.sleep`."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def find_faketime() -> Path | None:
-    """The library that shifts the clock of one process, if it is installed."""
-    for folder in (*Path("/usr/lib").glob("*/faketime"), Path("/usr/local/lib/faketime")):
-        if (found := folder / "libfaketimeMT.so.1").is_file():
-            return found
-    return None
 
 
 @dataclass(frozen=True)
@@ -106,29 +114,26 @@ class Sizes:
     faults: int = 24
     seed: int = 20
     throttle: float = 8.0
+    periods: Periods = PERIODS
 
 
 class Processes(Supervisor):
     """Children of which none is required: one that ends by itself is counted and started again."""
 
-    def __init__(self, root: Path, environment: Mapping[str, str], faketime: Path | None) -> None:
+    def __init__(self, root: Path, environment: Mapping[str, str]) -> None:
         super().__init__(root / "logs", root / "pids.json", environment)
         self.exits: Counter[str] = Counter()
-        self._faketime = faketime
         self._clocks = root / "clocks"
         self._clocks.mkdir(exist_ok=True)
-        (self._clocks / "sitecustomize.py").write_text(SLEEP)
+        (self._clocks / "sitecustomize.py").write_text(CLOCK)
 
     def start(self, name: str, argv: Sequence[str], *, required: bool = True) -> Child:
         plain = self.environment
-        if self._faketime is not None and name in CLOCKS:
+        if name in CLOCKS:
             self.step_clock(name, 0)
             self.environment = plain | {
-                "LD_PRELOAD": str(self._faketime),
                 "PYTHONPATH": str(self._clocks),
-                "FAKETIME_TIMESTAMP_FILE": str(self._clocks / name),
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-                "FAKETIME_CACHE_DURATION": "1",
+                "PRIME_CLOCK_STEP": str(self._clocks / name),
             }
         try:
             return super().start(name, argv, required=False)
@@ -137,7 +142,8 @@ class Processes(Supervisor):
 
     def step_clock(self, name: str, seconds: int) -> None:
         """Sets how far the clock of a child is off."""
-        (self._clocks / name).write_text(f"{seconds:+d}\n")
+        (self._clocks / f"{name}.new").write_text(f"{seconds}")
+        (self._clocks / f"{name}.new").replace(self._clocks / name)
 
     def kill(self, name: str) -> None:
         """SIGKILL to a child and everything it started, and a new start RESTART_SECONDS later."""
@@ -158,10 +164,10 @@ class Processes(Supervisor):
 class FaultNetwork(Network):
     """The network of a fault run."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, stack: ExitStack, faketime: Path | None) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, stack: ExitStack) -> None:
         super().__init__(plan)
         self.sizes = sizes
-        self.processes = Processes(self.root, self.supervisor.environment, faketime)
+        self.processes = Processes(self.root, self.supervisor.environment)
         self.supervisor = self.processes
         self.wires = Wires(seed=sizes.seed)
         stack.callback(self.wires.close)
@@ -180,7 +186,11 @@ class FaultNetwork(Network):
 
     def definition(self, base: Digest) -> RunDefinition:
         return run_definition(self.plan, base).model_copy(
-            update={"heartbeat_seconds": 5, "death_seconds": 40, "lease_seconds": 60}
+            update={
+                "heartbeat_seconds": 5,
+                "death_seconds": 40,
+                "speed": SpeedClasses(challenge_size=16, challenge_rounds=1),
+            }
         )
 
     @property
@@ -300,9 +310,14 @@ class _Postgres:
         self.url = f"postgresql://postgres@/postgres?host={self._folder}"
 
     def _start(self) -> None:
-        subprocess.run(
-            [self._script, "start"], env=self._environment, check=True, stdout=subprocess.DEVNULL
+        started = subprocess.run(
+            [self._script, "start"], env=self._environment, capture_output=True, check=False
         )
+        if started.returncode:
+            raise UserError(
+                f"PostgreSQL does not start: {started.stderr.decode()[-500:]}",
+                hint="on Debian: apt-get install postgresql",
+            )
 
     def crash(self) -> None:
         """Ends the server at once, without a checkpoint."""
@@ -353,34 +368,32 @@ class Faults:
 
     def make(self, kind: str) -> Fault:
         """A fault of that kind."""
-        return self._kinds()[kind]()
-
-    def order(self, count: int) -> list[str]:
-        """`count` kinds; each comes once before one comes again."""
-        drawn: list[str] = []
-        while len(drawn) < count:
-            kinds = sorted(self._kinds())
-            drawn += self._dice.sample(kinds, len(kinds))
-        return drawn[:count]
-
-    def _kinds(self) -> dict[str, Callable[[], Fault]]:
-        return {
-            "kill-orchestrator": lambda: self._kill("kill-orchestrator", ORCHESTRATORS),
-            "kill-validator": lambda: self._kill("kill-validator", self._network.plan.judges),
-            "kill-trainer": lambda: self._kill("kill-trainer", ("trainer",)),
-            "kill-relay": lambda: self._kill("kill-relay", ("relay",)),
-            "kill-agent": lambda: self._kill("kill-agent", ("honest-1", "honest-2")),
-            "kill-swarm": lambda: self._kill("kill-swarm", tuple(self._network.swarms)),
+        network = self._network
+        made: dict[str, Callable[[], Fault]] = {
+            "kill-orchestrator": lambda: self._kill(kind, ORCHESTRATORS),
+            "kill-validator": lambda: self._kill(kind, network.plan.judges),
+            "kill-trainer": lambda: self._kill(kind, ("trainer",)),
+            "kill-relay": lambda: self._kill(kind, ("relay",)),
+            "kill-agent": lambda: self._kill(kind, ("honest-1", "honest-2")),
+            "kill-swarm": lambda: self._kill(kind, tuple(network.swarms)),
             "postgres-crash": self._postgres,
-            "s3-down": lambda: self._cut("s3-down", self._network.s3_wire),
+            "s3-down": lambda: self._cut(kind, "S3", network.s3_wire),
             "rpc-down": self._rpc_down,
             "rpc-lies": self._rpc_lies,
             "disk-full": self._disk,
             "no-descriptors": self._descriptors,
             "clock-step": self._clock,
-            "partition": self._partition,
+            "partition": lambda: self._cut(kind, APART, network.apart, network.apart_rpc),
             "loss-and-delay": self._loss,
         }
+        return made[kind]()
+
+    def order(self, count: int) -> list[str]:
+        """`count` kinds; each comes once before one comes again."""
+        drawn: list[str] = []
+        while len(drawn) < count:
+            drawn += self._dice.sample(KINDS, len(KINDS))
+        return drawn[:count]
 
     def _kill(self, kind: str, names: Sequence[str]) -> Fault:
         name = self._dice.choice(names)
@@ -390,18 +403,14 @@ class Faults:
         database = self._network.database
         return Fault("postgres-crash", "postgres", database.crash, database.start)
 
-    def _cut(self, kind: str, *ports: int) -> Fault:
+    def _cut(self, kind: str, target: str, *ports: int) -> Fault:
         wires = self._network.wires
 
         def change(weather: Weather) -> None:
             for port in ports:
                 wires.set(port, weather)
 
-        return Fault(kind, kind, lambda: change(Weather(cut=True)), lambda: change(CLEAR))
-
-    def _partition(self) -> Fault:
-        network = self._network
-        return self._cut("partition", network.apart, network.apart_rpc)
+        return Fault(kind, target, lambda: change(Weather(cut=True)), lambda: change(CLEAR))
 
     def _loss(self) -> Fault:
         front, wires = self._network.front, self._network.wires
@@ -549,15 +558,16 @@ class FaultRun:
     def _bring_up(self) -> None:
         network = self.network
         self.walk.bring_up()
-        for name in network.swarms:
-            self.note(f"starting {name}")
-            network.start_swarm(name)
-        total = self.report.nodes
+        expected = len(network.plan.nodes)
 
         def all_work(status: Status) -> bool:
-            return sum(node.status == "active" for node in status.nodes) == total
+            return sum(node.status == "active" for node in status.nodes) == expected
 
-        self.walk.until(f"{total} nodes at work", all_work, START_SECONDS)
+        for name, signers in network.swarms.items():  # one after another: each starts with a burst
+            self.note(f"starting {name}")
+            network.start_swarm(name)
+            expected += len(signers)
+            self.walk.until(f"{expected} nodes at work", all_work, START_SECONDS)
         self.walk.until("the second batch", lambda status: status.step >= 2, START_SECONDS)
 
     def _sample(self) -> tuple[float, int]:
@@ -727,21 +737,18 @@ class FaultRun:
 def play(root: Path, sizes: Sizes, note: Callable[[str], None]) -> Report:
     """A fault run in the empty folder `root`. Raises UserError for what is missing on this
     machine."""
-    faketime = find_faketime()
-    if faketime is None:
-        raise UserError("libfaketime is missing", hint="on Debian: apt-get install libfaketime")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     plan = Plan(
         root=root,
         nodes=tuple(NodePlan(f"honest-{at}", throttle=sizes.throttle) for at in (1, 2)),
-        periods=PERIODS,
+        periods=sizes.periods,
         groups_per_batch=32,
         groups_per_lease=2,
         samples_per_group=8,
     )
     with ExitStack() as stack:
-        network = FaultNetwork(plan, sizes, stack, faketime)
+        network = FaultNetwork(plan, sizes, stack)
         stack.callback(network.stop)
         report = FaultRun(network, note).play()
     (root / "report.json").write_text(json.dumps(asdict(report), indent=2))

@@ -32,6 +32,14 @@ log = logging.getLogger("prime.swarm")
 END_SECONDS = 60.0
 
 
+class Builder(RolloutBuilder):
+    """A worker's builder that announces no exact class: that would load every policy on every
+    node, hundreds of times on one machine."""
+
+    def announce(self, bridge: BridgeClient) -> None:
+        pass
+
+
 class ThreadTask:
     """A worker in a thread (see TaskHandle)."""
 
@@ -47,7 +55,7 @@ class ThreadTask:
         options = parse(self._arguments)
         bridge = BridgeClient(options.socket)
         try:
-            work(bridge, RolloutBuilder(bridge.run(), options), self._stop)
+            work(bridge, Builder(bridge.run(), options), self._stop)
             self._status = 0
         except PrimeError as error:
             self._said, self._status = str(error), error.exit_code

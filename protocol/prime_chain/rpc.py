@@ -58,8 +58,11 @@ _EVM_WORDS = (
 )  # fmt: skip
 """How endpoints say that the execution itself failed, which asking again will not change."""
 _BUSY_WORDS = ("rate limit", "too many requests", "over capacity", "daily request")
+_REJECTED = (-32000, -32003)
+"""Codes that refuse a transaction, in EIP-1474 and in practice."""
 _SENDING = ("eth_call", "eth_estimateGas", "eth_sendRawTransaction")
-"""Here code -32000 is about the transaction (no funds, used nonce), not about the endpoint."""
+"""Here a code of _REJECTED is about the transaction (no funds, used nonce, already known), not the
+endpoint."""
 
 
 class RevertSignal(Exception):  # noqa: N818 - not an error of ours: a message one floor up
@@ -374,7 +377,7 @@ def _without_fault(method: str, error: UnavailableError) -> bool:
         return True
     if not isinstance(error, RpcError):
         return False
-    return error.code in _NOT_SUPPORTED or (error.code == -32000 and method in _SENDING)
+    return error.code in _NOT_SUPPORTED or (error.code in _REJECTED and method in _SENDING)
 
 
 def number(value: Any) -> int:

@@ -416,11 +416,17 @@ def test_fees_cope_with_an_endpoint_that_names_no_tip(serve: Serve) -> None:
     client.close()
 
 
-def test_sending_what_the_chain_knows_already_is_no_error(serve: Serve) -> None:
-    endpoint = serve(_always({"error": {"code": -32000, "message": "already known"}}))
+@pytest.mark.parametrize(
+    ("code", "words"), [(-32000, "already known"), (-32003, "transaction already imported")]
+)
+def test_sending_what_the_chain_knows_already_is_no_error(
+    serve: Serve, caplog: pytest.LogCaptureFixture, code: int, words: str
+) -> None:
+    endpoint = serve(_always({"error": {"code": code, "message": words}}))
     client = ChainClient([endpoint.url], CHAIN_ID)
     client.send_raw(b"\x02")
     client.close()
+    assert "rests for a while" not in caplog.text
 
 
 def test_shown_urls_hold_no_key() -> None:

@@ -49,7 +49,7 @@ def _tick(world: World) -> None:
 def test_a_pool_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once(
     members: World, request: pytest.FixtureRequest
 ) -> None:
-    """For --faults-seconds; `make soak ARGS=faults` takes ten minutes."""
+    """For --faults-seconds; `make soak ARGS=money-faults` takes ten minutes."""
     world, mgr = members, members.mgr
     seconds_of_faults = request.config.getoption("--faults-seconds")
     honest_client, honest_contracts = world.client, world.contracts

@@ -1,0 +1,34 @@
+"""One pool under faults of every kind, in turn; `make soak ARGS=faults` is the long run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_kit import processes_of, require_anvil
+
+from devnet.faults import KINDS, Sizes, play
+from prime_core.deployment import DEMO_PERIODS
+from prime_core.errors import UserError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def test_a_pool_under_every_fault_loses_nothing(tmp_path: Path) -> None:
+    """The throughput is not judged here: other tests run at the same time."""
+    require_anvil()
+    sizes = Sizes(
+        nodes=8, quiet=10, seconds=75, lasts=3, faults=len(KINDS), throttle=2, periods=DEMO_PERIODS
+    )
+    root = tmp_path / "run"
+    root.mkdir()
+    try:
+        report = play(root, sizes, print)
+    except UserError as error:
+        pytest.skip(f"{error}; {error.hint}")
+    print(report.summary())
+    assert report.wrong == []
+    assert {window.kind for window in report.windows} == set(KINDS)
+    assert report.steps > 0
+    assert report.receipts > 0
+    assert processes_of(root) == []
