@@ -57,7 +57,7 @@ SOAKS = {
         ("pytest", "-q", "-s", "tests/e2e/test_docs.py::test_the_pool_of_the_readme_learns"),
     ),
     "faults": (
-        "a pool of 200 nodes under faults of every kind: crashes, networks, disks, clocks (25 minutes)",
+        "a pool of 200 nodes under crashes, partitions, full disks, stepped clocks … (25 minutes)",
         ("devnet", "faults", "--json"),
     ),
     "money-faults": (

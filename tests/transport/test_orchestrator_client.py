@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from typing import Any
 
 import httpx
@@ -31,6 +33,7 @@ from prime_core.transport.client import (
     Empty,
     OrchestratorClient,
 )
+from prime_core.transport.signatures import SessionKey
 from prime_core.version import HEADER, SPOKEN
 
 
@@ -258,3 +261,28 @@ def test_a_defect_of_the_server_is_an_outage_for_its_clients() -> None:
         _client(serve, []).get("/x", Empty)
     assert caught.value.problem == "fatal"
     assert str(caught.value).encode(), "it can be printed and stored"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "kind", "words"),
+    [
+        (600, UnavailableError, "600 s ahead of"),
+        (-600, UnavailableError, "600 s behind"),
+        (5, UntrustedError, "expired"),
+    ],
+)
+def test_a_signature_refused_for_a_wrong_clock_is_an_outage(
+    ahead: int, kind: type[PrimeError], words: str
+) -> None:
+    """Nothing is wrong with the key, and the clock may be set right."""
+    problem = {"type": "urn:prime:problem:untrusted", "detail": "the signature has expired"}
+    date = format_datetime(datetime.fromtimestamp(1_000_000, UTC), usegmt=True)
+    serve = httpx.MockTransport(
+        lambda _: httpx.Response(401, headers={"date": date}, content=json.dumps(problem))
+    )
+    clock = Clock(now=lambda: 1_000_000 + ahead)
+    client = OrchestratorClient("http://pool", signer(1), "node", clock=clock)
+    client._http._transport, client._http._mounts = serve, {}
+    client._session = (SessionKey.generate(), 2_000_000)
+    with pytest.raises(kind, match=words):
+        client.post("/x", Empty(), Empty)

@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -48,7 +49,7 @@ from prime_core.transport.addresses import (
     public_address,
 )
 from prime_core.transport.problems import from_problem
-from prime_core.transport.signatures import SessionKey, sign_headers
+from prime_core.transport.signatures import MAX_SKEW_SECONDS, SessionKey, sign_headers
 from prime_core.version import SPOKEN
 
 # httpx imports its own command line (click, rich, pygments: 0.2 s of CPU) wherever it finds them.
@@ -294,13 +295,29 @@ class OrchestratorClient:
             )
         reply = self._send(method, url, body, headers)
         if reply.status_code >= 400:
-            raise from_problem(reply.status_code, reply.content)
+            error = from_problem(reply.status_code, reply.content)
+            if isinstance(error, UntrustedError):
+                self._check_clocks(reply, error)
+            raise error
         version.check_answer(
             reply.headers.get(version.HEADER),
             self._protocol,
             f"the orchestrator at {self.base_url}",
         )
         return reply
+
+    def _check_clocks(self, reply: _Reply, refusal: UntrustedError) -> None:
+        """Raises UnavailableError if a wrong clock, of this machine or of the server, explains why
+        a signature was refused: the request may be repeated once the clock is right."""
+        try:
+            theirs = parsedate_to_datetime(reply.headers.get("date", "")).timestamp()
+        except ValueError:
+            return
+        if (ahead := round(self._clock.now() - theirs)) and abs(ahead) > MAX_SKEW_SECONDS:
+            raise UnavailableError(
+                f"this machine's clock is {abs(ahead)} s {'ahead of' if ahead > 0 else 'behind'} "
+                f"that of {self.base_url}: one of them is wrong ({refusal})"
+            ) from refusal
 
     def _open_session(self) -> SessionKey:
         if self._session is not None and self._session[1] > self._clock.now() + 300:
