@@ -2,7 +2,7 @@
 #   docker build -f deploy/worker.Dockerfile -t prime-worker .
 # The run definition names the image by digest (or, without a registry, by image id). It needs no
 # network, no capability, no writable root: the agent starts it without them.
-# On machines that reach no registry: python deploy/build_worker_image.py
+# On machines that reach no registry: python deploy/build_image.py worker
 
 # The full image has the C compiler that one package needs (pycosat); the final one does without.
 FROM python:3.11 AS build

@@ -150,7 +150,7 @@ def up(
     if runtime == "docker" and not image:
         raise UserError(
             "--runtime docker needs the worker's image",
-            hint="--image $(.venv/bin/python deploy/build_worker_image.py)",
+            hint="--image $(.venv/bin/python deploy/build_image.py worker)",
         )
     chosen: Literal["process", "docker"] = "docker" if runtime == "docker" else "process"
     plan = Plan(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first start of compose.yaml, in two parts; each may be repeated.
-#   setup.sh keys    passwords and keystores
+#   setup.sh keys    passwords, keystores, the orchestrators' settings that name them
 #   setup.sh pool    ether for the accounts, contracts, run, pool, bucket
 set -euo pipefail
 umask 077
@@ -22,6 +22,7 @@ keys() {
   for name in deployer manager validator relay trainer node; do
     [ -s $name.json ] || orchestrator wallet new --out $name.json --password-file password
   done
+  echo "allow_relay = [\"$(orchestrator wallet show --wallet relay.json)\"]" >orchestrator.toml
   echo "postgres:5432:*:prime:$(cat postgres)" >pgpass
   printf '[default]\naws_access_key_id = prime\naws_secret_access_key = %s\n' "$(cat s3)" >aws
   # SeaweedFS may run under another user; no other service mounts this folder.
@@ -66,7 +67,7 @@ pool() {
     --validator "$(orchestrator wallet show --wallet validator.json)" --faucet $manager
   # shellcheck disable=SC2086
   orchestrator pool fund --pool 1 --amount 5000 $manager
-  touch ready
+  : >ready
 }
 
 "$1"

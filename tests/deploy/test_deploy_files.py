@@ -24,6 +24,7 @@ import pytest
 import sqlalchemy as sa
 import typer
 import yaml
+from compose_file import COMPOSE, OURS, compose
 
 from devnet.chain import Anvil, find_anvil, free_port
 from devnet.s3 import S3Server
@@ -33,7 +34,6 @@ from prime_orchestrator.serve import holder_of
 from prime_orchestrator.store import open_store, schema
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = ROOT / "deploy" / "compose"
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 APPS = {
     "orchestrator": "prime_orchestrator.cli.main",
@@ -78,21 +78,9 @@ def check_command(
     assert environment.keys() <= known | EVERYWHERE | FOREIGN
 
 
-def filled(text: str) -> str:
-    """`text` with the defaults of ${NAME:-default}, as Compose fills it in."""
-    found = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
-    assert "$" not in found, f"no default: {text}"
-    return found
-
-
-def compose() -> dict[str, Any]:
-    made: dict[str, Any] = yaml.safe_load(filled((COMPOSE / "compose.yaml").read_text()))
-    return made
-
-
 def ours() -> list[str]:
     """Names of the services that run our image."""
-    return [name for name, one in compose()["services"].items() if one["image"] == "prime-open"]
+    return [name for name, one in compose()["services"].items() if one["image"] == OURS]
 
 
 def test_compose_names_only_what_exists() -> None:
@@ -102,9 +90,7 @@ def test_compose_names_only_what_exists() -> None:
     assert {"orchestrator-1", "orchestrator-2", "validator", "relay", "trainer"} < set(ours())
     used = set()
     for name, service in services.items():
-        assert service["image"] == "prime-open" or re.search(r":v?\d[\w.]*$", service["image"]), (
-            name
-        )
+        assert service["image"] == OURS or re.search(r":v?\d[\w.]*$", service["image"]), name
         needs = service.get("depends_on", {})
         assert set(needs) <= services.keys(), name
         for mount in service.get("volumes", ()):
@@ -254,8 +240,9 @@ def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(
                 own["PRIME_ORCHESTRATOR_ALSO_KNOWN_AS"] = f"http://127.0.0.1:{port}"
                 urls.append(f"http://127.0.0.1:{port}")
                 log = (tmp_path / f"{name}.log").open("wb")
+                command = [word.replace("/keys/", f"{tmp_path}/") for word in service["command"]]
                 children.append(
-                    subprocess.Popen(service["command"], env=environment | own, stdout=log,
+                    subprocess.Popen(command, env=environment | own, stdout=log,
                                      stderr=log)
                 )  # fmt: skip
                 log.close()

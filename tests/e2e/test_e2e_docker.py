@@ -22,7 +22,7 @@ def test_three_nodes_train_three_steps_in_containers(tmp_path: Path) -> None:
     except DockerException as error:
         pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
     built = subprocess.run(
-        [sys.executable, str(ROOT / "deploy" / "build_worker_image.py"), "--tag", "prime-e2e"],
+        [sys.executable, str(ROOT / "deploy" / "build_image.py"), "worker", "--tag", "prime-e2e"],
         capture_output=True,
         text=True,
         check=True,

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def image(engine: docker.DockerClient) -> Iterator[str]:
     """Id of a freshly built worker image."""
     built = subprocess.run(
-        [sys.executable, str(ROOT / "deploy" / "build_worker_image.py"), "--tag", "prime-test"],
+        [sys.executable, str(ROOT / "deploy" / "build_image.py"), "worker", "--tag", "prime-test"],
         capture_output=True,
         text=True,
         check=True,

@@ -181,7 +181,7 @@ ATTACKS = (
 @pytest.fixture(scope="module")
 def image(engine: docker.DockerClient) -> Iterator[str]:
     """The libraries that this machine's Python loads; Python itself is mounted as the policies."""
-    spec = spec_from_file_location("build_worker_image", ROOT / "deploy/build_worker_image.py")
+    spec = spec_from_file_location("build_image", ROOT / "deploy/build_image.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import docker
-import httpx
 import pytest
 from bridge_kit import bridge_kit, take_lease
 from docker.errors import ImageNotFound
 from docker_images import build, import_root
+from docker_registry import registry
 from node_world import NODE, node_world, until
 
-from devnet.chain import free_port
 from prime_core.node import Hardware
 from prime_core.task import Task
 from prime_node.agent import Agent
@@ -32,37 +27,6 @@ from prime_orchestrator.store.runs import RunRow
 pytestmark = pytest.mark.docker
 WORK = ("/bin/busybox", "sh", "-c", "exec /bin/busybox sleep 600")
 HARDWARE = Hardware(cpu_model="x", cpu_count=64, memory_mb=1 << 20, disk_mb=1 << 20, gpus=())
-
-
-@contextmanager
-def registry(folder: Path) -> Iterator[str]:
-    """Debian's docker-registry on loopback; yields its host and port."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        pytest.skip("no docker-registry (Debian: apt-get install docker-registry)")
-    where = f"127.0.0.1:{free_port()}"
-    (folder / "registry.yml").write_text(
-        f"version: 0.1\nlog: {{level: warn}}\nhttp: {{addr: '{where}'}}\n"
-        f"storage: {{filesystem: {{rootdirectory: '{folder / 'registry'}'}}}}\n"
-    )
-    with (folder / "registry.log").open("wb") as log:
-        child = subprocess.Popen(
-            [program, "serve", folder / "registry.yml"], stdout=log, stderr=log
-        )
-
-    def answers() -> bool:
-        assert child.poll() is None, (folder / "registry.log").read_text()
-        try:
-            return httpx.get(f"http://{where}/v2/").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        until(answers, "the registry answers", 20)
-        yield where
-    finally:
-        child.terminate()
-        child.wait(20)
 
 
 def push(engine: docker.DockerClient, image: str, repository: str) -> str:

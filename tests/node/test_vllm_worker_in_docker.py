@@ -43,9 +43,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def image(engine: docker.DockerClient) -> Iterator[str]:
     """Id of a freshly built image of vLLM's worker."""
-    script = ROOT / "deploy" / "build_worker_image.py"
+    script = ROOT / "deploy" / "build_image.py"
     built = subprocess.run(
-        [PYTHON, script, "--engine", "vllm", "--tag", "prime-test-vllm"],
+        [PYTHON, script, "worker-vllm", "--tag", "prime-test-vllm"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr[-3000:]

@@ -260,7 +260,7 @@ class DockerRuntime:
                     raise UserError(
                         f"the image {task.image[:19]}… is not on this machine",
                         hint="load it with `docker load`, or build it: "
-                        "deploy/build_worker_image.py",
+                        "deploy/build_image.py worker",
                     ) from None
                 if self._public_only:
                     check_registry(task.image)

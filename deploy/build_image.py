@@ -1,20 +1,25 @@
-"""Makes the worker's image from this machine's own Python, where no registry can be reached.
+"""Makes an image from this machine's own Python, where no registry can be reached.
 
-    .venv/bin/python deploy/build_worker_image.py [--tag prime-worker:local] [--python-sandbox]
-    var/engines/vllm/bin/python deploy/build_worker_image.py --engine vllm --tag prime-worker-vllm
+    .venv/bin/python deploy/build_image.py worker [--tag TAG] [--python-sandbox]
+    var/engines/vllm/bin/python deploy/build_image.py worker-vllm
+    .venv/bin/python deploy/build_image.py services [--push REPOSITORY]
 
     interpreter + standard library ─┐
-    installed packages the worker   ├─► one tar stream ─► docker import ─► image id on stdout
-    needs (found by their metadata) │
+    installed packages that the     ├─► one tar stream ─► docker import ─► image id on stdout
+    image needs (by their metadata) │
     shared libraries (ldd)          │
-    protocol/ and node/            ─┘
+    protocol/ and node/, or all    ─┘
 
-`--python-sandbox` adds the tool python-2 with its compiled interpreter, 650 MB.
+`worker` and `worker-vllm` run a task; `services` holds the programs that deploy/compose runs, and
+takes the place of deploy/Dockerfile. `--python-sandbox` adds the tool python-2 with its compiled
+interpreter, 650 MB. `--push` puts the image into a registry, as REPOSITORY, and prints its name by
+digest instead of its id.
 
-The image holds no package manager and no other program but those of PROGRAMS and SCRIPTS; the plain
-engine's has no shell. With a registry, build deploy/worker.Dockerfile instead. Linux with glibc
-only; run it with the interpreter that has the engine: the project's own for the plain one, that of
-scripts/setup_vllm.sh for vLLM on CPUs.
+The image holds no package manager and no other program but those of PROGRAMS, SCRIPTS and, for
+services, the project's own; the plain worker's has no shell. With a registry, build
+deploy/worker.Dockerfile or deploy/Dockerfile instead. Linux with glibc only; run it with the
+interpreter that has the packages: the project's own, that of scripts/setup_vllm.sh for vLLM on
+CPUs.
 """
 
 from __future__ import annotations
@@ -36,21 +41,46 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = {
-    "plain": ("rollout-base", "families", "python-tool", "search-tool", "torch"),
-    "vllm": ("rollout-base", "families", "python-tool", "search-tool", "rollout-cpu"),
+    "worker": ("rollout-base", "families", "python-tool", "search-tool", "torch"),
+    "worker-vllm": ("rollout-base", "families", "python-tool", "search-tool", "rollout-cpu"),
+    "services": ("families", "node", "orchestrator", "python-tool", "s3", "search-tool",
+                 "trainer", "validator"),
+}  # fmt: skip
+TAGS = {
+    "worker": "prime-worker:local",
+    "worker-vllm": "prime-worker-vllm:local",
+    "services": "prime-open",
 }
 OPTIONAL = ("pycosat",)
 """Left out where this machine could not build it (prime_envs/reasoning.py)."""
 NOT_NEEDED = ("triton", "torchvision", "torchaudio", "torchcodec", "numba", "anthropic")
 """What vLLM names and its CPU kernels do without: 1 GB of compilers for GPUs, builds for another
 torch, n-gram speculation, another server's API. The container test fails if that ever changes."""
-PROGRAMS = {"plain": (), "vllm": ("sh", "lscpu")}
-"""What is called by name inside: vLLM asks lscpu, through a shell, which cores there are."""
+PROGRAMS = {
+    "worker": (),
+    "worker-vllm": ("sh", "lscpu"),
+    "services": ("bash", "sh", "base64", "cat", "head", "mv", "sed", "sleep", "tr"),
+}
+"""What is called by name inside: vLLM asks lscpu, through a shell, which cores there are;
+deploy/compose/setup.sh needs a few tools."""
 SCRIPTS = ("monty",)
 """Of the programs that packages install, those that the worker starts: the tool python-1's."""
 NEVER_LOADED = (PurePosixPath("torch/test"), PurePosixPath("torch/include"))
 PREFIX = PurePosixPath("opt/python")
 SOURCE = PurePosixPath("opt/prime")
+SOURCES = {
+    "worker": ("protocol", "node"),
+    "worker-vllm": ("protocol", "node"),
+    "services": ("protocol", "node", "validator", "orchestrator", "trainer"),
+}
+EXAMPLES = ("docs/examples", "devnet/model")
+"""Folders that deploy/compose names below SOURCE."""
+FOLDERS = {
+    "worker": ("prime",),
+    "worker-vllm": ("prime",),
+    "services": ("keys", "s3-keys", "data"),
+}
+"""Where volumes are mounted. A named volume takes the owner of the folder that it covers."""
 TOOLS = PurePosixPath("opt/prime-tools")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = PREFIX / "lib" / VERSION / "site-packages"
@@ -66,20 +96,22 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 COMMAND = {
-    "plain": ["python", "-m", "prime_node.worker"],
-    "vllm": ["python", "-m", "prime_node.worker", "--engine", "vllm"],
+    "worker": ["python", "-m", "prime_node.worker"],
+    "worker-vllm": ["python", "-m", "prime_node.worker", "--engine", "vllm"],
+    "services": ["orchestrator", "--help"],
 }
+USER = 65532
 
 
-def distributions(engine: str, more: tuple[str, ...] = ()) -> list[metadata.Distribution]:
-    """prime-open's requirements for a worker and of the extras `more`, and theirs, as installed
-    here."""
+def distributions(kind: str, more: tuple[str, ...] = ()) -> list[metadata.Distribution]:
+    """prime-open's requirements for this kind of image and of the extras `more`, and theirs, as
+    installed here."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = [("prime-open", frozenset((*EXTRAS[engine], *more)))]
+    waiting = [("prime-open", frozenset((*EXTRAS[kind], *more)))]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         name, extras = waiting.pop()
-        if (name, extras) in seen or (engine == "vllm" and name in NOT_NEEDED):
+        if (name, extras) in seen or (kind == "worker-vllm" and name in NOT_NEEDED):
             continue
         seen.add((name, extras))
         try:
@@ -99,9 +131,9 @@ def distributions(engine: str, more: tuple[str, ...] = ()) -> list[metadata.Dist
     return list(found.values())
 
 
-def package_files(engine: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PurePosixPath, Path]]:
-    """(place in the image, file here) of every installed file that the worker needs."""
-    for distribution in distributions(engine, more):
+def package_files(kind: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PurePosixPath, Path]]:
+    """(place in the image, file here) of every installed file that the image needs."""
+    for distribution in distributions(kind, more):
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
             if PurePosixPath(*file.parts[:2]) in NEVER_LOADED:
@@ -123,12 +155,43 @@ def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
             yield PREFIX / "lib" / VERSION / inside.as_posix(), here
 
 
-def source_files() -> Iterator[tuple[PurePosixPath, Path]]:
-    """What the worker imports of this project."""
-    for folder in (ROOT / "protocol", ROOT / "node"):
-        for here in folder.rglob("*"):
-            if here.is_file() and "__pycache__" not in here.parts:
-                yield SOURCE / here.relative_to(folder).as_posix(), here
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(place below the folder, file) of what lies in a folder of this project."""
+    for here in folder.rglob("*"):
+        if here.is_file() and "__pycache__" not in here.parts:
+            yield here.relative_to(folder).as_posix(), here
+
+
+def source_files(kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
+    """What the image's programs import and read of this project."""
+    for folder in SOURCES[kind]:
+        for name, here in files_below(ROOT / folder):
+            yield SOURCE / name, here
+    if kind == "services":
+        for folder in EXAMPLES:
+            for name, here in files_below(ROOT / folder):
+                yield SOURCE / folder / name, here
+
+
+def written_files(kind: str) -> Iterator[tuple[PurePosixPath, int, str]]:
+    """(place, mode, text) of what is not here as a file: users and, for services, our programs and
+    what they are told of the package."""
+    yield (
+        PurePosixPath("etc/passwd"), 0o644,
+        f"root:x:0:0:root:/:\nprime:x:{USER}:{USER}:prime:/tmp:\n",
+    )  # fmt: skip
+    if kind != "services":
+        return
+    ours = metadata.distribution("prime-open")
+    folder = PACKAGES / f"prime_open-{ours.version}.dist-info"
+    for name in ("METADATA", "entry_points.txt"):
+        yield folder / name, 0o644, ours.read_text(name) or ""
+    for point in ours.entry_points.select(group="console_scripts"):
+        text = (
+            f"#!/{PREFIX}/bin/python\n"
+            f"import sys\nfrom {point.module} import {point.attr}\nsys.exit({point.attr}())\n"
+        )
+        yield PREFIX / "bin" / point.name, 0o755, text
 
 
 def sandbox_file() -> tuple[PurePosixPath, Path]:
@@ -142,12 +205,12 @@ def sandbox_file() -> tuple[PurePosixPath, Path]:
     return TOOLS / here.name, here
 
 
-def program_files(engine: str) -> Iterator[tuple[PurePosixPath, Path]]:
-    """The programs that the engine calls, from this machine."""
-    for name in PROGRAMS[engine]:
+def program_files(kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
+    """The programs that are called by name, from this machine."""
+    for name in PROGRAMS[kind]:
         here = shutil.which(name)
         if here is None:
-            sys.exit(f"the {engine} engine calls {name}, which this machine lacks")
+            sys.exit(f"the image of {kind} calls {name}, which this machine lacks")
         yield PurePosixPath("bin") / name, Path(here).resolve()
 
 
@@ -176,25 +239,30 @@ def shared_libraries(files: list[Path], programs: list[Path]) -> dict[PurePosixP
     return found
 
 
-def write_image(stream: io.BufferedIOBase, engine: str, *, sandbox: bool = False) -> int:
+def write_image(stream: io.BufferedIOBase, kind: str, *, sandbox: bool = False) -> int:
     """Writes the image's root as one tar; its number of files. `sandbox`: with python-2."""
     more = ("python-sandbox",) if sandbox else ()
-    packages = dict(package_files(engine, more))
-    files = {**dict(interpreter_files()), **packages, **dict(source_files())}
-    programs = dict(program_files(engine))
+    packages = dict(package_files(kind, more))
+    files = {**dict(interpreter_files()), **packages, **dict(source_files(kind))}
+    programs = dict(program_files(kind))
     started = [*programs.values(), *(files[PREFIX / "bin" / name] for name in SCRIPTS)]
     files |= shared_libraries(list(files.values()), started) | programs
     if sandbox:
         files |= dict([sandbox_file()])
     with tarfile.open(fileobj=stream, mode="w|") as tar:
-        for folder, mode in (("tmp", 0o1777), ("prime", 0o755), ("etc", 0o755), ("proc", 0o755)):
+        for folder, mode in (("tmp", 0o1777), ("etc", 0o755), ("proc", 0o755)):
             entry = tarfile.TarInfo(folder)
             entry.type, entry.mode = tarfile.DIRTYPE, mode
             tar.addfile(entry)
-        users = b"root:x:0:0:root:/:\nprime:x:65532:65532:prime:/tmp:\n"
-        entry = tarfile.TarInfo("etc/passwd")
-        entry.size, entry.mode = len(users), 0o644
-        tar.addfile(entry, io.BytesIO(users))
+        for folder in FOLDERS[kind]:
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            entry.uid = entry.gid = USER if kind == "services" else 0
+            tar.addfile(entry)
+        for place, mode, text in written_files(kind):
+            entry = tarfile.TarInfo(str(place))
+            entry.size, entry.mode = len(text.encode()), mode
+            tar.addfile(entry, io.BytesIO(text.encode()))
         for place, here in sorted(files.items()):
             info = tar.gettarinfo(str(here.resolve()), str(place))
             info.type, info.linkname = tarfile.REGTYPE, ""  # hard links become files
@@ -211,15 +279,28 @@ def write_image(stream: io.BufferedIOBase, engine: str, *, sandbox: bool = False
     return len(files)
 
 
+def pushed(image: str, repository: str) -> str:
+    """Pushes an image; its name by digest."""
+    tag = f"{repository}:{metadata.version('prime-open')}"
+    for words in (["tag", image, tag], ["push", "--quiet", tag]):
+        subprocess.run(["docker", *words], check=True, stdout=subprocess.DEVNULL)
+    told = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image]
+    names: list[str] = json.loads(subprocess.check_output(told))
+    return next(name for name in names if name.startswith(f"{repository}@"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tag", default="prime-worker:local")
-    parser.add_argument("--engine", choices=sorted(EXTRAS), default="plain")
+    parser.add_argument("kind", choices=sorted(EXTRAS))
+    parser.add_argument("--tag", help="default: by kind, " + ", ".join(TAGS.values()))
     parser.add_argument("--python-sandbox", action="store_true", help="with the tool python-2")
+    parser.add_argument("--push", metavar="REPOSITORY", help="HOST/NAME in a registry")
     options = parser.parse_args()
-    tag = options.tag
+    kind, tag = options.kind, options.tag or TAGS[options.kind]
     changes = [f"--change=ENV {name}={value}" for name, value in ENVIRONMENT.items()]
-    changes += ["--change=USER 65532:65532", f"--change=CMD {json.dumps(COMMAND[options.engine])}"]
+    changes += [f"--change=USER {USER}:{USER}", f"--change=CMD {json.dumps(COMMAND[kind])}"]
+    if kind == "services":
+        changes += ["--change=ENV HOME=/tmp", "--change=WORKDIR /data"]
     docker = subprocess.Popen(
         ["docker", "import", *changes, "-", tag], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -227,7 +308,7 @@ def main() -> None:
     assert docker.stdout is not None
     count = write_image(
         docker.stdin,  # type: ignore[arg-type]
-        options.engine,
+        kind,
         sandbox=options.python_sandbox,
     )
     docker.stdin.close()
@@ -235,7 +316,7 @@ def main() -> None:
     if docker.wait() != 0:
         sys.exit("docker import failed; is the engine up? (docker info)")
     print(f"{count} files as {tag}", file=sys.stderr)
-    print(image)
+    print(pushed(image, options.push) if options.push else image)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""deploy/compose as containers: our services of it make a pool, with this machine's own programs in
+place of other projects' images."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import docker
+import httpx
+import pytest
+from compose_file import OURS
+from compose_kit import Project, project
+from docker.errors import DockerException
+from docker_registry import registry
+from e2e_kit import ROOT, require_anvil, until
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
+HOSTS = {"host": "localhost:8700"}
+USER = "65532"
+
+
+@pytest.fixture
+def engine() -> Iterator[docker.DockerClient]:
+    """The Docker engine, for one test at a time: the file names the network's addresses."""
+    require_anvil()
+    try:
+        client = docker.from_env(timeout=600)
+        client.ping()
+    except DockerException as error:
+        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
+    with (Path(tempfile.gettempdir()) / "prime-tests-compose.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield client
+    client.close()
+
+
+@pytest.fixture
+def image(engine: docker.DockerClient, tmp_path: Path) -> Iterator[str]:
+    """Our image by digest, built without a registry and pushed to one on loopback."""
+    with registry(tmp_path) as where:
+        words = ["services", "--tag", "prime-e2e-services", "--push", f"{where}/prime-open"]
+        built = subprocess.run(
+            [sys.executable, ROOT / "deploy/build_image.py", *words],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert built.returncode == 0, built.stderr
+        name = built.stdout.strip()
+        assert name.startswith(f"{where}/prime-open@sha256:")
+        try:
+            yield name
+        finally:
+            engine.images.remove(engine.images.get(name).id, force=True)
+
+
+def status(pool: Project) -> dict[str, Any]:
+    """What the pool says of itself through Caddy."""
+    url = f"http://{pool.published('caddy', 8700)}/v1/status"
+    found: dict[str, Any] = httpx.get(url, headers=HOSTS, timeout=60).raise_for_status().json()
+    return found
+
+
+def test_our_services_of_deploy_compose_train(image: str, engine: docker.DockerClient) -> None:
+    with project(engine, image) as pool:
+        ours = [name for name, one in pool.services.items() if one["image"] == OURS]
+        running = [name for name in ours if name not in ("keys", "pool")]
+        pool.up()
+        for name in ("orchestrator-1", "orchestrator-2"):
+            assert httpx.get(f"http://{pool.address(name)}:8700/readyz").status_code == 200
+        until(lambda: status(pool)["files"].get("accepted"), "a file of the node is accepted", 600)
+        seen = status(pool)
+        assert (seen["pool"], seen["chain_reachable"]) == (1, True)
+        assert [len(seen["nodes"]), len(seen["validators"])] == [1, 1]
+        assert seen["latest_version"] is not None, "the trainer has published"
+        url = f"http://{pool.published('caddy', 8700)}/v1/relays"
+        served = {one["url"] for one in httpx.get(url, headers=HOSTS).json()}
+        assert served == {"http://relay:8480", "http://trainer:8475"}
+        for name in (one for one in pool.services if "healthcheck" in pool.services[one]):
+            until(lambda name=name: pool.health(name) == "healthy", f"{name} is healthy")
+        for name in running:
+            container = pool.containers[name]
+            assert pool.state(name)["Running"], pool.logs(name)
+            assert container.attrs["RestartCount"] == 0, pool.logs(name)
+            assert container.attrs["Config"]["Image"] == image
+            assert {row[0] for row in container.top()["Processes"]} == {USER}, name
+        with ThreadPoolExecutor(len(running)) as threads:
+            list(threads.map(pool.stop, running))
+        for name in running:
+            assert pool.state(name)["ExitCode"] == 0, pool.logs(name)
