@@ -114,6 +114,9 @@ class Sizes:
     faults: int = 24
     seed: int = 20
     throttle: float = 8.0
+    groups: int = 64
+    """Of a batch. Each node fetches and checks each policy, which many nodes on one machine cannot
+    do every few seconds."""
     periods: Periods = PERIODS
 
 
@@ -743,7 +746,7 @@ def play(root: Path, sizes: Sizes, note: Callable[[str], None]) -> Report:
         root=root,
         nodes=tuple(NodePlan(f"honest-{at}", throttle=sizes.throttle) for at in (1, 2)),
         periods=sizes.periods,
-        groups_per_batch=32,
+        groups_per_batch=sizes.groups,
         groups_per_lease=2,
         samples_per_group=8,
     )

@@ -82,6 +82,7 @@ class HeartbeatLoop:
         self._data = data
         self._instance = data.instance()
         self._runtime = runtime
+        self._version = version("prime-open")
         self._now = now
         self._stop = stop
         self._started_at = int(now())
@@ -199,7 +200,7 @@ class HeartbeatLoop:
             leases=leases,
             tokens_per_second=self._broker.tokens_per_second,
             runtime=self._runtime,
-            version=version("prime-open"),
+            version=self._version,
             heard_at=self._heard_at,
             lied=self._keeper.bad_sources(),
             instance=self._instance,

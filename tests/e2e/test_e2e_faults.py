@@ -18,8 +18,9 @@ def test_a_pool_under_every_fault_loses_nothing(tmp_path: Path) -> None:
     """The throughput is not judged here: other tests run at the same time."""
     require_anvil()
     sizes = Sizes(
-        nodes=8, quiet=10, seconds=75, lasts=3, faults=len(KINDS), throttle=2, periods=DEMO_PERIODS
-    )
+        nodes=8, quiet=10, seconds=75, lasts=3, faults=len(KINDS), throttle=2, groups=16,
+        periods=DEMO_PERIODS,
+    )  # fmt: skip
     root = tmp_path / "run"
     root.mkdir()
     try:
