@@ -197,7 +197,7 @@ class NodeApi:
         self.client.post(f"/v1/leases/{lease_digest}/abandon", b"{}", Empty)
 
     def call(self, gateway: Gateway, request: GatewayRequest) -> GatewayAnswer:
-        """Sends a call to the run's gateway. The answer's signature is not checked here."""
+        """Sends a call to the run's gateway; thread-safe. The answer's signature is not checked."""
         return self.client.post_to(f"{gateway.url.rstrip('/')}/v1/call", request, GatewayAnswer)
 
     def upload_target(self, lease_digest: Digest, body: UploadRequest) -> UploadAnswer:

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prime_core import tracing
@@ -84,8 +84,8 @@ class PoliciesOnDisk(Protocol):
 
 @dataclass(frozen=True)
 class Connections:
-    """How this node reaches its pool, and how it signs. Requests to the gateway have a connection
-    of their own, with a shorter time limit. `domain` is that of statements about work."""
+    """How this node reaches its pool, and how it signs. Requests to the gateway have a client of
+    their own, with a shorter time limit. `domain` is that of statements about work."""
 
     api: NodeApi
     gateway: NodeApi
@@ -96,12 +96,14 @@ class Connections:
 @dataclass
 class Held:
     """One open lease. `sent`: the worker began to send a file for it. `said`: a warning that its
-    file has to wait was logged. `silence`: total seconds of its unanswered calls."""
+    file has to wait was logged. `calling` is held during each call of the gateway; `silence`: total
+    seconds of unanswered calls."""
 
     signed: SignedLease
     sent: bool = False
     said: bool = False
     silence: float = 0.0
+    calling: threading.Lock = field(default_factory=threading.Lock)
 
 
 class OpenLeases:
@@ -186,7 +188,6 @@ class LeaseBroker:
         self.unpaid = deliveries.unpaid
         self._wishes = 0
         self._api_lock = threading.Lock()
-        self._gateway_lock = threading.Lock()
         self._open = open_leases
         self._gate = open_leases.changed
         self._working = False
@@ -500,11 +501,11 @@ class LeaseBroker:
         request = GatewayRequest(
             lease=held.signed, call=call, signature=self._signer.sign(empty, self._domain)
         )
-        began = self._now()  # calls of other leases that the gateway does not answer take time, too
-        with self._gateway_lock:
+        with held.calling:
             if held.silence > self._run.lease_seconds / SILENCE_SHARE:
                 reason = "the gateway was silent too long in this lease"
                 return CallAnswer(answer=None, reason=reason)
+            began = self._now()
             try:
                 answer = self._gateway_api.call(gateway, request)
                 answer.require(call, lease_digest, gateway.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,6 +287,25 @@ def test_each_lease_calls_the_gateway_for_itself(kit: Kit, monkeypatch: pytest.M
         kit.client.for_lease(Digest("0x" + "11" * 32)).answer(call_of(0))
     with pytest.raises(MalformedError, match="digest"):
         kit.client.for_lease(Digest("0x11")).answer(call_of(0))
+
+
+def test_one_lease_does_not_wait_for_a_call_of_another(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = fill(kit)
+    held = kit.open_leases.all()
+    DIGESTS.update({Digest(held[one].signed.lease.salt): one for one in (first, second)})
+    echo, both = conversation(kit, monkeypatch), threading.Barrier(2, timeout=30)
+    answer_of = echo.call
+
+    def call(gateway: Gateway, request: GatewayRequest) -> GatewayAnswer:
+        both.wait()  # BrokenBarrierError if the calls come one after the other
+        return answer_of(gateway, request)
+
+    monkeypatch.setattr(echo, "call", call)
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda one: kit.broker.call(call_of(0), one), (first, second)))
+    assert [one.reason for one in answers] == ["", ""]
 
 
 # -- peers of another age -------------------------------------------------------------------------

@@ -245,7 +245,7 @@ class OrchestratorClient:
 
     def post_to(self, url: str, body: Strict, answer: type[Model]) -> Model:
         """POSTs a model to another server of the pool, whose URL the run names, and parses the
-        response."""
+        response. Thread-safe, as it is not signed by a session."""
         headers = {version.HEADER: str(self._protocol), "Content-Type": "application/json"}
         raw = body.model_dump_json().encode()
         response = self._send("POST", self._absolute(url), raw, headers)
