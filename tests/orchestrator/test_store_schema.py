@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -384,3 +387,22 @@ def test_a_locked_database_is_unavailable(store: Store, monkeypatch: pytest.Monk
     other.execute("ROLLBACK")
     other.close()
     impatient.close()
+
+
+def test_a_database_that_holds_no_unicode_is_refused(postgres_url: str) -> None:
+    name = f"prime_test_ascii_{os.getpid()}"
+    url = urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE IF EXISTS {name}")
+        connection.execute(
+            f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LC_COLLATE 'C' "
+            "LC_CTYPE 'C'"
+        )
+        store = open_store(url)
+        try:
+            with pytest.raises(UserError, match="encoding is SQL_ASCII") as caught:
+                store.migrate()
+        finally:
+            store.close()
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    assert "UTF8" in caught.value.hint

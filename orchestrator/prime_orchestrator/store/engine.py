@@ -110,14 +110,15 @@ class Store:
         """Migrates the schema to the newest revision, in one transaction; safe if several processes
         start at once.
 
-        Raises ConflictError if a transaction of another program keeps a table of PostgreSQL for
-        LOCK_SECONDS; nothing has changed then.
+        Raises UserError if PostgreSQL's database does not hold Unicode, ConflictError if a
+        transaction of another program keeps a table for LOCK_SECONDS; nothing has changed then.
         """
         from prime_orchestrator.store.migrate import upgrade
 
         with self.begin() as connection:
             lock(connection, "migrate")  # however long another process migrates
             if not self.is_sqlite:
+                _check_encoding(connection)
                 connection.execute(sa.text(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}"))
             try:
                 upgrade(connection)
@@ -134,6 +135,15 @@ class Store:
         self.engine.dispose()
         if self._replica is not None:
             self._replica.engine.dispose()
+
+
+def _check_encoding(connection: Connection) -> None:
+    encoding = connection.execute(sa.text("SHOW server_encoding")).scalar_one()
+    if encoding != "UTF8":
+        raise UserError(
+            f"the database's encoding is {encoding}, and texts are kept in UTF8",
+            hint="make another: createdb --encoding UTF8 --template template0 --locale C NAME",
+        )
 
 
 class _Replica:
@@ -231,7 +241,9 @@ def open_store(url: str, replica: str = "") -> Store:
 
 def _postgresql(url: sa.URL) -> Engine:
     url = url.set(drivername="postgresql+psycopg")
-    engine = sa.create_engine(url, connect_args={"connect_timeout": CONNECT_SECONDS}, **_POOL)
+    # Without an encoding, SQLAlchemy cannot read the answers of a database in SQL_ASCII.
+    arguments = {"connect_timeout": CONNECT_SECONDS, "client_encoding": "utf8"}
+    engine = sa.create_engine(url, connect_args=arguments, **_POOL)
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: DBAPIConnection | None, record: ConnectionPoolEntry) -> None:
