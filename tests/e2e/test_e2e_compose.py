@@ -21,7 +21,7 @@ from docker.errors import DockerException
 from docker_registry import registry
 from e2e_kit import ROOT, require_anvil, until
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.timeout(1200)]
 HOSTS = {"host": "localhost:8700"}
 USER = "65532"
 
@@ -74,13 +74,18 @@ def test_our_services_of_deploy_compose_train(image: str, engine: docker.DockerC
         for name in ("orchestrator-1", "orchestrator-2"):
             assert httpx.get(f"http://{pool.address(name)}:8700/readyz").status_code == 200
         until(lambda: status(pool)["files"].get("accepted"), "a file of the node is accepted", 600)
+        # Presence is what was heard lately: on a busy machine it may lapse for a moment.
+        until(lambda: len(status(pool)["validators"]) == 1, "the validator is listed")
+        until(lambda: status(pool)["chain_reachable"], "the chain is reachable")
         seen = status(pool)
-        assert (seen["pool"], seen["chain_reachable"]) == (1, True)
-        assert [len(seen["nodes"]), len(seen["validators"])] == [1, 1]
+        assert (seen["pool"], len(seen["nodes"])) == (1, 1)
         assert seen["latest_version"] is not None, "the trainer has published"
         url = f"http://{pool.published('caddy', 8700)}/v1/relays"
-        served = {one["url"] for one in httpx.get(url, headers=HOSTS).json()}
-        assert served == {"http://relay:8480", "http://trainer:8475"}
+        both = {"http://relay:8480", "http://trainer:8475"}
+        until(
+            lambda: {one["url"] for one in httpx.get(url, headers=HOSTS).json()} == both,
+            "relay and origin are listed",
+        )
         for name in (one for one in pool.services if "healthcheck" in pool.services[one]):
             until(lambda name=name: pool.health(name) == "healthy", f"{name} is healthy")
         for name in running:
