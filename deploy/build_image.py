@@ -174,8 +174,8 @@ def source_files(kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
 
 
 def written_files(kind: str) -> Iterator[tuple[PurePosixPath, int, str]]:
-    """(place, mode, text) of what is not here as a file: users and, for services, our programs and
-    what they are told of the package."""
+    """Yields (place, mode, text) of each file that the image has and this machine has not: users
+    and, for services, our programs' entry points and the package's metadata."""
     yield (
         PurePosixPath("etc/passwd"), 0o644,
         f"root:x:0:0:root:/:\nprime:x:{USER}:{USER}:prime:/tmp:\n",
@@ -280,12 +280,12 @@ def write_image(stream: io.BufferedIOBase, kind: str, *, sandbox: bool = False) 
 
 
 def pushed(image: str, repository: str) -> str:
-    """Pushes an image; its name by digest."""
+    """Pushes an image to a registry and returns its name by digest."""
     tag = f"{repository}:{metadata.version('prime-open')}"
     for words in (["tag", image, tag], ["push", "--quiet", tag]):
         subprocess.run(["docker", *words], check=True, stdout=subprocess.DEVNULL)
-    told = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image]
-    names: list[str] = json.loads(subprocess.check_output(told))
+    command = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image]
+    names: list[str] = json.loads(subprocess.check_output(command))
     return next(name for name in names if name.startswith(f"{repository}@"))
 
 

@@ -4,8 +4,9 @@
     agents and hundreds of nodes in swarms (swarm.py) ── all behind proxies (wire.py, faulty.py)
 
 After a quiet while, faults follow one another; their order, targets and strength come from a seed.
-A program that ends by itself is started again, as systemd would. Then training ends, the last work
-is settled and claimed, and what anyone can see says what was lost.
+A program that exits by itself is restarted, as systemd would. Then training ends, the last work is
+settled and claimed, and losses are counted from what anyone can see: the chain, the public pages,
+and the nodes' own journals.
 """
 
 from __future__ import annotations
@@ -621,7 +622,7 @@ class FaultRun:
         report.false_deaths = len(self._silent)
 
     def _window(self, fault: Fault, began: float, until: float) -> None:
-        """One fault, and what follows until the next one is due, or until a file is accepted."""
+        """Plays one fault, and waits until the next one is due, or until a file is accepted."""
         window = Window(fault.kind, fault.target, round(time.monotonic() - began, 1))
         since, before = self._sample()
         if fault.target in self.network.swarms:

@@ -24,7 +24,7 @@ RETRANSMISSION_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to traffic. `delay` in seconds, one way; `loss`: the share of pieces that arrive
+    """Conditions on a proxy. `delay` in seconds, one way; `loss`: the share of pieces that arrive
     only after a retransmission, which doubles its timeout each time it is lost again. `cut`: open
     connections are reset, and none is accepted."""
 

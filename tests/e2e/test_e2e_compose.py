@@ -74,7 +74,7 @@ def test_our_services_of_deploy_compose_train(image: str, engine: docker.DockerC
         for name in ("orchestrator-1", "orchestrator-2"):
             assert httpx.get(f"http://{pool.address(name)}:8700/readyz").status_code == 200
         until(lambda: status(pool)["files"].get("accepted"), "a file of the node is accepted", 600)
-        # Presence is what was heard lately: on a busy machine it may lapse for a moment.
+        # A validator is listed while its last request is recent: on a busy machine it may be late.
         until(lambda: len(status(pool)["validators"]) == 1, "the validator is listed")
         until(lambda: status(pool)["chain_reachable"], "the chain is reachable")
         seen = status(pool)

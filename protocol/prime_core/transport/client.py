@@ -43,10 +43,8 @@ from prime_core.node import SessionGrant
 from prime_core.signing import Answer, ContractName, Domain, Signer, Strict
 from prime_core.storage.base import CHECKSUM_HEADER
 from prime_core.transport.addresses import (
-    PrivateAddressError,
     authority,
     is_loopback,
-    public_address,
 )
 from prime_core.transport.problems import from_problem
 from prime_core.transport.signatures import MAX_SKEW_SECONDS, SessionKey, sign_headers
@@ -56,7 +54,7 @@ from prime_core.version import SPOKEN
 sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 import httpx  # noqa: E402
 
-from prime_core.transport.paced import paced_client  # noqa: E402
+from prime_core.transport.paced import at_public_address, paced_client  # noqa: E402
 
 Model = TypeVar("Model", bound=Strict)
 _NODES = TypeAdapter(list[NodeInfo])
@@ -366,12 +364,7 @@ class OrchestratorClient:
         addresses, unless private ones are allowed. Raises UntrustedError for a private one."""
         target, extensions = httpx.URL(url), {}
         if not self.allows_private and authority(url) != self._trusted:
-            try:
-                target = target.copy_with(host=public_address(target.host))
-            except PrivateAddressError as error:
-                raise UntrustedError(str(error)) from error
-            except OSError as error:
-                raise UnavailableError(f"{target.host} has no address: {error}") from error
+            target = at_public_address(target)
             headers = {**headers, "Host": authority(url)}
             extensions = {"sni_hostname": httpx.URL(url).host}
         with self._http.stream(

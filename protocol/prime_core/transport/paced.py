@@ -99,6 +99,17 @@ def paced_client(
     return client
 
 
+def at_public_address(url: httpx.URL) -> httpx.URL:
+    """Returns the URL with its host replaced by one of the host's public addresses. Raises
+    UntrustedError if an address is private, UnavailableError if the host has none."""
+    try:
+        return url.copy_with(host=public_address(url.host))
+    except PrivateAddressError as error:
+        raise UntrustedError(str(error)) from error
+    except OSError as error:
+        raise UnavailableError(f"{url.host} has no address: {error}") from error
+
+
 @contextmanager
 def opened(
     client: httpx.Client,
@@ -125,12 +136,7 @@ def opened(
         name = {"sni_hostname": target.host}
         host = authority(url)
         if public_only and host != private_at:
-            try:
-                target = target.copy_with(host=public_address(target.host))
-            except PrivateAddressError as error:
-                raise UntrustedError(str(error)) from error
-            except OSError as error:
-                raise UnavailableError(f"{target.host} has no address: {error}") from error
+            target = at_public_address(target)
         sent = {**fields, **own, "Host": host}
         with client.stream("GET", target, headers=sent, extensions=name) as answer:
             if not answer.has_redirect_location:
