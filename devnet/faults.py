@@ -122,17 +122,20 @@ class Sizes:
 
 
 class Processes(Supervisor):
-    """Children of which none is required: one that ends by itself is counted and started again."""
+    """Children: a required one that ends by itself is counted and started again."""
 
     def __init__(self, root: Path, environment: Mapping[str, str]) -> None:
         super().__init__(root / "logs", root / "pids.json", environment)
         self.exits: Counter[str] = Counter()
+        self._kept: set[str] = set()
         self._clocks = root / "clocks"
         self._clocks.mkdir(exist_ok=True)
         (self._clocks / "sitecustomize.py").write_text(CLOCK)
 
     def start(self, name: str, argv: Sequence[str], *, required: bool = True) -> Child:
         plain = self.environment
+        if required:
+            self._kept.add(name)
         if name in CLOCKS:
             self.step_clock(name, 0)
             self.environment = plain | {
@@ -159,7 +162,7 @@ class Processes(Supervisor):
     def tend(self) -> None:
         """Starts again what ended by itself."""
         for name, child in list(self.children.items()):
-            if child.process.poll() is not None:
+            if name in self._kept and child.process.poll() is not None:
                 self.exits[name] += 1
                 self.stop(name)
                 self.start(name, child.argv)
@@ -275,13 +278,15 @@ class FaultNetwork(Network):
             one.close()
 
     def addresses(self) -> list[Address]:
-        """All nodes."""
-        agents = [self.accounts[node.name].address for node in self.plan.nodes]
+        """All honest nodes."""
+        agents = [self.accounts[node.name].address for node in self.plan.nodes if node.paid]
         return agents + [one.address for signers in self.swarms.values() for one in signers]
 
     def spools(self) -> Iterator[Path]:
-        """The journal folder of each node."""
+        """The journal folder of each honest node."""
         for node in self.plan.nodes:
+            if not node.paid:
+                continue
             yield self.root / "nodes" / node.name / "spool"
         for name, signers in self.swarms.items():
             for at in range(len(signers)):
@@ -501,6 +506,7 @@ class Report:
     """The outcome, as `--json` prints it. Rates are accepted files a second."""
 
     nodes: int
+    """The honest ones."""
     seed: int
     quiet_rate: float = 0.0
     rate: float = 0.0
@@ -518,6 +524,7 @@ class Report:
     trained_twice: int = 0
     paid_twice: int = 0
     stake_moved: int = 0
+    liars_slashed: int = 0
     false_deaths: int = 0
     """Nodes seen silent though their process was not killed."""
     wrong: list[str] = field(default_factory=list)
@@ -534,6 +541,7 @@ class Report:
             f"{self.nodes} nodes, {len(self.windows)} faults, {self.survived} survived\n"
             f"lost {self.files_lost} of {self.receipts} files with a receipt, trained twice "
             f"{self.trained_twice}, paid twice {self.paid_twice}, stake moved {self.stake_moved}\n"
+            f"liars slashed: {self.liars_slashed}\n"
             f"files a second: {self.quiet_rate:.2f} without faults, {self.rate:.2f} with: "
             f"{self.kept:.0%} kept\n{kinds}\n" + "\n".join(self.wrong or ["everything holds"])
         )
@@ -546,7 +554,9 @@ class FaultRun:
         self.network = network
         self.note = note
         self.walk = Walk(network, note, network.processes.tend)
-        self.report = Report(network.sizes.nodes + len(network.plan.nodes), network.sizes.seed)
+        paid = sum(node.paid for node in network.plan.nodes)
+        self._liars = len(network.plan.nodes) - paid
+        self.report = Report(network.sizes.nodes + paid, network.sizes.seed)
         self._killed: set[Address] = set()
         self._silent: set[Address] = set()
 
@@ -554,6 +564,7 @@ class FaultRun:
         """Everything, from nothing to the report."""
         self._bring_up()
         self._endure()
+        self.walk.wait_for_slashes()
         self._settle()
         self._judge()
         self.report.exits = dict(self.network.processes.exits)
@@ -562,16 +573,16 @@ class FaultRun:
     def _bring_up(self) -> None:
         network = self.network
         self.walk.bring_up()
-        expected = len(network.plan.nodes)
+        awaited = {network.accounts[node.name].address for node in network.plan.nodes if node.paid}
 
         def all_work(status: Status) -> bool:
-            return sum(node.status == "active" for node in status.nodes) == expected
+            return awaited <= {node.node for node in status.nodes if node.status == "active"}
 
         for name, signers in network.swarms.items():  # one after another: each starts with a burst
             self.note(f"starting {name}")
             network.start_swarm(name)
-            expected += len(signers)
-            self.walk.until(f"{expected} nodes at work", all_work, START_SECONDS)
+            awaited |= {one.address for one in signers}
+            self.walk.until(f"{len(awaited)} nodes at work", all_work, START_SECONDS)
         self.walk.until("the second batch", lambda status: status.step >= 2, START_SECONDS)
 
     def _sample(self) -> tuple[float, int]:
@@ -587,9 +598,8 @@ class FaultRun:
             return time.monotonic(), status.files.get("accepted", 0)
 
     def _note_silent(self, nodes: Sequence[NodeInfo]) -> None:
-        self._silent |= {
-            node.node for node in nodes if node.status == "silent" and node.node not in self._killed
-        }
+        silent = {node.node for node in nodes if node.status == "silent"}
+        self._silent |= silent & set(self.network.addresses()) - self._killed
 
     def _pass(self, seconds: float) -> tuple[float, int]:
         """Samples for that long; returns the last sample."""
@@ -700,8 +710,9 @@ class FaultRun:
         report.files_lost = len(receipts - rooted.keys()) + status.files.get("submitted", 0)
         if report.files_lost:
             report.wrong.append(f"{report.files_lost} files with a receipt are lost")
-        if status.files.get("rejected", 0):
-            report.wrong.append(f"{status.files['rejected']} honest files were rejected")
+        honest = set(network.addresses())
+        if rejected := sum(node.rejected for node in status.nodes if node.node in honest):
+            report.wrong.append(f"{rejected} honest files were rejected")
         published = [event.version for event in chain.of(events.PolicyPublished)]
         fresh = findings.fresh(batches, files, published)
         if not fresh.ok:
@@ -721,11 +732,17 @@ class FaultRun:
             provider = providers.get(address, address)
             if vault.active(provider) != deposits[provider]:
                 report.stake_moved += 1
-        if report.stake_moved or chain.of(events.SlashProposed):
+        honest = set(network.addresses())
+        proposed = sum(slash.node in honest for slash in chain.of(events.SlashProposed))
+        if report.stake_moved or proposed:
             report.wrong.append(
-                f"stake of {report.stake_moved} honest nodes moved, "
-                f"{len(chain.of(events.SlashProposed))} slashes were proposed"
+                f"stake of {report.stake_moved} honest nodes moved, {proposed} slashes of honest "
+                "nodes were proposed"
             )
+        slashed = {slash.node for slash in chain.of(events.SlashExecuted)}
+        report.liars_slashed = len(slashed - honest)
+        if report.liars_slashed < self._liars:
+            report.wrong.append("a liar was not slashed")
         due, match = rebuilt(network, chain)
         got = claimed(chain)
         report.paid_twice = sum(got[one] > due.get(one, 0) for one in network.addresses())
@@ -745,7 +762,10 @@ def play(root: Path, sizes: Sizes, note: Callable[[str], None]) -> Report:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     plan = Plan(
         root=root,
-        nodes=tuple(NodePlan(f"honest-{at}", throttle=sizes.throttle) for at in (1, 2)),
+        nodes=(
+            *(NodePlan(f"honest-{at}", throttle=sizes.throttle) for at in (1, 2)),
+            NodePlan("liar-int4", liar="int4", throttle=sizes.throttle),
+        ),
         periods=sizes.periods,
         groups_per_batch=sizes.groups,
         groups_per_lease=2,
