@@ -4,6 +4,7 @@
     agents and hundreds of nodes in swarms (swarm.py) ── all behind proxies (wire.py, faulty.py)
 
 After a quiet while, faults follow one another; their order, targets and strength come from a seed.
+A liar joins with the first of them, and must be slashed.
 A program that exits by itself is restarted, as systemd would. Then training ends, the last work is
 settled and claimed, and losses are counted from what anyone can see: the chain, the public pages,
 and the nodes' own journals.
@@ -277,17 +278,20 @@ class FaultNetwork(Network):
         for one in self.rpcs:
             one.close()
 
+    def liars(self) -> set[Address]:
+        """The nodes that lie."""
+        return {self.accounts[node.name].address for node in self.plan.nodes if node.liar}
+
     def addresses(self) -> list[Address]:
         """All honest nodes."""
-        agents = [self.accounts[node.name].address for node in self.plan.nodes if node.paid]
+        agents = [self.accounts[node.name].address for node in self.plan.nodes if not node.liar]
         return agents + [one.address for signers in self.swarms.values() for one in signers]
 
     def spools(self) -> Iterator[Path]:
         """The journal folder of each honest node."""
         for node in self.plan.nodes:
-            if not node.paid:
-                continue
-            yield self.root / "nodes" / node.name / "spool"
+            if not node.liar:
+                yield self.root / "nodes" / node.name / "spool"
         for name, signers in self.swarms.items():
             for at in range(len(signers)):
                 yield self.root / name / str(at) / "spool"
@@ -525,6 +529,9 @@ class Report:
     paid_twice: int = 0
     stake_moved: int = 0
     liars_slashed: int = 0
+    liars_out: float | None = None
+    """Seconds from the liars' start, with the first fault, until all were seen ejected; None: not
+    while faults went on."""
     false_deaths: int = 0
     """Nodes seen silent though their process was not killed."""
     wrong: list[str] = field(default_factory=list)
@@ -541,7 +548,7 @@ class Report:
             f"{self.nodes} nodes, {len(self.windows)} faults, {self.survived} survived\n"
             f"lost {self.files_lost} of {self.receipts} files with a receipt, trained twice "
             f"{self.trained_twice}, paid twice {self.paid_twice}, stake moved {self.stake_moved}\n"
-            f"liars slashed: {self.liars_slashed}\n"
+            f"liars slashed: {self.liars_slashed}, {self.liars_out} s after their start\n"
             f"files a second: {self.quiet_rate:.2f} without faults, {self.rate:.2f} with: "
             f"{self.kept:.0%} kept\n{kinds}\n" + "\n".join(self.wrong or ["everything holds"])
         )
@@ -554,11 +561,11 @@ class FaultRun:
         self.network = network
         self.note = note
         self.walk = Walk(network, note, network.processes.tend)
-        paid = sum(node.paid for node in network.plan.nodes)
-        self._liars = len(network.plan.nodes) - paid
-        self.report = Report(network.sizes.nodes + paid, network.sizes.seed)
+        self._honest = [node for node in network.plan.nodes if not node.liar]
+        self.report = Report(network.sizes.nodes + len(self._honest), network.sizes.seed)
         self._killed: set[Address] = set()
         self._silent: set[Address] = set()
+        self._faults_began = 0.0
 
     def play(self) -> Report:
         """Everything, from nothing to the report."""
@@ -572,8 +579,8 @@ class FaultRun:
 
     def _bring_up(self) -> None:
         network = self.network
-        self.walk.bring_up()
-        awaited = {network.accounts[node.name].address for node in network.plan.nodes if node.paid}
+        self.walk.bring_up(self._honest)
+        awaited = {network.accounts[node.name].address for node in self._honest}
 
         def all_work(status: Status) -> bool:
             return awaited <= {node.node for node in status.nodes if node.status == "active"}
@@ -594,12 +601,15 @@ class FaultRun:
             except (UnavailableError, PrimeError, OSError):
                 time.sleep(SAMPLE_SECONDS)
                 continue
-            self._note_silent(status.nodes)
+            self._note_nodes(status.nodes)
             return time.monotonic(), status.files.get("accepted", 0)
 
-    def _note_silent(self, nodes: Sequence[NodeInfo]) -> None:
+    def _note_nodes(self, nodes: Sequence[NodeInfo]) -> None:
         silent = {node.node for node in nodes if node.status == "silent"}
         self._silent |= silent & set(self.network.addresses()) - self._killed
+        ejected = {node.node for node in nodes if node.status == "ejected"}
+        if self.report.liars_out is None and self.network.liars() <= ejected:
+            self.report.liars_out = round(time.monotonic() - self._faults_began, 1)
 
     def _pass(self, seconds: float) -> tuple[float, int]:
         """Samples for that long; returns the last sample."""
@@ -618,6 +628,11 @@ class FaultRun:
         faults = Faults(self.network, random.Random(sizes.seed))
         slot = sizes.seconds / sizes.faults
         began, at_first = until, after
+        self._faults_began = began
+        for node in self.network.plan.nodes:
+            if node.liar:
+                self.note(f"starting {node.name}")
+                self.network.start_node(node)
         for number, kind in enumerate(faults.order(sizes.faults)):
             fault = faults.make(kind)
             self._window(fault, began, began + slot * (number + 1))
@@ -741,7 +756,7 @@ class FaultRun:
             )
         slashed = {slash.node for slash in chain.of(events.SlashExecuted)}
         report.liars_slashed = len(slashed - honest)
-        if report.liars_slashed < self._liars:
+        if report.liars_slashed < len(network.liars()):
             report.wrong.append("a liar was not slashed")
         due, match = rebuilt(network, chain)
         got = claimed(chain)

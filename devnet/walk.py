@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
 
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 from devnet.network import BIN, Network
-from devnet.plan import HELDOUT
+from devnet.plan import HELDOUT, NodePlan
 from prime_broadcast.access import Passes, ephemeral_signer
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.layout import INDEX_NAME, POLICIES, parse_index
@@ -95,8 +95,9 @@ class Walk:
         if slow and not distinguished:
             self.note(f"{', '.join(slow)} should be of a lower class, and is not seen to be (yet)")
 
-    def bring_up(self) -> None:
-        """Chain, contracts, pool, programs, nodes, until the first policy is published."""
+    def bring_up(self, nodes: Sequence[NodePlan] | None = None) -> None:
+        """Chain, contracts, pool, programs, nodes (by default all of the plan), until the first
+        policy is published."""
         network = self.network
         self.note("starting a local chain and deploying the contracts")
         network.start_chain()
@@ -108,7 +109,7 @@ class Walk:
         network.start_validators()
         network.start_trainer()
         network.start_relay()
-        for node in network.plan.nodes:
+        for node in network.plan.nodes if nodes is None else nodes:
             self.note(f"starting {node.name}")
             network.start_node(node)
         self.until("policy 0", lambda status: status.latest_version is not None, START_SECONDS)

@@ -14,7 +14,7 @@ from prime_core.errors import UserError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-def test_a_pool_under_every_fault_loses_nothing(tmp_path: Path) -> None:
+def test_a_pool_under_every_fault_loses_nothing_and_slashes_a_liar(tmp_path: Path) -> None:
     """The throughput is not judged here: other tests run at the same time."""
     require_anvil()
     sizes = Sizes(
@@ -32,4 +32,5 @@ def test_a_pool_under_every_fault_loses_nothing(tmp_path: Path) -> None:
     assert {window.kind for window in report.windows} == set(KINDS)
     assert report.steps > 0
     assert report.receipts > 0
+    assert report.liars_slashed == 1
     assert processes_of(root) == []
