@@ -16,8 +16,8 @@ MICRO = 1_000_000
 
 
 def warm(task: str) -> None:
-    """Imports what scoring `task` ("aime", "gpqa" or "ifeval") needs, before any fork. Raises
-    LookupError if the NLTK data that IFEval needs is missing."""
+    """Imports what scoring `task` (a name in SCORERS) needs, before any fork. Raises LookupError if
+    the NLTK data that IFEval needs is missing."""
     if task != "ifeval":
         SCORERS[task](EXAMPLES[task])()
         return
@@ -84,6 +84,24 @@ def _gpqa(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     return score
 
 
+def _gsm8k(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """`target`: the dataset's answer, which ends in "#### N". Filter flexible-extract and metric
+    are those of the task gsm8k."""
+    from lm_eval.api.metrics import exact_match_hf_evaluate
+    from lm_eval.filters.extraction import RegexFilter
+
+    numbers = RegexFilter(regex_pattern=r"(-?[$0-9.,]{2,})|(-?[0-9]+)", group_select=-1)
+    ignored = [",", r"\$", "(?s).*#### ", r"\.$"]
+
+    def score() -> dict[str, Any]:
+        ((found,),) = numbers.apply([[request["response"]]], [{}])
+        right = exact_match_hf_evaluate([found], [request["target"]], ignored, ignore_case=True)
+        micro = MICRO * bool(right["exact_match"])
+        return {"micro": micro, "parts": {}, "reason": f"it answered {found}"[:80]}
+
+    return score
+
+
 def _ifeval(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """`doc`: a row of the dataset. The score is the strict one of the whole prompt."""
     from lm_eval.tasks.ifeval.utils import process_results
@@ -106,8 +124,9 @@ def _ifeval(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     return score
 
 
-SCORERS = {"aime": _aime, "gpqa": _gpqa, "ifeval": _ifeval}
+SCORERS = {"aime": _aime, "gpqa": _gpqa, "gsm8k": _gsm8k, "ifeval": _ifeval}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "aime": {"response": "\\boxed{7}", "answers": ["7"]},
     "gpqa": {"response": "(A)", "choices": ["one", "two", "three", "four"], "letter": "(A)"},
+    "gsm8k": {"response": "It is 7.", "target": "#### 7"},
 }

@@ -41,7 +41,7 @@ from prime_trainer.sampling import Sampling
 ROWS = Path(__file__).parent / "benchmarks"
 FILES = {
     "aime24": "aime24.jsonl", "aime25": "aime25.jsonl", "gpqa-diamond": "gpqa_diamond.jsonl",
-    "ifeval": "ifeval.jsonl", "livecodebench-v5": "livecodebench.jsonl",
+    "gsm8k": "gsm8k.jsonl", "ifeval": "ifeval.jsonl", "livecodebench-v5": "livecodebench.jsonl",
 }  # fmt: skip
 SUM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 PAIRS = (
@@ -84,6 +84,12 @@ def problem(one: Benchmark, number: int) -> Problem:
         ("aime25", 0, r"\boxed{025}", True),
         ("aime25", 0, r"\boxed{250}", False),
         ("aime25", 1, r"\boxed{180^\circ}", True),
+        ("gsm8k", 0, "3 sheets are 150 stamps, so she has $1,350.", True),
+        ("gsm8k", 0, "#### 1350", True),
+        ("gsm8k", 0, "1350, no: 1351", False),
+        ("gsm8k", 0, "one thousand", False),
+        ("gsm8k", 1, "It is -5 degrees", True),
+        ("gsm8k", 1, "It is 5 degrees", False),
         ("ifeval", 0, SHOUTED, True),
         ("ifeval", 0, SHOUTED + ", TOO", False),
         ("ifeval", 0, SHOUTED.lower(), False),
@@ -185,6 +191,7 @@ class Attack:
         ("aime24", changed("aime24").rstrip("}\n"), "is not JSON"),
         ("aime24", changed("aime24").partition("\n")[0] + "\n[1]\n", "not an object"),
         ("gpqa-diamond", changed("gpqa-diamond", **{"Incorrect Answer 3": None}), "Answer 3' is"),
+        ("gsm8k", changed("gsm8k", answer="-5"), "'answer' does not end in '#### ' and a number"),
         ("ifeval", changed("ifeval", instruction_id_list=["a:b"]), "no instruction 'a:b'"),
         ("ifeval", changed("ifeval", kwargs=[{}]), "'kwargs' is not one object for each"),
         ("livecodebench-v5", changed("livecodebench-v5", metadata="{}"), "not a function's name"),
@@ -209,7 +216,7 @@ class Attack:
             "unpacks to no text",
         ),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_a_malformed_row_is_named(
     name: str, text: str, said: str, opened: dict[str, Benchmark], tmp_path: Path
@@ -395,7 +402,7 @@ def test_a_tiny_model_is_asked_every_benchmark(
     assert json.loads((tmp_path / "report.json").read_text()) == found
     assert (found["problems"], found["samples"], found["score"]["mean"]) == (2, 2, 0.0)
     assert 1 <= found["tokens"]["mean"] <= 8
-    assert found["published"]["INTELLECT-2"] > 60
+    assert found["published"] == module.PUBLISHED[name]
     again = json.loads(CliRunner().invoke(app, command).stdout)
     assert (again["resumed"], again["tokens"]) == (2, found["tokens"])
 

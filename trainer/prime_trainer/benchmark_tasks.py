@@ -2,6 +2,7 @@
 
     aime24, aime25   the task code of lm-evaluation-harness compares the boxed integer
     gpqa-diamond     its filter reads the choice; the choices are in a seeded order
+    gsm8k            its filter reads the last number, its metric compares it
     ifeval           its checkers decide on every instruction
     livecodebench    our sandbox runs the program on all tests; no program runs outside it
 
@@ -61,6 +62,7 @@ PRELUDE = "".join(
 )
 """LiveCodeBench's harness makes the same names available to every program."""
 _DEGREES = re.compile(r"(\d{1,3})\s*(?:\^\\circ|\^\{\\circ\}|°)?")
+_GSM8K_ANSWER = re.compile(r"#### -?[\d,]*\.?\d+$")
 
 
 class Row:
@@ -253,6 +255,24 @@ class GpqaDiamond(_ByLibrary):
         return self.library.score(response=response, choices=choices, letter=problem.answer)
 
 
+class Gsm8k(_ByLibrary):
+    """Columns: `question`, and `answer`, which ends in `#### N`."""
+
+    name = "gsm8k"
+    task = "gsm8k"
+    whole = 1319
+
+    def problem(self, row: Row, number: int) -> Problem:
+        asked, answer = row.text("question").strip(), row.text("answer").strip()
+        if _GSM8K_ANSWER.search(answer) is None:
+            raise MalformedError(f"{row.where}: 'answer' does not end in '#### ' and a number")
+        prompt = f"{asked}\n\nReason step by step, and end with the answer, a number."
+        return Problem(str(number), number, prompt, answer)
+
+    def score(self, problem: Problem, response: str) -> TaskScore:
+        return self.library.score(response=response, target=problem.answer)
+
+
 class IfEval(_ByLibrary):
     """Columns: `prompt`, `instruction_id_list`, and `kwargs`: one object for each instruction."""
 
@@ -406,7 +426,7 @@ def _unpacked(text: str, where: str) -> str:
 
 
 BENCHMARKS: Mapping[str, type[Benchmark]] = {
-    kind.name: kind for kind in (Aime24, Aime25, GpqaDiamond, IfEval, LiveCodeBench)
+    kind.name: kind for kind in (Aime24, Aime25, GpqaDiamond, Gsm8k, IfEval, LiveCodeBench)
 }
 
 

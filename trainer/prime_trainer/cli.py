@@ -464,7 +464,7 @@ def benchmark(
     model: Policy,
     task: Annotated[
         str,
-        typer.Option(help="aime24, aime25, gpqa-diamond, ifeval or livecodebench-v5."),
+        typer.Option(help="aime24, aime25, gpqa-diamond, gsm8k, ifeval or livecodebench-v5."),
     ],
     data: Annotated[Path, typer.Option("--data", help="The benchmark's rows: .jsonl or .parquet.")],
     digest: Annotated[
