@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -242,3 +243,16 @@ def hand_in(client: OrchestratorClient, data: bytes) -> tuple[SignedSubmission, 
         signature=NODE.sign(submission, client.domain("work")),
     )
     return signed, client.post("/v1/submissions", signed, ReceiptAnswer, signed=False)
+
+
+def without_unit(page: str) -> list[str]:
+    """Metrics of a page that have no HELP, or no unit in name and HELP."""
+    about = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
+    names = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
+    assert names
+    return [
+        name
+        for name in names
+        if not re.search(r"Unit: .+\.$", about.get(name, ""))
+        and not (about.get(name) and re.search(r"_(seconds|bytes)(_total)?$", name))
+    ]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from operator_kit import PASSWORD, Operator, eventually
+from operator_kit import PASSWORD, Operator, eventually, without_unit
 from orchestrator_world import run_definition
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -407,6 +407,7 @@ def test_calls_are_counted_by_tool_and_outcome(world: World) -> None:
         'outcome="refused",tool="other"': "1.0",
     }
     assert 'prime_gateway_tool_seconds_count{tool="fetch-1"} 3.0' in shown, "one was a repetition"
+    assert not without_unit(shown)
     promtool = shutil.which("promtool")
     if promtool:
         lint = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import time
@@ -15,7 +14,17 @@ import httpx
 import pytest
 import sqlalchemy as sa
 import yaml
-from operator_kit import NODE, Operator, admit, commit_draws, eventually, hand_in, publish, register
+from operator_kit import (
+    NODE,
+    Operator,
+    admit,
+    commit_draws,
+    eventually,
+    hand_in,
+    publish,
+    register,
+    without_unit,
+)  # fmt: skip
 
 from devnet.chain import free_port
 from prime_broadcast import publish as layouts
@@ -145,19 +154,6 @@ def layout(operator: Operator, folder: Path) -> tuple[SignedManifest, Trust]:
 
 def pages_of(url: str) -> str:
     return httpx.get(f"{url}/metrics", timeout=20).raise_for_status().text
-
-
-def without_unit(page: str) -> list[str]:
-    """Metrics of a page that have no HELP, or no unit in name and HELP."""
-    about = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
-    names = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
-    assert names
-    return [
-        name
-        for name in names
-        if not re.search(r"Unit: .+\.$", about.get(name, ""))
-        and not (about.get(name) and re.search(r"_(seconds|bytes)(_total)?$", name))
-    ]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
     CollectorRegistry,
     Histogram,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client import Counter as Count
@@ -124,12 +125,14 @@ class CallMetrics:
     """What Prometheus reads of a gateway. Counts start at 0 with the process."""
 
     def __init__(self) -> None:
+        # Metrics of when a count began would have the count's HELP and unit.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.calls = Count(
             "prime_gateway_calls",
             "Calls by tool and outcome: answered; error (the answer reports one); busy (the node "
             "asks again); outage (the tool gave no answer); conflict (a second call in one place); "
-            "refused.",
+            "refused. Unit: calls.",
             ["tool", "outcome"],
             registry=self.registry,
         )
