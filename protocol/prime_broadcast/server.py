@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import errno
 import json
+import logging
+import math
 import os
 import threading
 import time
@@ -26,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -56,6 +60,8 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.version import HEADER, SPOKEN, agree
+
+log = logging.getLogger(__name__)
 
 SLICE = 1 << 20
 """The deadline for slow readers is per so many bytes."""
@@ -256,6 +262,10 @@ async def _writable(loop: asyncio.AbstractEventLoop, sock: int, seconds: float) 
 __all__ = ["Counters", "Limits", "Origin", "Server", "Serving"]
 
 FINISH_LOOK_SECONDS = 0.05
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What the system says when it has no room for another connection or file."""
+SHORTAGE_SECONDS = 60.0
+"""A shortage is logged once in so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +305,7 @@ class Server:
         self._stopping: asyncio.Event | None = None
         self._grace = 0.0
         self._failure: OSError | None = None
+        self._shortage_logged = -math.inf
         self._peers: set[Peer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, Bucket] = {}
@@ -352,6 +363,7 @@ class Server:
 
     async def _run(self, ready: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._log_failure)
         self._stopping = asyncio.Event()
         try:
             server = await asyncio.start_server(
@@ -407,6 +419,20 @@ class Server:
             self._peers.discard(peer)
             self._tasks.discard(task)
             peer.close()
+
+    def _log_failure(self, loop: asyncio.AbstractEventLoop, failure: dict[str, Any]) -> None:
+        """Logs what failed in the event loop: a shortage in one sentence, not once a connection."""
+        error = failure.get("exception")
+        if not isinstance(error, OSError) or error.errno not in SHORTAGES:
+            loop.default_exception_handler(failure)
+        elif self._clock() - self._shortage_logged >= SHORTAGE_SECONDS:
+            self._shortage_logged = self._clock()
+            log.warning(
+                "%s with %d connections: new ones wait or are cut off; raise the limit of open "
+                "files (ulimit -n, LimitNOFILE)",
+                error.strerror,
+                len(self._peers),
+            )
 
     def _ends(self) -> bool:
         return self._stopping is not None and self._stopping.is_set()

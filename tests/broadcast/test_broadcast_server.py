@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import pytest
 from broadcast_world import Run, until
 
 from prime_broadcast.content import Arrival, DirectoryContent, Resource
+from prime_broadcast.peers import Peer
 from prime_broadcast.server import Limits, Origin, Server, Serving
 from prime_core.errors import UserError
 
@@ -305,3 +309,36 @@ def test_a_transfer_that_cannot_go_on_is_cut_not_padded(tmp_path: Path) -> None:
         pytest.raises((http.client.IncompleteRead, ConnectionResetError)),
     ):
         ask(server, FILE)
+
+
+def test_a_shortage_of_descriptors_is_one_sentence_a_minute(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.publish()
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    left, moments, accept = [0], [0.0], socket.socket.accept
+
+    def accept_after(listening: socket.socket) -> object:
+        if left[0] == 0:
+            return accept(listening)
+        left[0] -= 1
+        raise full
+
+    def refuse(_: Peer) -> int:
+        raise full
+
+    monkeypatch.setattr(socket.socket, "accept", accept_after)
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0)
+    with Server(DirectoryContent(run.root), clock=lambda: moments[0]) as server:
+        for moments[0] in (0.0, 59.0, 61.0):
+            left[0] = 50
+            assert ask(server, FILE)[0] == 200
+            assert left[0] == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(Peer, "descriptor", refuse)
+            with pytest.raises(http.client.IncompleteRead):
+                ask(server, FILE)
+        assert ask(server, FILE)[0] == 200
+    logged = [one for one in caplog.records if one.name.startswith(("asyncio", "prime"))]
+    assert [one.exc_info for one in logged] == [None, None]
+    assert all("Too many open files" in one.getMessage() for one in logged)
