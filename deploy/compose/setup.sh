@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first start of compose.yaml, in two parts; each may be repeated.
+# The first start of compose.yaml, in two parts; each may be repeated, also after it was killed.
 #   setup.sh keys    passwords, keystores, the orchestrators' settings that name them
 #   setup.sh pool    ether for the accounts, contracts, run, pool, bucket
 set -euo pipefail
@@ -65,8 +65,11 @@ pool() {
   # shellcheck disable=SC2086
   orchestrator pool create --run run.json --trainer "$(orchestrator wallet show --wallet trainer.json)" \
     --validator "$(orchestrator wallet show --wallet validator.json)" --faucet $manager
-  # shellcheck disable=SC2086
-  orchestrator pool fund --pool 1 --amount 5000 $manager
+  shown=$(orchestrator pool show --pool 1 --rpc "$RPC" --deployment deployment.json --json)
+  if [[ $shown == *'"free": "0"'* ]]; then # not funded by an earlier try
+    # shellcheck disable=SC2086
+    orchestrator pool fund --pool 1 --amount 5000 $manager
+  fi
   : >ready
 }
 

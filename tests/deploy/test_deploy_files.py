@@ -208,12 +208,13 @@ def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(
         }  # fmt: skip
         setup = environment | {name: str(value) for name, value in places.items()}
 
-        def run_setup(part: str) -> None:
+        def run_setup(part: str) -> str:
             done = subprocess.run(
                 ["bash", COMPOSE / "setup.sh", part], env=setup, timeout=200, text=True,
                 capture_output=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
 
         run_setup("keys")
         held = json.loads((tmp_path / "s3.json").read_text())["identities"][0]["credentials"][0]
@@ -221,7 +222,11 @@ def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(
         (tmp_path / "aws").write_text(
             "[default]\n" + "".join(f"{k.lower()} = {v}\n" for k, v in s3.environment.items())
         )
-        run_setup("pool")
+        assert "pool 1 has 5000 PRIME" in run_setup("pool")
+        (tmp_path / "ready").unlink()  # as if it had been killed before its end
+        again = run_setup("pool")
+        assert "pool 1 is created" in again, "another pool"
+        assert "PRIME free" not in again, "funded again"
         moved = {
             "http://chain:8545": chain.url, "http://s3:8333": s3.url, "/keys/": f"{tmp_path}/",
             "postgresql://prime@postgres/prime": empty_postgres, "0.0.0.0": "127.0.0.1",
