@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from prime_chain.amounts import prime
 from prime_chain.claims import fetch_info
+from prime_chain.client import BlockId
 from prime_chain.contracts import Claim
 from prime_core.encoding import merkle_verify, reward_leaf
 from prime_core.errors import PrimeError
@@ -155,9 +156,10 @@ class BackingReader:
     def __call__(self) -> Backing:
         """Raises UnavailableError if the chain cannot be read."""
         rewards, pool = self._link.contracts.rewards, self._link.pool
-        self._kept = next((one for one in self._claims() if self._settled(one)), None)
+        block = rewards.client.numbered("latest")
+        self._kept = next((one for one in self._claims() if self._settled(one, block)), None)
         length = self._link.deployment.periods.epoch_length
-        money = rewards.funds(pool).free + rewards.bond_of(pool)
+        money = rewards.funds(pool, block).free + rewards.bond_of(pool, block)
         if self._kept is None:
             return Backing(0, money)
         epoch = self._kept.epoch
@@ -184,8 +186,8 @@ class BackingReader:
             return None
         return Claim(self._link.pool, info.epoch, self._node, int(amount), info.proof)
 
-    def _settled(self, claim: Claim) -> bool:
-        root = self._link.contracts.rewards.reward_root(claim.pool, claim.epoch)
+    def _settled(self, claim: Claim, block: BlockId) -> bool:
+        root = self._link.contracts.rewards.reward_root(claim.pool, claim.epoch, block)
         if root is None or root.disabled:
             return False
         return merkle_verify(root.root, reward_leaf(claim.node, claim.cumulative), claim.proof)

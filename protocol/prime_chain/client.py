@@ -179,7 +179,7 @@ class ChainClient:
 
         A tag is the number of the newest block at it that a quorum has. Raises as `agree`.
         """
-        found = self._numbered(block)
+        found = self.numbered(block)
         return self.agree(lambda one: one.read(call, parse, block=found), at_stake=False)
 
     def agreed_block(self, block: BlockId) -> Block:
@@ -188,8 +188,9 @@ class ChainClient:
         found = self._highest_at(block) if isinstance(block, str) else block
         return self.agree(lambda one: one.block(found), at_stake=False)
 
-    def _numbered(self, block: BlockId) -> BlockId:
-        """A block that several endpoints can be asked for alike."""
+    def numbered(self, block: BlockId) -> BlockId:
+        """A block that several endpoints can be asked for alike: for a tag, the number of the
+        newest that a quorum has. Several reads at one number ask the endpoints for it once."""
         several = len(self._pool.endpoints) > 1
         return self._highest_at(block) if several and isinstance(block, str) else block
 
@@ -332,7 +333,7 @@ class ChainClient:
 
     def code(self, account: Address, block: BlockId = "latest") -> bytes:
         """Contract code at an address; empty for none."""
-        found = self._numbered(block)
+        found = self.numbered(block)
         return self.agree(
             lambda one: one.request("eth_getCode", account, _block_id(found), parse=_bytes),
             at_stake=False,

@@ -231,7 +231,7 @@ def rpc(data: bytes) -> object:
             method, params, parse
         ),
         agree=lambda read, at_stake: read(chain),
-        _numbered=lambda block: block,
+        numbered=lambda block: block,
     )
     for call in (
         lambda: ChainClient.receipt(chain, ZERO_DIGEST),
