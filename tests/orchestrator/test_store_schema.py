@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import threading
 from pathlib import Path
@@ -49,6 +50,17 @@ DROPPED = {("intents", "lane"), ("class_records", "rows"), ("class_records", "lo
 """Columns that a migration drops. A migration that loses anything else fails the test below."""
 
 
+BOUNDED = {
+    "alembic_version", "arrivals", "chain_state", "chain_steps", "chain_undo", "challenges",
+    "class_members", "class_records", "class_rows", "class_suspects", "classes", "cursors", "drift",
+    "loop_leases", "measurements", "meta", "nodes", "nonces", "passports", "relays", "revocations",
+    "sender_attempts", "sender_meta", "sessions", "tallies", "validators",
+}  # fmt: skip
+"""Tables that do not grow with files (docs/retention.md)."""
+OFFLINE_FROM = "0029"
+"""From here on no migration may touch old rows of other tables (docs/adr/0022)."""
+
+
 def test_migrations_make_exactly_the_tables_of_the_metadata(empty_database: Store) -> None:
     empty_database.migrate()
     _check_schema(empty_database)
@@ -68,6 +80,43 @@ def _check_schema(store: Store) -> None:
         )
         names = connection.execute(sa.text(triggers)).scalars()
         assert set(names) == TRIGGERS[connection.dialect.name]
+
+
+@pytest.mark.postgres
+def test_no_new_migration_takes_longer_with_more_files(empty_postgres: str) -> None:
+    """The older ones show that the check finds what was measured to be slow, and no more."""
+    store = open_store(empty_postgres)
+    seen: list[str] = []
+
+    def note(*event: Any) -> None:
+        seen.append(" ".join(event[2].replace('"', "").split()))
+
+    sa.event.listen(store.engine, "before_cursor_execute", note)
+    slow = {}
+    for revision in migrate.revisions():
+        with store.begin() as connection:
+            growing = _tables(connection).keys() - BOUNDED
+            seen.clear()
+            migrate.upgrade(connection, revision)
+            slow[revision] = [one for one in seen if _reads_rows(one, growing)]
+    store.close()
+    found = {revision for revision, statements in slow.items() if statements}
+    assert {"0010", "0012", "0013", "0018", "0019", "0020", "0024"} <= found
+    assert not found & {"0008", "0026", "0027", "0028"}
+    assert not [(one, slow[one]) for one in sorted(found) if one >= OFFLINE_FROM]
+
+
+def _reads_rows(statement: str, tables: set[str]) -> bool:
+    """Whether a statement goes through the rows of one of these tables. Columns with a constant
+    default, triggers and constraints that are NOT VALID do not."""
+    if statement.startswith(("CREATE TABLE", "CREATE FUNCTION", "CREATE TRIGGER", "DROP ")):
+        return False
+    if (altered := re.match(r"ALTER TABLE (?:ONLY )?(\w+) (.*)", statement)) is not None:
+        added = re.match(r"ADD COLUMN (?!.*\b(?:random|now|nextval|uuid)\w*\()", altered[2])
+        harmless = added or re.match(r"(DROP|RENAME)\b|ADD CONSTRAINT .* NOT VALID$", altered[2])
+        return altered[1] in tables and harmless is None
+    named = re.findall(r"\b(?:FROM|INTO|JOIN|ON|UPDATE|USING) (\w+)", statement)
+    return not tables.isdisjoint(named)
 
 
 def test_a_store_of_each_revision_keeps_its_rows(empty_database: Store) -> None:
