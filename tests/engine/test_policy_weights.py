@@ -92,11 +92,13 @@ def test_a_tensor_that_is_not_loaded_is_named(tmp_path: Path, name: str) -> None
         load_policy(Model((name,)), _policy(tmp_path / "0", 3), config, "float32", "cpu")
 
 
+@pytest.mark.parametrize("ahead", [0, 128, 512])
 def test_large_tensors_are_loaded_and_compared_in_slices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     monkeypatch.setattr(policy_weights, "SLICE_BYTES", 64)
-    monkeypatch.setattr(policy_weights, "AHEAD_BYTES", 128)
+    monkeypatch.setattr(policy_weights, "READ_BYTES", 40)
+    monkeypatch.setattr(policy_weights, "AHEAD_BYTES", ahead)
     config = SimpleNamespace(tie_word_embeddings=False)
     policy = _policy(tmp_path / "0", 4)
     model = Model()
