@@ -39,7 +39,8 @@ class Row:
 
 @dataclass
 class _Step:
-    """One step's rows of one owner: numbers and positions (n,), and their results (n, …)."""
+    """One step's rows of one owner: numbers and positions (n,), and their results (n, …); tokens
+    and log-probabilities remain on the device until the rows have ended."""
 
     numbers: list[int]
     places: list[int]
@@ -91,11 +92,18 @@ class Recorder:
             scaled = logits.float() / temperatures[0]
         else:
             scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
-        seeds = torch.tensor([row.seed or 0 for row in own], device=logits.device)
-        noisy = torch.tensor([[float(row.seed is not None)] for row in own], device=logits.device)
-        inputs = [row.prompt + place - 1 for row, place in zip(own, places, strict=True)]
-        where = torch.tensor(inputs, device=logits.device)
-        drawn: Tensor = scaled + self._noise(seeds, where, scaled.shape[1]) * noisy
+        seeds, where, noisy = on_device(
+            [
+                [row.seed or 0 for row in own],
+                [row.prompt + place - 1 for row, place in zip(own, places, strict=True)],
+                [int(row.seed is not None) for row in own],
+            ],
+            logits.device,
+        ).unbind()
+        noise = self._noise(seeds, where, scaled.shape[1])
+        if any(row.seed is None for row in own):
+            noise = noise * noisy[:, None]
+        drawn: Tensor = scaled + noise
         tokens = drawn.argmax(dim=1)
         logprobs = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
         states = self._hidden.detach().to(torch.bfloat16)
@@ -109,11 +117,17 @@ class Recorder:
             if owner.sink is not None:
                 owner.sink.step(numbers, their, tokens[chosen], part)
                 part = part[:, :0]
-            owner.steps.append(
-                _Step(numbers, their, tokens[chosen].cpu(), logprobs[chosen].cpu(), part.cpu())
-            )
+            owner.steps.append(_Step(numbers, their, tokens[chosen], logprobs[chosen], part.cpu()))
         self._hidden = None
         return drawn
+
+
+def on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 (n, m) on `device`. A GPU takes them from pinned memory, so that nothing waits for its
+    other work to end."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def recorded(
@@ -124,18 +138,23 @@ def recorded(
 
     Raises FatalError if these differ from the recorded tokens.
     """
-    latest: list[dict[int, tuple[int, int]]] = [{} for _ in outputs]
-    for number, step in enumerate(rows.steps):
-        for i, (row, place) in enumerate(zip(step.numbers, step.places, strict=True)):
-            latest[row][place] = (number, i)
+    latest: list[dict[int, int]] = [{} for _ in outputs]
+    at = 0
+    for step in rows.steps:
+        for row, place in zip(step.numbers, step.places, strict=True):
+            latest[row][place] = at
+            at += 1
+    drawn, logprobs, states = (
+        torch.cat([getattr(step, name) for step in rows.steps]).cpu()
+        for name in ("tokens", "logprobs", "states")
+    )
     found = []
     for tokens, places in zip(outputs, latest, strict=True):
         if not all(place in places for place in range(len(tokens))):
             raise FatalError("vLLM returned a token whose step was not recorded")
-        at = [places[place] for place in range(len(tokens))]
-        if [int(rows.steps[s].tokens[i]) for s, i in at] != list(tokens):
+        chosen = [places[place] for place in range(len(tokens))]
+        if drawn[chosen].tolist() != list(tokens):
             raise FatalError("vLLM returned other tokens than the seeded ones")
-        logprobs = torch.stack([rows.steps[s].logprobs[i] for s, i in at]).numpy()
-        states = torch.stack([rows.steps[s].states[i] for s, i in at])
-        found.append((logprobs, states.view(torch.int16).numpy().view(np.uint16)))
+        bits = states[chosen].view(torch.int16).numpy().view(np.uint16)
+        found.append((logprobs[chosen].numpy(), bits))
     return found

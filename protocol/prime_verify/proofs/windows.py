@@ -31,6 +31,7 @@ from torch import Tensor
 
 from prime_core.errors import FatalError, MalformedError
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
+from prime_engine.recorder import on_device
 from prime_verify.proofs import activations, sketch
 from prime_verify.proofs.picking import largest_of
 from prime_verify.proofs.sampling_torch import kernels, shift, signed
@@ -38,6 +39,8 @@ from prime_verify.proofs.sampling_torch import kernels, shift, signed
 DIGEST_LANES = 4
 _TOGETHER = 1 << 22
 """Elements reduced at once on an accelerator; bounds the temporary memory (32 MiB per tensor)."""
+TOGETHER = 32
+"""Closed windows that wait to be reduced together."""
 _GOLDEN = signed(sketch.GOLDEN)
 _MULTIPLIER_1, _MULTIPLIER_2 = signed(sketch.MULTIPLIER_1), signed(sketch.MULTIPLIER_2)
 
@@ -97,9 +100,11 @@ def reduce_on_device(states: Tensor, keys: Sequence[bytes]) -> Reduced:
         _reduce_some(states[start : start + step], keys[start : start + step])
         for start in range(0, len(states), step)
     ]
-    positions, values, sums, digest = (
+    positions, values, sums, digest, peaks = (
         torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
     )
+    if peaks.max() >= 0x7F80:
+        raise MalformedError("hidden states are not finite")
     return Reduced(
         positions,
         values.view(np.uint16),
@@ -108,23 +113,22 @@ def reduce_on_device(states: Tensor, keys: Sequence[bytes]) -> Reduced:
     )
 
 
-def _reduce_some(states: Tensor, keys: Sequence[bytes]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(positions, bit patterns int16, float64 sums, digest words int64) of a few windows."""
+def _reduce_some(states: Tensor, keys: Sequence[bytes]) -> tuple[Tensor, ...]:
+    """(positions, bit patterns int16, float64 sums, digest words int64, and each one's largest
+    magnitude, int64) of a few windows."""
     size = states.shape[1]
     bits = states.contiguous().view(torch.int16)
     magnitudes = bits.to(torch.int64).bitwise_and_(0x7FFF)
-    if int(magnitudes.max()) >= 0x7F80:
-        raise MalformedError("hidden states are not finite")
     # One 64-bit key orders by magnitude, then by the lowest index.
     order = torch.arange(size - 1, -1, -1, device=states.device)
     largest = (magnitudes << 32 | order).topk(min(PROOF_TOPK, size), dim=1, sorted=False).values
     positions = (size - 1 - largest.bitwise_and_(0xFFFFFFFF)).sort(dim=1).values
     values = bits.gather(1, positions)
     words = [[int.from_bytes(k[:4], "big"), int.from_bytes(k[4:8], "big")] for k in keys]
-    key = torch.tensor(words, dtype=torch.int64, device=states.device)
+    key = on_device(words, states.device)
     triton = kernels() if states.is_cuda else None
     sums = _sketch(states, key) if triton is None else triton.sketch(states, key)
-    return positions, values, sums, _digest(bits)
+    return positions, values, sums, _digest(bits), magnitudes.amax(dim=1)
 
 
 def _sketch_mix(x: Tensor) -> Tensor:
@@ -152,9 +156,14 @@ def _digest(bits: Tensor) -> Tensor:
     if bits.shape[1] % 2:
         bits = torch.nn.functional.pad(bits, (0, 1))
     words = bits.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
-    table = torch.from_numpy(_coefficients(words.shape[1]).view(np.int64)).to(bits.device)
-    lanes = [(words * lane).sum(dim=1) >> 32 for lane in table]
+    lanes = [(words * lane).sum(dim=1) >> 32 for lane in _table(words.shape[1], bits.device)]
     return torch.stack(lanes, dim=1).bitwise_and_(0xFFFFFFFF)
+
+
+@lru_cache(maxsize=4)
+def _table(words: int, device: torch.device) -> Tensor:
+    """`_coefficients` on a device: int64 [4, words]."""
+    return torch.from_numpy(_coefficients(words).view(np.int64)).to(device)
 
 
 @dataclass(frozen=True)
@@ -168,9 +177,22 @@ class RowProof:
 
 
 @dataclass
-class _Row:
+class _Window:
+    """A window of a row, in `slot` of the buffer. `number`: of its row; `filled`: its tokens."""
+
+    row: int
+    number: int
     slot: int
     filled: int = 0
+
+
+@dataclass
+class _Row:
+    """A row: windows begun, the open one unless the row has ended, and what was made of those that
+    are reduced."""
+
+    begun: int = 0
+    window: _Window | None = None
     proofs: list[bytes] = field(default_factory=list)
     sketches: list[NDArray[np.uint16]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -181,12 +203,15 @@ class WindowReducer:
 
     `key_of(row, window, tokens)` returns the 32-byte sketch key of a window from its own tokens. A
     position may be written again with another token until the next window of its row begins (an
-    engine may discard a step). A window is reduced when the next one begins or its row ends.
+    engine may discard a step). A window is closed when the next one begins or its row ends;
+    TOGETHER closed windows are reduced at once, since a device takes little longer for many than
+    for one.
     """
 
     def __init__(self, key_of: Callable[[int, int, Sequence[int]], bytes]) -> None:
         self._key_of = key_of
         self._rows: dict[int, _Row] = {}
+        self._closed: list[_Window] = []
         self._free: list[int] = []
         self._states = torch.empty(0)
         self._tokens = torch.empty(0, dtype=torch.int64)
@@ -197,46 +222,50 @@ class WindowReducer:
         """Adds one token for each of n rows: `places` are positions in the output, `tokens` int64
         (n,), `states` bf16 (n, H) of the positions that predicted them.
 
-        Raises FatalError if a row skips a position or returns to a window already reduced.
+        Raises FatalError if a row skips a position or returns to a closed window; MalformedError if
+        states are not finite.
         """
-        for row in rows:
-            if row not in self._rows:
-                self._rows[row] = _Row(self._slot(states))
-        self._reduce(
-            [
-                row
-                for row, place in zip(rows, places, strict=True)
-                if place and place % PROOF_WINDOW == 0 and self._rows[row].filled == place
-                and len(self._rows[row].proofs) < place // PROOF_WINDOW
-            ]
-        )  # fmt: skip
+        slots, at = [], []
         for row, place in zip(rows, places, strict=True):
-            one = self._rows[row]
-            reduced = len(one.proofs) * PROOF_WINDOW
-            if not reduced <= place <= one.filled:
-                raise FatalError(f"row {row} has {one.filled} states and none for place {place}")
-            one.filled = place + 1
-        slots = torch.tensor([self._rows[row].slot for row in rows], device=states.device)
-        at = torch.tensor([place % PROOF_WINDOW for place in places], device=states.device)
-        self._states[slots, at] = states
-        self._tokens[slots, at] = tokens
+            window = self._window(row, place, states)
+            slots.append(window.slot)
+            at.append(place % PROOF_WINDOW)
+            window.filled = at[-1] + 1
+        where, offset = on_device([slots, at], states.device).unbind()
+        self._states[where, offset] = states
+        self._tokens[where, offset] = tokens
+        if len(self._closed) >= TOGETHER:
+            self._reduce_closed()
 
     def end(self, rows: Sequence[int]) -> None:
-        """Marks rows as complete and reduces their last windows."""
-        by_length: dict[int, list[int]] = {}
+        """Marks rows as complete."""
         for row in rows:
-            one = self._rows[row]
-            left = one.filled - len(one.proofs) * PROOF_WINDOW
-            by_length.setdefault(left, []).append(row)
-        for members in by_length.values():
-            self._reduce(members)
-        self._free += [self._rows[row].slot for row in rows]
+            window = self._rows[row].window
+            if window is not None:
+                self._closed.append(window)
+            self._rows[row].window = None
 
     def proof(self, row: int) -> RowProof:
-        """Returns the proof of a row that has ended."""
+        """Returns the proof of a row that has ended. Raises MalformedError if states are not
+        finite."""
+        self._reduce_closed()
         one = self._rows[row]
         sketches = np.stack(one.sketches)
         return RowProof(activations.pack(one.proofs), sketch.pack(sketches), tuple(one.digests))
+
+    def _window(self, row: int, place: int, states: Tensor) -> _Window:
+        """The window of a row that `place` lies in, opened if it begins there."""
+        one = self._rows.setdefault(row, _Row())
+        window = one.window
+        if place == one.begun * PROOF_WINDOW and (window is None or window.filled == PROOF_WINDOW):
+            if window is not None:
+                self._closed.append(window)
+            window = one.window = _Window(row, one.begun, self._slot(states))
+            one.begun += 1
+        at = place - (one.begun - 1) * PROOF_WINDOW
+        if window is None or not 0 <= at <= min(window.filled, PROOF_WINDOW - 1):
+            raise FatalError(f"row {row} lacks the state before place {place}, or has closed it")
+        return window
 
     def _slot(self, states: Tensor) -> int:
         if not self._free:
@@ -250,21 +279,27 @@ class WindowReducer:
             self._free = list(range(count + more - 1, count - 1, -1))
         return self._free.pop()
 
-    def _reduce(self, rows: Sequence[int]) -> None:
-        """Reduces the current windows of `rows`, which must all have the same length."""
-        if not rows:
-            return
-        owners = [self._rows[row] for row in rows]
-        width = owners[0].filled - len(owners[0].proofs) * PROOF_WINDOW
-        slots = torch.tensor([one.slot for one in owners], device=self._states.device)
-        tokens = self._tokens[slots, :width].tolist()
+    def _reduce_closed(self) -> None:
+        """Reduces the closed windows, those of one length together. A row's only shorter one is its
+        last: longer ones first."""
+        by_length: dict[int, list[_Window]] = {}
+        for window in self._closed:
+            by_length.setdefault(window.filled, []).append(window)
+        self._closed = []
+        for length in sorted(by_length, reverse=True):
+            self._reduce(by_length[length], length)
+
+    def _reduce(self, windows: Sequence[_Window], length: int) -> None:
+        slots = on_device([[one.slot for one in windows]], self._states.device)[0]
+        tokens = self._tokens[slots, :length].tolist()
         keys = [
-            self._key_of(row, len(one.proofs), own)
-            for row, one, own in zip(rows, owners, tokens, strict=True)
+            self._key_of(one.row, one.number, own) for one, own in zip(windows, tokens, strict=True)
         ]
-        found = reduce(self._states[slots, :width].flatten(1), keys)
+        found = reduce(self._states[slots, :length].flatten(1), keys)
         built = activations.build_picked(found.positions, found.values)
-        for i, one in enumerate(owners):
-            one.proofs.append(built[i])
-            one.sketches.append(found.sketches[i])
-            one.digests.append(found.digests[i].astype("<u4").tobytes())
+        for i, one in enumerate(windows):
+            row = self._rows[one.row]
+            row.proofs.append(built[i])
+            row.sketches.append(found.sketches[i])
+            row.digests.append(found.digests[i].astype("<u4").tobytes())
+        self._free += [one.slot for one in windows]
