@@ -14,7 +14,8 @@ from trainer_kit import block_causal_mask
 
 from prime_core.errors import UserError
 from prime_engine.tiny import character_tokenizer
-from prime_trainer.attention import packed_attention, wants_whole_heads
+from prime_trainer import attention
+from prime_trainer.attention import packed_attention
 from prime_trainer.config import ObjectiveSettings
 from prime_trainer.learner import backward
 from prime_trainer.loading import empty_policy, fill_weights, load_policy
@@ -90,22 +91,43 @@ def test_attention_by_samples_is_the_masked_attention_of_whole_rows() -> None:
     torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
 
 
-def test_heads_that_share_keys_and_heads_with_their_own_attend_alike(
-    monkeypatch: pytest.MonkeyPatch,
+def _slow_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
+    _starts: torch.Tensor, longest: int, _longest: int, *, scale: float | None,
+    window_size: tuple[int, int], enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """torch's varlen_attn, which runs on GPUs only, by its documentation."""
+    place = torch.arange(len(query))
+    sample = torch.bucketize(place, starts, right=True)
+    assert starts.diff().max() == longest
+    back = place[:, None] - place[None, :]
+    mask = (back >= 0) & (sample[:, None] == sample[None, :])
+    if window_size[0] >= 0:
+        mask &= back <= window_size[0]
+    assert window_size[1] == 0
+    heads = (part.transpose(0, 1) for part in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    ).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_one_kernel_for_all_samples_is_given_their_bounds(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    """A CUDA device repeats the keys where its kernel cannot share them."""
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 7, 8, dtype=torch.float64)
-    key, value = (torch.randn(1, 2, 7, 8, dtype=torch.float64) for _ in range(2))
-    segments = ((0, 0, 3), (0, 3, 6))
-    found = []
-    for whole in (False, True):
-        monkeypatch.setattr("prime_trainer.attention.wants_whole_heads", lambda *_, w=whole: w)
-        made, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=segments)
-        found.append(made)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
-    monkeypatch.undo()
-    assert not wants_whole_heads(query, None)
+    monkeypatch.setattr(attention, "varlen_attn", _slow_varlen)
+    monkeypatch.setattr(attention, "_PADDING", 3)
+    query = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 9, 8, dtype=torch.float64) for _ in range(2))
+    segments = ((0, 0, 3), (0, 3, 7), (1, 0, 2))
+    slow, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None,
+        segments=segments, scaling=0.3, sliding_window=window,
+    )  # fmt: skip
+    found = attention._in_one_kernel(query, key, value, ((3, 4), (2,)), 0.3, window)
+    for row, start, end in segments:
+        torch.testing.assert_close(found[row, start:end], slow[row, start:end])
+    assert found.isfinite().all()
 
 
 def test_a_sliding_window_forgets_what_is_too_far_back() -> None:

@@ -2,20 +2,27 @@
 
 Registered with transformers under NAME, so that any decoder that takes an attention function
 (Llama, Qwen2, Qwen3, …) can use it. A model called with `segments` needs no masks, and the cost is
-that of the samples, not of the row's square. Padding gets zeros and is never predicted.
+that of the samples, not of the row's square. In half precision a GPU computes all samples in one
+kernel. Padding attends to padding at most and is never predicted.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 NAME = "prime_packed"
 
 Segments = tuple[tuple[int, int, int], ...]
 """(row, first position, end) of every sample of a micro-batch."""
+_PADDING = 128
+"""Tokens of padding that attend to each other on a GPU: few, since the cost is their square."""
 
 
 def packed_attention(
@@ -43,8 +50,11 @@ def packed_attention(
         if start != sum(rows[row]):
             raise ValueError(f"the samples of row {row} do not follow one another at {start}")
         rows[row].append(end - start)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        of_rows = tuple(map(tuple, rows))
+        return _in_one_kernel(query, key, value, of_rows, scaling, sliding_window), None
     grouped = query.shape[1] != key.shape[1]
-    if grouped and wants_whole_heads(query, sliding_window):
+    if grouped and query.is_cuda:  # torch's other kernels for GPUs do not share the keys
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1)
                       for part in (key, value))  # fmt: skip
         grouped = False
@@ -64,12 +74,38 @@ def packed_attention(
     return torch.stack(found), None
 
 
-def wants_whole_heads(query: Tensor, window: int | None) -> bool:
-    """Whether keys must be repeated for each query head. On CUDA, only the flash kernel shares
-    them, and it requires half precision without a mask; otherwise torch would fall back to a kernel
-    that materializes the full attention matrix."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and (not half or window is not None)
+def _in_one_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[tuple[int, ...], ...],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """packed_attention by the variable-length flash kernel; `lengths` of the samples, by row."""
+    starts, longest = _starts(lengths, query.shape[2], query.device)
+    attend: Any = varlen_attn
+    options = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; implied before
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    found: Tensor = attend(*flat, starts, starts, longest, longest, **options)
+    return torch.unflatten(found, 0, (query.shape[0], query.shape[2]))
+
+
+@lru_cache(maxsize=8)  # every layer asks for the same
+def _starts(
+    lengths: tuple[tuple[int, ...], ...], width: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """Where the samples of the flattened rows begin, int32 (n + 1,) with the end, and the longest
+    one's length. Padding is divided into samples of at most _PADDING tokens."""
+    parts: list[int] = []
+    for row in lengths:
+        padding = width - sum(row)
+        parts += row
+        parts += [min(_PADDING, padding - at) for at in range(0, padding, _PADDING)]
+    starts = torch.tensor([0, *accumulate(parts)], dtype=torch.int32, device=device)
+    return starts, max(parts)
 
 
 def _attend(
