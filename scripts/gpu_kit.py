@@ -13,9 +13,9 @@ unless --out names a file:
     {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
 
 Parts: kernels, trainer, exact, engine and calibration need nothing carried; cards, network, busy
-and steps need the project's packages, vllm also vLLM. On an H100, kernels, trainer, cards, engine
-and network took 160 s together, steps 107 s. What does not fit into --budget is recorded as not
-begun.
+and steps need the project's packages, vllm and files also vLLM. On an H100, kernels, trainer,
+cards, engine and network took 160 s together, steps 107 s, vllm 180 s. What does not fit into
+--budget is recorded as not begun.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [str(ROOT / name) for name in ("", "protocol", "node", "orchestrator", "trainer")]
 """Where this checkout's packages are, installed or not."""
 SITE = ROOT / "var" / "gpu-kit" / "site"
+MODEL = SITE.parent / "model"
+"""The model that the part `files` runs, if one travelled (pack --model); else the devnet's."""
 RESULTS = ROOT / "bench" / "results" / "gpu"
 BUDGET = 480.0
 SHORTEST = 40.0
@@ -88,6 +90,8 @@ NOT_NEEDED = (
     "_vllm_fa2_C*", "_qutlass*", "_flashmla*", "deep_gemm/_C.*", "tests",
 )  # fmt: skip
 """Files of the wheels that do not travel: sources, other attention kernels."""
+FILES = {"honest": 6, "int8": 2, "int4": 1, "old1_1e4": 1}
+"""Files of each length that the part `files` makes, by what is done to the weights."""
 ARCHITECTURE = 90
 """Compute capability of the card whose device code travels: Hopper."""
 
@@ -119,6 +123,7 @@ def machine() -> dict[str, Any]:
             "memory_gib": round(card.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "card_id": sha256(str(card.uuid).encode()).hexdigest()[:8],
         }
     return found
 
@@ -588,9 +593,63 @@ def trainer(kit: Kit) -> None:
     }
     if kit.small:
         shapes = {"tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}}
+    with kit.record("attention") as values:
+        _attention(kit, values)
     for name, shape in shapes.items():
         with kit.record(f"step_{name}") as values:
             _train(kit, shape, values)
+
+
+def _attention(kit: Kit, values: dict[str, Any]) -> None:
+    """Attention over two packed rows, next to torch's of each sample alone: largest differences of
+    the result and of a gradient, and milliseconds of both passes."""
+    import torch
+
+    from prime_trainer.attention import packed_attention
+
+    width, heads, size = (256, 4, 16) if kit.small else (8192, 16, 128)
+    lengths = [width // 2, width // 4, width // 8]
+    dtype = torch.float32 if kit.small else torch.bfloat16
+    torch.manual_seed(1)
+    made = [
+        torch.randn((2, width, count, size), device=kit.device, dtype=dtype).transpose(1, 2)
+        for count in (heads, heads // 2, heads // 2)
+    ]
+    query, key, value = (each.requires_grad_() for each in made)
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    cuts = [
+        (row, end - own, end) for row in range(2) for own, end in zip(lengths, ends, strict=True)
+    ]
+
+    def packed() -> Any:
+        found, _ = packed_attention(
+            torch.nn.Module(), query, key, value, None, segments=tuple(cuts)
+        )
+        return torch.cat([found[row, start:end] for row, start, end in cuts])
+
+    def alone() -> Any:
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(each[row : row + 1, :, start:end] for each in (query, key, value)),
+                is_causal=True, enable_gqa=True,
+            )[0].transpose(0, 1)
+            for row, start, end in cuts
+        ]  # fmt: skip
+        return torch.cat(parts)
+
+    ours, theirs = packed(), alone()
+    weights = torch.randn_like(ours)
+    pairs = [torch.autograd.grad((one * weights).sum(), (query, key)) for one in (ours, theirs)]
+    values["largest_gap"] = float((ours - theirs).detach().abs().max())
+    values["gradient_gap"] = max(
+        float((one - other).abs().max()) for one, other in zip(*pairs, strict=True)
+    )
+    for name, act in (("ms", packed), ("alone_ms", alone)):
+        values[name] = kit.median(
+            lambda act=act: torch.autograd.grad((act() * weights).sum(), (query, key, value))
+        )
+    need(values["largest_gap"] < 0.05, "packed attention is another function")
+    need(values["gradient_gap"] < 0.25, "the gradient of packed attention is another one")
 
 
 def _train(kit: Kit, shape: dict[str, int], values: dict[str, Any]) -> None:
@@ -747,7 +806,8 @@ def calibration(kit: Kit) -> None:
 
 
 def vllm(kit: Kit) -> None:
-    """vLLM: generation with our noise, what proofs cost, weights exchanged in place."""
+    """vLLM on a model of 7 B parameters: generation with our noise, what proofs cost, weights
+    exchanged in place."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -759,9 +819,14 @@ def vllm(kit: Kit) -> None:
     from prime_verify.proofs.windows import WindowReducer
 
     dtype = "float32" if kit.small else "bfloat16"
-    rows, length = (4, 40) if kit.small else (64, 256)
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
-        folder = random_model(Path(name) / "model", kit.small)
+    rows, length, rounds = (4, 40, 1) if kit.small else (64, 256, 3)
+    memory = None if kit.small else "/dev/shm"  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-", dir=memory) as name:
+        folder = Path(name) / "model"
+        if kit.small:
+            random_model(folder, True)
+        else:
+            model_of_7b(folder, kit)
         started = time.perf_counter()
         running: Any = None
         with kit.record("load") as values:
@@ -772,32 +837,99 @@ def vllm(kit: Kit) -> None:
             return
         requests = _requests(running, rows, length)
         made: list[Any] = []
-        with kit.record("generate") as values:
-            running.generate(requests[:2], 0.9)
-            start = time.perf_counter()
-            made = running.generate(requests, 0.9)
-            plain_seconds = time.perf_counter() - start
-            tokens = sum(len(g.output_tokens) for g in made)
-            values |= {"tokens": tokens, "tokens_s": tokens / plain_seconds}
-        with kit.record("proofs") as values:
+
+        def timed(proofs: bool, few: int = rows) -> float:
+            """Seconds of our generation, with proofs or without."""
+            nonlocal made
             reducer = WindowReducer(
                 lambda row, window, own: sha256(repr((row, window, own)).encode()).digest()
             )
             start = time.perf_counter()
-            running.generate(requests, 0.9, reducer)
-            seconds = time.perf_counter() - start
-            values |= {"share_of_time": 1 - plain_seconds / seconds, "seconds": seconds}
-        with kit.record("replay_by_plain") as values:
-            replays = _replay(_load(folder, kit, dtype), requests[:8], made[:8])
-            values["margin"] = max(float(r.margins.max()) for r in replays)
-            pairs = zip(made[:8], replays, strict=True)
-            values["logprob_gap"] = max(float(abs(g.logprobs - r.logprobs).max()) for g, r in pairs)
+            made = running.generate(requests[:few], 0.9, reducer if proofs else None)
+            if proofs:
+                for row in range(few):
+                    reducer.proof(row)
+            return time.perf_counter() - start
+
+        with kit.record("generate") as values:
+            of_vllm, bare, proved = [], [], []
+            for proofs in (False, True):  # compiles the kernels
+                timed(proofs, 2)
+            for _ in range(rounds):
+                of_vllm.append(_seconds_of_vllm(running, requests))
+                bare.append(timed(False))
+                proved.append(timed(True))
+            values["tokens"] = rows * length
+            values |= {
+                "vllm_tokens_s": rows * length / statistics.median(of_vllm),
+                "tokens_s": rows * length / statistics.median(bare),
+                "proved_tokens_s": rows * length / statistics.median(proved),
+                "share_of_proofs": 1 - statistics.median(bare) / statistics.median(proved),
+            }
+        with kit.record("host") as values:
+            values |= _where_the_program_is(lambda: timed(True))
         with kit.record("swap") as values:
             _swap(running, folder, Path(name) / "other", values)
         running.close()
-        if not kit.small:
-            with kit.record("swap_7b") as values:
-                _swap_large(kit, values)
+        with kit.record("replay_by_plain") as values:
+            plain = _load(folder, kit, dtype)
+            for _ in range(2):  # the first warms up
+                kit.sync()
+                start = time.perf_counter()
+                replays = _replay(plain, requests[:8], made[:8])
+                kit.sync()
+                values["tokens_s"] = sum(len(g.output_tokens) for g in made[:8]) / (
+                    time.perf_counter() - start
+                )
+            values["margin"] = max(float(r.margins.max()) for r in replays)
+            pairs = zip(made[:8], replays, strict=True)
+            values["logprob_gap"] = max(float(abs(g.logprobs - r.logprobs).max()) for g, r in pairs)
+
+
+def _seconds_of_vllm(running: Any, requests: list[Any]) -> float:
+    """Seconds that vLLM takes to generate as many tokens by itself: the most probable ones."""
+    from vllm import SamplingParams
+
+    asked = [
+        SamplingParams(
+            temperature=0.0, max_tokens=r.max_output_tokens, ignore_eos=True, detokenize=False
+        )
+        for r in requests
+    ]
+    prompts = [{"prompt_token_ids": list(r.prompt_tokens)} for r in requests]
+    start = time.perf_counter()
+    running._llm.generate(prompts, asked, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def _where_the_program_is(act: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of `act`, of the card in it, and of the functions of the program that take most."""
+    import cProfile
+    import pstats
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    values: dict[str, Any] = {}
+    profiler = cProfile.Profile()
+    start = time.perf_counter()
+    profiler.runcall(act)
+    values["seconds"] = time.perf_counter() - start
+    found: Any = pstats.Stats(profiler)
+    longest = sorted(found.stats.items(), key=lambda item: -item[1][2])[:24]
+    values["own"] = [
+        (f"{Path(place[0]).name}:{place[1]}:{place[2]}"[-60:], calls, round(own, 3))
+        for place, (calls, _, own, _, _) in longest
+    ]
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as watched:
+        act()
+    events = sorted(watched.key_averages(), key=lambda e: -e.self_device_time_total)
+    values["device_s"] = sum(e.self_device_time_total for e in events) / 1e6
+    values["kernels"] = [
+        (e.key[:60], e.count, round(e.self_device_time_total / 1e6, 3)) for e in events[:16]
+    ]
+    return values
 
 
 def _swap(running: Any, folder: Path, other: Path, values: dict[str, Any]) -> None:
@@ -835,63 +967,122 @@ def _changed_policy(folder: Path, other: Path) -> None:
             save_file(weights, path, {"format": "pt"})
 
 
-def _swap_large(kit: Kit, values: dict[str, Any]) -> None:
-    """The same with the shape of Qwen2.5-7B, random weights in memory (/dev/shm)."""
+def model_of_7b(folder: Path, kit: Kit) -> None:
+    """A policy folder of Qwen2.5-7B's shape, with random weights."""
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from prime_engine.sizing import Cards
     from prime_engine.tiny import character_tokenizer, qwen3_shape
-    from prime_engine.vllm import VllmEngine
-    from prime_verify.proofs.sampling_torch import gumbel
 
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-", dir="/dev/shm") as name:
-        folder = Path(name) / "model"
-        tokenizer = character_tokenizer()
-        config = qwen3_shape(
-            tokenizer, hidden=3584, layers=28, positions=8192, intermediate_size=18_944,
-            num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152_064,
-            tie_word_embeddings=False,
-        )  # fmt: skip
-        with torch.device("meta"):
-            model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-        model = model.to_empty(device=kit.device)
-        generator = torch.Generator(kit.device).manual_seed(1)
-        with torch.no_grad():
-            for label, tensor in model.named_parameters():
-                if label.endswith("norm.weight"):
-                    tensor.fill_(1.0)
-                else:
-                    tensor.normal_(0.0, 0.02, generator=generator)
-        start = time.perf_counter()
-        model.save_pretrained(folder, max_shard_size="2GB")
-        tokenizer.save_pretrained(folder)
-        values["write_s"] = time.perf_counter() - start
-        del model
-        torch.cuda.empty_cache()
-        start = time.perf_counter()
-        engine = VllmEngine(
-            folder, noise=gumbel, dtype="bfloat16", device=kit.device,
-            cards=Cards(memory_share=0.5),
-        )  # fmt: skip
-        values["load_s"] = time.perf_counter() - start
-        try:
-            _swap(engine, folder, Path(name) / "other", values)
-            requests = _requests(engine, 64, 256)
+    tokenizer = character_tokenizer()
+    config = qwen3_shape(
+        tokenizer, hidden=3584, layers=28, positions=8192, intermediate_size=18_944,
+        num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152_064,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device=kit.device)
+    generator = torch.Generator(kit.device).manual_seed(1)
+    with torch.no_grad():
+        for label, tensor in model.named_parameters():
+            if label.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            else:
+                tensor.normal_(0.0, 0.02, generator=generator)
+    model.save_pretrained(folder, max_shard_size="2GB")
+    tokenizer.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+# ── files of this card, judged elsewhere ─────────────────────────────────────────────────────────
+
+
+def files(kit: Kit) -> None:
+    """Rollout files that vLLM makes on this card, honest and with altered weights, and how far
+    they lie from a float32 replay on this card, in multiples of what rounding explains; how many of
+    each kind lie beyond limits fitted to the honest ones. The files are kept next to the records,
+    to be replayed on other machines."""
+    import numpy as np
+
+    from prime_engine.sizing import Cards
+    from prime_engine.variants import VARIANTS
+    from prime_envs.registry import environment_for
+    from prime_verify.build import build_rollout_file
+    from prime_verify.calibrate import Measured, limits_of, replay_rows
+    from prime_verify.engines import load_engine
+    from prime_verify.setups import Job, run_of, synthetic_lease
+
+    model = ROOT / "devnet" / "model" if kit.small or not MODEL.exists() else MODEL
+    kept = kit.out.parent / "files"
+    kept.mkdir(parents=True, exist_ok=True)
+    lengths, numbers = ((24,), {"honest": 1, "int8": 1}) if kit.small else ((24, 80, 160), FILES)
+    name, dtype = ("plain", "float32") if kit.small else ("vllm", "bfloat16")
+    options: dict[str, Any] = {} if kit.small else {"cards": Cards(memory_share=0.4)}
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
+        engine: Any = load_engine(model, engine=name, dtype=dtype, device=kit.device, **options)
+        made: dict[str, list[tuple[Any, Any]]] = {}
+        for kind, count in numbers.items():
+            with kit.record(f"make_{kind}") as values:
+                if kind != "honest":
+                    altered = _altered(model, Path(scratch) / kind, VARIANTS[kind])
+                    if kit.small:
+                        engine = load_engine(altered, engine=name, dtype=dtype, device=kit.device)
+                    else:
+                        need(engine.replace_policy(altered), "the altered weights are not loaded")
+                start = time.perf_counter()
+                for length in lengths:
+                    run = run_of(Job(model, 64, count), length)
+                    environment = environment_for(run)
+                    for number in range(count):
+                        lease = synthetic_lease(run, number)
+                        data = build_rollout_file(
+                            lease.signed, lease.lease_digest, run, engine, environment
+                        )
+                        (kept / f"{kind}-{length}-{number}.parquet").write_bytes(data)
+                        made.setdefault(kind, []).append((run, replace(lease, data=data)))
+                values["files"] = len(made[kind])
+                values["seconds"] = time.perf_counter() - start
+        engine.close()
+    verifier = load_engine(model, device=kit.device)
+    limits: dict[str, float] = {}
+    for kind, of_kind in made.items():
+        with kit.record(f"replay_{kind}") as values:
             start = time.perf_counter()
-            made = engine.generate(requests, 0.9)
-            seconds = time.perf_counter() - start
-            values["tokens_s"] = sum(len(g.output_tokens) for g in made) / seconds
-        finally:
-            engine.close()
-        plain = _load(folder, kit, "bfloat16")
-        rows = _requests(plain, 4, 2000)
-        made = [SimpleNamespace(output_tokens=tuple(range(1, 2001))) for _ in rows]
-        for _ in range(2):  # the first warms up
-            kit.sync()
-            start = time.perf_counter()
-            _replay(plain, rows, made)
-            values["replay_tokens_s"] = 4 * 2000 / (time.perf_counter() - start)
+            measured = Measured()
+            for run, lease in of_kind:
+                measured.add(*replay_rows(lease, run, environment_for(run), verifier))
+            values["seconds"] = time.perf_counter() - start
+            values |= {"rows": measured.rows, "tokens": measured.tokens, "model": model.name}
+            ratios = {name: np.array(found) for name, found in measured.ratios["file"].items()}
+            if kind == "honest":
+                fitted = limits_of(dtype, measured).file
+                limits = {name: tail.limit / 1e6 for name, tail in fitted.items()}
+                values["limits"] = limits
+            over = [ratios[name] > limit for name, limit in limits.items()]
+            values["sets_of_8_rows"] = len(ratios["sketch"])
+            values["found"] = int(np.any(over, axis=0).sum()) if over else None
+            values["least_median_largest"] = {
+                name: [round(float(q), 3) for q in np.quantile(found, (0, 0.5, 1))]
+                for name, found in ratios.items()
+            }
+
+
+def _altered(model: Path, folder: Path, prepare: Callable[[Any], None]) -> Path:
+    """A copy of a policy folder whose weights `prepare` has changed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    prepare(changed)
+    state = changed.state_dict()
+    shutil.copytree(model, folder)
+    for path in folder.glob("*.safetensors"):
+        weights = {name: state[name].contiguous() for name in load_file(path)}
+        save_file(weights, path, {"format": "pt"})
+    return folder
 
 
 # ── the trainer's own step ───────────────────────────────────────────────────────────────────────
@@ -1027,6 +1218,7 @@ PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
     "busy": (busy, 60),
     "steps": (steps, 120),
     "calibration": (calibration, 60),
+    "files": (files, 150),
 }
 """What each part does, and the seconds it may take."""
 
@@ -1121,7 +1313,12 @@ def pack(arguments: argparse.Namespace) -> int:
         for old in target.glob("part-*"):
             old.unlink()
         target.mkdir(parents=True, exist_ok=True)
-        parts = cut([whole], target, PART_BYTES)
+        archives = [whole]
+        if arguments.model:
+            archives.append(Path(name) / "model.tar.xz")
+            with tarfile.open(archives[-1], "w:xz", preset=1) as tar:
+                tar.add(arguments.model, MODEL.name)
+        parts = cut(archives, target, PART_BYTES)
     print(f"{len(parts)} parts under {target}")
     return 0
 
@@ -1241,10 +1438,13 @@ def join(folder: Path, target: Path) -> list[Path]:
 
 
 def unpack(arguments: argparse.Namespace) -> int:
-    """Joins the parts and unpacks the packages into var/gpu-kit/site, where `run` finds them."""
-    (whole,) = join(Path(arguments.folder), SITE.parent)
-    shutil.rmtree(SITE, ignore_errors=True)
-    shutil.unpack_archive(whole, SITE.parent, filter="data")
+    """Joins the parts and unpacks the packages, and the model if there is one, into var/gpu-kit,
+    where `run` finds them."""
+    archives = join(Path(arguments.folder), SITE.parent)
+    for folder in (SITE, MODEL):
+        shutil.rmtree(folder, ignore_errors=True)
+    for archive in archives:
+        shutil.unpack_archive(archive, SITE.parent, filter="data")
     return 0
 
 
@@ -1265,6 +1465,7 @@ def main() -> int:
     packing.add_argument("folder")
     packing.add_argument("--wheels", help="folder of wheels kept between runs")
     packing.add_argument("--no-vllm", action="store_true")
+    packing.add_argument("--model", help="model folder that travels too (SmolLM2-135M: 170 MB)")
     unpacking = commands.add_parser("unpack")
     unpacking.add_argument("folder")
     arguments = parser.parse_args()

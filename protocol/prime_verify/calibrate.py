@@ -77,7 +77,7 @@ and the fit may be too tight, so such rows or files get no limits."""
 
 
 @dataclass
-class _Measured:
+class Measured:
     """Honest ratios of one set-up's rows and files, by statistic."""
 
     ratios: dict[Scope, dict[str, list[float]]] = field(
@@ -123,7 +123,9 @@ def replay_rows(
     return found, references
 
 
-def _limits(dtype: str, measured: _Measured) -> SetupLimits:
+def limits_of(dtype: str, measured: Measured) -> SetupLimits:
+    """The limits of a set-up that generates in `dtype`, from its honest rows and files."""
+
     def fit(scope: Scope) -> dict[str, tails.Tail]:
         return {
             name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
@@ -165,7 +167,7 @@ def calibrate(
     `replay_device` (None: the same). Raises UnavailableError if a model does not load, no set-up
     runs, or `keep` is for replays by another set-up.
     """
-    measured: dict[tuple[str, str], _Measured] = defaultdict(_Measured)
+    measured: dict[tuple[str, str], Measured] = defaultdict(Measured)
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folders = [*models, *tiny_models(Path(scratch))]
@@ -188,7 +190,7 @@ def calibrate(
                 except UnavailableError as error:
                     log.warning("left out: %s", error)
                     left_out.append(str(error))
-    setups = [_limits(dtype, found) for (_, dtype), found in measured.items() if found.files]
+    setups = [limits_of(dtype, found) for (_, dtype), found in measured.items() if found.files]
     for one in setups:
         if not one.long:
             left_out.append(
@@ -216,7 +218,7 @@ def calibrate(
     return calibration, left_out
 
 
-def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: _Measured) -> None:
+def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: Measured) -> None:
     jobs = [
         Job(model, batch_rows, max(1, round(files * scale)))
         for model in verifiers

@@ -60,7 +60,7 @@ def test_a_small_calibration_stays_within_the_shipped_limits(
 def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
     """Three long files that happen to lie close together would give limits below honest drift."""
     for files, judged in ((9, False), (10, True)):
-        measured = calibrate._Measured(batches={64}, device="cpu", engine="plain/1")
+        measured = calibrate.Measured(batches={64}, device="cpu", engine="plain/1")
         measured.rows = measured.files = measured.tokens = 100
         sizes: dict[thresholds.Scope, int] = {"row": 800, "file": 100, "long": files}
         for scope, values in sizes.items():
