@@ -228,13 +228,15 @@ def with_answers(server: str, config: Path, folder: Path) -> None:
     def answers() -> bool:
         assert child.poll() is None, (folder / "prometheus.log").read_text()
         try:
+            if httpx.get(f"http://{address}/-/ready", timeout=20).status_code == 503:
+                return False  # it opens its store, and answers no query
             empty[:] = [query for query in empty if not found(query)]
         except httpx.TransportError:
             return False
         return not empty
 
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not answers():
             assert time.monotonic() < deadline, f"no series: {empty}"
             time.sleep(0.25)
