@@ -69,7 +69,7 @@ def gpu_section(folder: Path) -> list[str]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """ "name value" of each number, truth and short text in nested `values`."""
+    """ "name value" of each number, truth, short text and few numbers in nested `values`."""
     for name, value in values.items():
         if isinstance(value, Mapping) and name != "facts":
             yield from _leaves(value, f"{prefix}{name}.")
@@ -77,6 +77,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name} {value}"
         elif isinstance(value, int | float):
             yield f"{prefix}{name} {_short(value)}"
+        elif isinstance(value, list) and all(isinstance(one, int | float) for one in value[:5]):
+            yield f"{prefix}{name} {' / '.join(map(_short, value[:5]))}"
 
 
 def section(found: Mapping[str, Any]) -> str:
