@@ -26,7 +26,14 @@ import typer
 from prime_chain.amounts import ether, prime
 from prime_chain.errors import ChainRevertedError
 from prime_core import ids
-from prime_core.command_line import Json, PasswordFd, PasswordFile, PollSeconds, Quorum
+from prime_core.command_line import (
+    Json,
+    PasswordFd,
+    PasswordFile,
+    PollSeconds,
+    Quorum,
+    with_options,
+)
 from prime_core.errors import UserError
 from prime_core.ids import Address
 
@@ -197,17 +204,6 @@ def pool_of(contracts: Contracts, number: int) -> Pool:
 def sends_transactions(function: Callable[..., Done]) -> Callable[..., None]:
     """Makes a command of `function(session, own parameters …)`: adds the common flags, opens the
     session and prints the answer in the requested form."""
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-        if name != "session"
-    ]
-    common = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
-        for name, (annotation, default) in _FLAGS.items()
-    ]
 
     def command(**values: Any) -> None:
         flags = {name: values.pop(name) for name in _FLAGS}
@@ -220,11 +216,7 @@ def sends_transactions(function: Callable[..., Done]) -> Callable[..., None]:
             elif (refused := echo_unsent(session, json_output)) is not None:
                 raise typer.Exit(refused.exit_code)
 
-    command.__name__ = function.__name__
-    command.__doc__ = function.__doc__
-    command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in own + common}
-    return command
+    return with_options(function, _FLAGS, command)
 
 
 @contextmanager

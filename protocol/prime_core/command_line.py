@@ -7,8 +7,9 @@ Help is plain text, because rich's panels cost a quarter second of CPU at each `
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +84,30 @@ def command() -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+
+def with_options(
+    function: Callable[..., object],
+    options: Mapping[str, tuple[Any, Any]],
+    call: Callable[..., None],
+) -> Callable[..., None]:
+    """Makes a command that has the parameters of `function` but the first one, and `options`: name
+    → (annotation, default). It passes all of them to `call`."""
+    _, *own = inspect.signature(function, eval_str=True).parameters.values()
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    parameters = [one.replace(kind=by_name) for one in own] + [
+        inspect.Parameter(name, by_name, default=default, annotation=annotation)
+        for name, (annotation, default) in options.items()
+    ]
+
+    def command(**values: Any) -> None:
+        call(**values)
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:

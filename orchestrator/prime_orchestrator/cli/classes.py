@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prime_core.command_line import ConfigFile, Json, command
+from prime_core.command_line import Json, command
 from prime_core.errors import UserError
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
-from prime_orchestrator.cli.storage import Data, Database, opened
+from prime_orchestrator.cli.storage import StoreOptions, with_database
 
 if TYPE_CHECKING:
     from prime_orchestrator.store.exact_classes import SumRow
@@ -44,20 +44,18 @@ app = command()
 
 
 @app.command()
+@with_database
 def classes(
+    options: StoreOptions,
     run: Annotated[Path, typer.Option(help="Run definition that classes are proven for.")],
     keep: Annotated[
         Path | None, typer.Option(help="Calibration to copy, with the proven classes of this pool.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The copy to write (JSON), not signed.")] = None,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """Show each exact class and what it lacks to be proven; write a calibration that lists those
     that lack nothing, to be signed by `orchestrator calibrate --sign`."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import exact_classes
     from prime_verify.proofs.thresholds import ProvenClass, load
 
@@ -67,7 +65,7 @@ def classes(
         )
     definition = read_run(run)
     kept = load(keep) if keep is not None else None
-    with opened(flags, config) as (_, store), store.read() as connection:
+    with options.opened() as (_, store), store.read() as connection:
         found = [
             (one, json.loads(exact_classes.facts_of(connection, one.key)))
             for one in exact_classes.sums(connection, LEAST_ROWS_EACH)

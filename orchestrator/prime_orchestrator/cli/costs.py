@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from prime_chain.amounts import ether
-from prime_core.command_line import ConfigFile, Json, Quorum, Rpcs, command
+from prime_core.command_line import Json, Quorum, Rpcs, command
 from prime_core.errors import UserError
-from prime_orchestrator.cli.storage import Data, Database, pool_store, progress
+from prime_orchestrator.cli.storage import StoreOptions, progress, with_database
 
 MOST = 5_000
 """Most transactions whose receipts are read."""
@@ -22,11 +22,10 @@ app = command()
 
 
 @app.command()
+@with_database
 def costs(
+    options: StoreOptions,
     hours: Annotated[float, typer.Option(min=0.01, max=24, help="How far back to look.")] = 24.0,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     rpc: Rpcs = None,
     rpc_quorum: Quorum = None,
     json_output: Json = False,
@@ -36,13 +35,10 @@ def costs(
     Fees come from the receipts and include the L1 data fee on an OP-stack chain. Deployments, stake
     and pool funds are not included.
     """
-    flags: dict[str, object] = {
-        "data": data, "database": database, "rpc": tuple(rpc or ()), "rpc_quorum": rpc_quorum
-    }  # fmt: skip
     from prime_orchestrator.store import intents, meta, submissions
 
     since = time.time() - 3600 * hours
-    with pool_store(flags, config) as (settings, store):
+    with options.pool({"rpc": tuple(rpc or ()), "rpc_quorum": rpc_quorum}) as (settings, store):
         with store.read() as connection:
             chain_id = int(str(meta.get(connection, meta.SERVES)).partition("/")[0])
             mined = intents.mined_since(connection, since, MOST + 1)

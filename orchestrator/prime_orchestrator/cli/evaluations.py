@@ -13,42 +13,31 @@ from typing import Annotated
 
 import typer
 
-from prime_core.command_line import ConfigFile, Json, group
+from prime_core.command_line import Json, group
 from prime_core.errors import NotFoundError, UserError
 from prime_core.times import utc
-from prime_orchestrator.cli.storage import (
-    Bucket,
-    Data,
-    Database,
-    Endpoint,
-    Objects,
-    Region,
-    pool_store,
-    progress,
-)
+from prime_orchestrator.cli.storage import StoreOptions, progress, with_database, with_objects
 
 app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
 
 
 @app.command()
+@with_database
 def start(
+    options: StoreOptions,
     policy: Annotated[
         int | None, typer.Option(min=0, help="Version of the policy (the newest).")
     ] = None,
     problems: Annotated[
         int | None, typer.Option(min=1, help="How many held-out problems (all of the run).")
     ] = None,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """Have the pool's nodes answer held-out problems by a policy; the answers are paid."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.rollouts import runs_of
     from prime_orchestrator.store import evaluations, policies
 
-    with pool_store(flags, config) as (_, store), store.begin() as connection:
+    with options.pool() as (_, store), store.begin() as connection:
         newest = policies.latest_version(connection)
         version = newest if policy is None else policy
         if version is None or policies.get(connection, version) is None:
@@ -78,18 +67,16 @@ def start(
 
 
 @app.command("list")
+@with_database
 def list_evaluations(
+    options: StoreOptions,
     last: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """The newest evaluations with their results so far, newest first."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import evaluations
 
-    with pool_store(flags, config) as (_, store), store.read() as connection:
+    with options.pool() as (_, store), store.read() as connection:
         found = [evaluations.info(connection, row) for row in evaluations.newest(connection, last)]
     if json_output:
         typer.echo(json.dumps({"evaluations": [one.model_dump() for one in found]}))
@@ -113,29 +100,23 @@ def list_evaluations(
 
 
 @app.command()
+@with_objects
 def grade(
+    options: StoreOptions,
     number: Annotated[int, typer.Argument(metavar="ID", help="Id, as list shows it.")],
     model: Annotated[
         Path, typer.Option(help="Model folder of the run, whose tokenizer decodes the answers.")
     ],
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
     json_output: Json = False,
 ) -> None:
     """Grade an evaluation's accepted answers again: the share of correct ones, pass@1 and pass@k.
 
     Answers that are programs run in the environment's sandbox.
     """
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
-    with pool_store(flags, config) as (settings, store), progress() as bar:
+    with options.pool() as (settings, store), progress() as bar:
         task = bar.add_task("files", total=None)
         found = rollouts.grade_evaluation(
             store,
@@ -161,18 +142,16 @@ def grade(
 
 
 @app.command()
+@with_database
 def end(
+    options: StoreOptions,
     number: Annotated[int, typer.Argument(metavar="ID", help="Id, as list shows it.")],
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """End an evaluation: it gets no more leases. Those given are still judged and paid."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import evaluations
 
-    with pool_store(flags, config) as (_, store), store.begin() as connection:
+    with options.pool() as (_, store), store.begin() as connection:
         if evaluations.get(connection, number) is None:
             raise NotFoundError(f"there is no evaluation {number}")
         evaluations.end(connection, number, now=time.time())

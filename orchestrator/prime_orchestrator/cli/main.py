@@ -17,28 +17,15 @@ from typing import Annotated
 import typer
 
 from prime_core.command_line import (
-    ConfigFile,
     Json,
     LogLevel,
     PasswordFd,
-    PasswordFile,
     PollSeconds,
-    Quorum,
-    Rpcs,
     group,
     program,
 )
 from prime_core.command_line import run as run_program
-from prime_orchestrator.cli.storage import (
-    Bucket,
-    Data,
-    Database,
-    Endpoint,
-    Objects,
-    Region,
-    opened,
-    pool_store,
-)
+from prime_orchestrator.cli.storage import StoreOptions, with_database, with_objects, with_pool
 
 _ELSEWHERE = {
     "quickstart": (
@@ -106,8 +93,9 @@ def validate(context: typer.Context) -> None:
 
 
 @app.command()
+@with_pool
 def serve(
-    config: ConfigFile = None,
+    options: StoreOptions,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     public_url: Annotated[
@@ -117,35 +105,22 @@ def serve(
         list[str] | None,
         typer.Option(help="Another URL that clients are given for it; repeat for more."),
     ] = None,
-    data: Data = None,
-    database: Database = None,
     replica: Annotated[
         str | None,
         typer.Option(help="Standby of the PostgreSQL database; public pages are read from it."),
     ] = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
     s3_public_endpoint: Annotated[
         str | None, typer.Option(help="URL at which nodes reach it, if that is another.")
     ] = None,
-    s3_region: Region = None,
-    deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
-    rpc: Rpcs = None,
     rpc_ws: Annotated[
         list[str] | None,
         typer.Option(help="WebSocket endpoint that announces new blocks; repeat for more."),
     ] = None,
-    rpc_quorum: Quorum = None,
     chain_poll_seconds: PollSeconds = None,
     chain_idle_seconds: Annotated[
         float | None,
         typer.Option(help="Pause between looks at the chain while nothing is awaited (12)."),
     ] = None,
-    pool: Annotated[int | None, typer.Option(help="Number of the pool on chain.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Run definition (canonical JSON).")] = None,
-    wallet: Annotated[Path | None, typer.Option(help="Keystore of the pool's manager.")] = None,
-    password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
     allow_relay: Annotated[
         list[str] | None,
@@ -183,54 +158,40 @@ def serve(
 ) -> None:
     """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
     flags: dict[str, object] = dict(locals())
-    from prime_orchestrator.config import load
     from prime_orchestrator.serve import run as run_server
 
-    del flags["config"]
+    del flags["options"]
     lists = {
-        "rpc": tuple(rpc or ()),
         "rpc_ws": tuple(rpc_ws or ()),
         "also_known_as": tuple(also_known_as or ()),
         "allow_relay": tuple(allow_relay or ()),
         "planted": tuple(planted or ()),
         "trusted_proxies": tuple(trusted_proxies or ()),
     }
-    run_server(load(flags | lists, config))
+    run_server(options.settings(flags | lists))
 
 
 @store_app.command()
-def migrate(config: ConfigFile = None, data: Data = None, database: Database = None) -> None:
+@with_database
+def migrate(options: StoreOptions) -> None:
     """Bring the database's schema up to date (`serve` does it by itself)."""
-    from prime_orchestrator.config import load
-    from prime_orchestrator.store import open_store
-
-    settings = load({"data": data, "database": database}, config)
-    store = open_store(settings.database_url)
-    try:
+    with options.opened() as (_, store):
         store.migrate()
-    finally:
-        store.close()
     typer.echo("the schema is up to date")
 
 
 @store_app.command()
+@with_objects
 def check(
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
+    options: StoreOptions,
     read: Annotated[
         bool, typer.Option("--read", help="Check each object's SHA-256, not only that it is there.")
     ] = False,
 ) -> None:
     """Look for every object that the database names; exit code 1 if one is absent or damaged."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup
 
-    with opened(flags, config) as (settings, store):
+    with options.opened() as (settings, store):
         place = backup.place(store)
         found = backup.check(store, settings.open_objects("", place), read=read)
     for name in found.absent:
@@ -242,39 +203,27 @@ def check(
 
 
 @store_app.command("backup")
+@with_objects
 def save(
+    options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
 ) -> None:
     """Copy database and objects into a folder, while `serve` goes on."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup
 
-    with opened(flags, config) as (settings, store):
+    with options.opened() as (settings, store):
         place = backup.place(store)
         made = backup.backup(store, settings.open_objects("", place), folder.absolute())
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} new objects in {folder}")
 
 
 @store_app.command()
+@with_objects
 def restore(
+    options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="What `store backup` made.")],
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
 ) -> None:
     """Fill an empty database and an object store (of any kind) from a backup."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup
 
     saved = backup.open_backup(folder.absolute())
@@ -282,25 +231,27 @@ def restore(
         place = backup.place(saved)
     finally:
         saved.close()
-    with opened(flags, config) as (settings, store):
+    with options.opened() as (settings, store):
         made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
 
 
 @store_app.command("rotate-secret")
-def rotate_secret(config: ConfigFile = None, data: Data = None, database: Database = None) -> None:
+@with_database
+def rotate_secret(options: StoreOptions) -> None:
     """Make a new secret of signed URLs; each `serve` takes it when it is started again."""
-    flags: dict[str, object] = dict(locals())
     from prime_core.storage.signing import SECRET_BYTES
     from prime_orchestrator.store import meta
 
-    with pool_store(flags, config) as (_, store), store.begin() as connection:
+    with options.pool() as (_, store), store.begin() as connection:
         meta.put(connection, meta.URL_SECRET, secrets.token_hex(SECRET_BYTES))
     typer.echo("start every serve process on this database again: URLs of before are void then")
 
 
 @store_app.command()
+@with_database
 def prune(
+    options: StoreOptions,
     days: Annotated[int, typer.Option(help="Rows younger than this stay.", min=7)] = 30,
     archive: Annotated[
         Path | None, typer.Option(help="New folder that receives the rows as Parquet files.")
@@ -308,34 +259,28 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count the rows; delete nothing.")
     ] = False,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """Delete old rows that nothing depends on (docs/retention.md), while `serve` goes on."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup, retention
 
-    with opened(flags, config) as (_, store):
+    with options.opened() as (_, store):
         backup.place(store)
         found = retention.prune(store, time.time() - days * 86_400, archive, dry_run=dry_run)
     _echo_rows(found, "would go" if dry_run else "deleted", json_output)
 
 
 @store_app.command()
+@with_database
 def export(
+    options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="New folder.")],
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
     json_output: Json = False,
 ) -> None:
     """Write the tables, but for secrets, as Parquet files for analysis."""
-    flags: dict[str, object] = dict(locals())
     from prime_orchestrator.store import backup, retention
 
-    with opened(flags, config) as (_, store):
+    with options.opened() as (_, store):
         backup.place(store)
         found = retention.export(store, folder)
     _echo_rows(found, f"in {folder}", json_output)

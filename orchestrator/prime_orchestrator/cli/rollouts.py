@@ -14,21 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prime_core import ids
-from prime_core.command_line import ConfigFile, Json, group
+from prime_core.command_line import Json, group
 from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Address
 from prime_core.printing import printable
 from prime_core.times import utc
-from prime_orchestrator.cli.storage import (
-    Bucket,
-    Data,
-    Database,
-    Endpoint,
-    Objects,
-    Region,
-    pool_store,
-    progress,
-)
+from prime_orchestrator.cli.storage import StoreOptions, progress, with_objects
 
 if TYPE_CHECKING:
     from prime_orchestrator.rollouts import FileFacts, Sample
@@ -52,7 +43,9 @@ Model = Annotated[
 
 
 @app.command("list")
+@with_objects
 def list_files(
+    options: StoreOptions,
     last: Annotated[int, typer.Option(min=1, max=MOST, help="At most so many.")] = 20,
     before: Annotated[
         str | None, typer.Option(help="Those older than this one: the next page.")
@@ -60,21 +53,14 @@ def list_files(
     since: Since = None,
     verdict: Verdict = None,
     node: Node = None,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
     json_output: Json = False,
 ) -> None:
     """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
-    flags, wanted = dict(locals()), _wanted(since, verdict, node)
-    with pool_store(flags, config) as (settings, store):
+    wanted = _wanted(since, verdict, node)
+    with options.pool() as (settings, store):
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
             older = None if before is None else rollouts.find(connection, before, kept)[0]
@@ -118,7 +104,9 @@ def _became(one: FileFacts) -> str:
 
 
 @app.command()
+@with_objects
 def show(
+    options: StoreOptions,
     file: Annotated[str, typer.Argument(metavar="ID", help="Id, or its first digits.")],
     row: Annotated[int | None, typer.Option(min=0, help="Only this row.")] = None,
     most: Annotated[int, typer.Option(min=1, max=4096, help="At most so many rows.")] = 8,
@@ -130,13 +118,6 @@ def show(
             "that are programs run in its sandbox."
         ),
     ] = False,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
     json_output: Json = False,
 ) -> None:
     """A rollout file: its verdict, what became of its groups, texts and rewards of its rows."""
@@ -147,7 +128,7 @@ def show(
 
     if grade and model is None:
         raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
-    with pool_store(locals(), config) as (settings, store):
+    with options.pool() as (settings, store):
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
             found, archived = rollouts.find(connection, file, kept)
@@ -227,7 +208,9 @@ def _sample_text(one: Sample) -> str:
 
 
 @app.command()
+@with_objects
 def export(
+    options: StoreOptions,
     out: Annotated[Path, typer.Option(help="Parquet file to write, or a folder for it.")],
     since: Since = None,
     node: Node = None,
@@ -235,13 +218,6 @@ def export(
         bool, typer.Option("--accepted/--all", help="Accepted files, or those of any verdict.")
     ] = True,
     model: Model = None,
-    config: ConfigFile = None,
-    data: Data = None,
-    database: Database = None,
-    objects: Objects = None,
-    s3_bucket: Bucket = None,
-    s3_endpoint: Endpoint = None,
-    s3_region: Region = None,
     json_output: Json = False,
 ) -> None:
     """Rollouts as one Parquet file (columns: docs/tutorial.md), with texts if --model is given."""
@@ -250,7 +226,7 @@ def export(
 
     wanted = _wanted(since, "accepted" if accepted else None, node)
     target = out / "rollouts.parquet" if out.is_dir() else out
-    with pool_store(locals(), config) as (settings, store):
+    with options.pool() as (settings, store):
         kept, tokenizer = settings.open_objects("", backup.place(store)), None
         if model is not None:
             with store.read() as connection:
