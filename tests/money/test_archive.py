@@ -270,6 +270,13 @@ GOES = (
 )
 STAYS = ("slash is open", "evaluation goes on", "shadow", "planted, then posted")
 """Kinds of files that are archived, and those that are not yet, or by another rule not at all."""
+LIARS = {"executed": LIAR, "cancelled": LIAR, "slash is open": OPEN}
+REJECTED = {
+    "malformed": Reason.MALFORMED,
+    **dict.fromkeys((*LIARS, "planted lie"), Reason.WRONG_SKETCH),
+    "planted, rejected": Reason.WRONG_PROMPTS,
+    "evaluation, rejected": Reason.WRONG_CLASS,
+}
 
 
 @dataclass
@@ -345,55 +352,38 @@ class Mixed:
         return digest
 
     def add(self, kind: str) -> SubmissionRow:
-        honest = self.draw.choice((HONEST, OTHER))
-        match kind:
-            case "repeated":
-                row = self.judged(honest)
-                self.change(schema.submissions, row.digest, repeated_rows=1)
-            case "malformed":
-                row = self.judged(honest, Reason.MALFORMED)
-            case "unjudged":
-                row = self.unjudged(honest, Reason.UNAVAILABLE)
-            case "lapsed":
-                row = self.unjudged(honest, Reason.UNAVAILABLE)
-                said = OpinionRow(row.digest, VALIDATOR.address, Reason.WRONG_SKETCH, "{}", 1.0)
-                with self.mgr.store.begin() as connection:
+        honest = PLANT if kind.startswith("planted") else self.draw.choice((HONEST, OTHER))
+        node = LIARS.get(kind, honest)
+        if kind in ("unjudged", "lapsed", "planted, unjudged"):
+            row = self.unjudged(node, Reason.UNAVAILABLE)
+        else:
+            number = self.running if kind == "evaluation goes on" else self.ended
+            evaluation = number if kind.startswith("evaluation") else None
+            row = self.judged(
+                node, REJECTED.get(kind, Reason.NONE), evaluation, shadow=kind == "shadow"
+            )
+        if kind == "repeated":
+            self.change(schema.submissions, row.digest, repeated_rows=1)
+        elif kind == "planted, unjudged":
+            reveal(self.mgr.store, self.mgr.context, PLANTED, self.mgr.now)
+        with self.mgr.store.begin() as connection:
+            match kind:
+                case "lapsed":
+                    said = OpinionRow(row.digest, VALIDATOR.address, Reason.WRONG_SKETCH, "{}", 1.0)
                     opinions.add(connection, said)
-            case "unrooted":
-                row = self.judged(honest)
-                with self.mgr.store.begin() as connection:
+                case "unrooted":
                     void(connection, row.digest, Reason.UNROOTED, self.mgr.now(), of=["accepted"])
-            case "executed" | "cancelled" | "slash is open":
-                liar = OPEN if kind == "slash is open" else LIAR
-                row = self.judged(liar, Reason.WRONG_SKETCH)
-                with self.mgr.store.begin() as connection:
-                    state = "queued" if liar is OPEN else kind
+                case "executed" | "cancelled" | "slash is open":
+                    state = "queued" if node is OPEN else kind
                     slashes.change(connection, row.digest, status=state)
-                    refresh_credits(connection, liar.address)
-            case "planted" | "planted, then posted":
-                row = self.judged(PLANT)
-            case "planted lie":
-                row = self.judged(PLANT, Reason.WRONG_SKETCH)
-            case "planted, rejected":
-                row = self.judged(PLANT, Reason.WRONG_PROMPTS)
-            case "planted, unjudged":
-                row = self.unjudged(PLANT, Reason.UNAVAILABLE)
-                reveal(self.mgr.store, self.mgr.context, PLANTED, self.mgr.now)
-            case "evaluation" | "evaluation goes on":
-                number = self.ended if kind == "evaluation" else self.running
-                row = self.judged(honest, evaluation=number)
-            case "evaluation, rejected":
-                row = self.judged(honest, Reason.WRONG_CLASS, evaluation=self.ended)
-            case _:
-                row = self.judged(honest, shadow=kind == "shadow")
-        if kind == "planted, then posted":
-            name = sha256(row.digest.encode())
-            args = {"root": row.digest, "epoch": 0, "seq": 1, "leaves_object": ZERO_DIGEST}
-            with self.mgr.store.begin() as connection:
-                chain.add_event(
-                    connection, block_hash=name, log_index=0, block=1, block_time=1, tx_hash=name,
-                    name="RootPosted", args=args,
-                )  # fmt: skip
+                    refresh_credits(connection, node.address)
+                case "planted, then posted":
+                    name = sha256(row.digest.encode())
+                    args = {"root": row.digest, "epoch": 0, "seq": 1, "leaves_object": ZERO_DIGEST}
+                    chain.add_event(
+                        connection, block_hash=name, log_index=0, block=1, block_time=1,
+                        tx_hash=name, name="RootPosted", args=args,
+                    )  # fmt: skip
         return self.mgr.row(row.digest)
 
 
