@@ -59,7 +59,6 @@ LIBRARY = ("python-stdlib.zip", "a7b8f7cbd4799ac8c81223cbc47f8cea503adac934a0482
 FUEL = 16_000_000_000
 """Instructions of all of a row's programs: two to six seconds of a core."""
 MEMORY_BYTES = 512 << 20
-PAGE_BYTES = 1 << 16
 WORK_BYTES = 1 << 30
 """Bytes that a row's programs may have `_System` move; a call of it counts as CALL_BYTES."""
 CALL_BYTES = 8192

@@ -142,10 +142,6 @@ class Slasher(Contract):
         found = AnnouncedTerms(*self.read("announced", block=block))
         return found if found.act_at else None
 
-    def deposit_of(self, leaf: Digest, block: BlockId = "latest") -> int:
-        """What the dispute of a proposal was backed with, in wei."""
-        return cast(int, self._one("depositOf", leaf, block=block))
-
     def hand_over(self, to: Address) -> Call:
         return self.write("handOver", to, what=f"offer the governor's role to {to}")
 
