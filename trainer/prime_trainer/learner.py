@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def filled_learner(
 
 def make_optimizer(policy: Policy, settings: Settings) -> torch.optim.Optimizer:
     """AdamW over the parameters that are trained. Raises UserError if torchao is missing."""
-    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    kind: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
     if settings.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
