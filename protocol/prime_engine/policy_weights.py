@@ -81,6 +81,8 @@ def load_policy(model: Any, folder: Path, config: Any, dtype: str, device: str) 
             model.load_weights(tensors())
     finally:
         waiting.close()
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()  # keeps nothing of what waited
     if compared == 0:
         raise UnavailableError(f"{folder} holds no weights in safetensors files")
     return compared
@@ -107,17 +109,21 @@ def _on_device(folder: Path, device: str) -> Generator[tuple[str, Tensor], None,
     room = _room(device)
     waiting: deque[tuple[str, Tensor, list[Future[None]]]] = deque()
     ahead = 0
-    with ThreadPoolExecutor(READERS, "weights") as readers:
+    start: dict[str, Any] = {}
+    if device.startswith("cuda"):
+        start = {"initializer": torch.cuda.set_device, "initargs": (device,)}
+        torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(READERS, "weights", **start) as readers:
         copy = partial(_copy, threading.local())
         for path, name in places:
             source = _read(path, name)
             size = source.nbytes if source.nbytes <= room else 0
             while waiting and ahead + size > room:
                 ahead -= yield from _next(waiting)
-            if not size:
+            target = _empty(source, device) if size else None
+            if target is None:
                 waiting.append((name, source, []))
                 continue
-            target = torch.empty_like(source, device=device)
             pieces = zip(_pieces(source), _pieces(target), strict=True)
             waiting.append((name, target, [readers.submit(copy, *piece) for piece in pieces]))
             ahead += size
@@ -137,12 +143,19 @@ def _next(
 
 
 def _room(device: str) -> int:
-    """Bytes that may wait on `device`: at most half of what is free there."""
+    """Bytes that may wait on `device`: at most a third of what is free there, since one more tensor
+    is being loaded, and comparing takes some."""
     if not device.startswith("cuda"):
         return AHEAD_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(AHEAD_BYTES, (free + unused) // 2)
+    return min(AHEAD_BYTES, int(torch.cuda.mem_get_info(device)[0]) // 3)
+
+
+def _empty(source: Tensor, device: str) -> Tensor | None:
+    """Room for `source` on `device`; None if there is none."""
+    try:
+        return torch.empty_like(source, device=device)
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -23,6 +23,9 @@ from prime_core.errors import FatalError
 from prime_engine.base import Noise
 from prime_engine.batch import RowSet
 
+TOGETHER = 256
+"""Steps whose results are fetched from the device at once."""
+
 
 @dataclass
 class Row:
@@ -39,8 +42,8 @@ class Row:
 
 @dataclass
 class _Step:
-    """One step's rows of one owner: numbers and positions (n,), and their results (n, …); tokens
-    and log-probabilities remain on the device until the rows have ended."""
+    """One step's rows of one owner, or several steps': numbers and positions (n,), and their
+    results (n, …). Tokens and log-probabilities of single steps are on the device."""
 
     numbers: list[int]
     places: list[int]
@@ -118,8 +121,29 @@ class Recorder:
                 owner.sink.step(numbers, their, tokens[chosen], part)
                 part = part[:, :0]
             owner.steps.append(_Step(numbers, their, tokens[chosen], logprobs[chosen], part.cpu()))
+            if owner.sink is not None and len(owner.steps) > TOGETHER:
+                owner.steps = [_merged(owner.steps)]
         self._hidden = None
         return drawn
+
+
+def _merged(steps: Sequence[_Step]) -> _Step:
+    """Steps as one, in main memory; the first may be one of several already."""
+    tokens, logprobs = (
+        torch.cat([getattr(steps[0], name).cpu(), *_fetched(steps[1:], name)])
+        for name in ("tokens", "logprobs")
+    )
+    return _Step(
+        [number for step in steps for number in step.numbers],
+        [place for step in steps for place in step.places],
+        tokens,
+        logprobs,
+        torch.cat([step.states for step in steps]),
+    )
+
+
+def _fetched(steps: Sequence[_Step], name: str) -> list[Tensor]:
+    return [torch.cat([getattr(step, name) for step in steps]).cpu()] if steps else []
 
 
 def on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -139,22 +163,16 @@ def recorded(
     Raises FatalError if these differ from the recorded tokens.
     """
     latest: list[dict[int, int]] = [{} for _ in outputs]
-    at = 0
-    for step in rows.steps:
-        for row, place in zip(step.numbers, step.places, strict=True):
-            latest[row][place] = at
-            at += 1
-    drawn, logprobs, states = (
-        torch.cat([getattr(step, name) for step in rows.steps]).cpu()
-        for name in ("tokens", "logprobs", "states")
-    )
+    whole = _merged(rows.steps)
+    for at, (row, place) in enumerate(zip(whole.numbers, whole.places, strict=True)):
+        latest[row][place] = at
     found = []
     for tokens, places in zip(outputs, latest, strict=True):
         if not all(place in places for place in range(len(tokens))):
             raise FatalError("vLLM returned a token whose step was not recorded")
         chosen = [places[place] for place in range(len(tokens))]
-        if drawn[chosen].tolist() != list(tokens):
+        if whole.tokens[chosen].tolist() != list(tokens):
             raise FatalError("vLLM returned other tokens than the seeded ones")
-        bits = states[chosen].view(torch.int16).numpy().view(np.uint16)
-        found.append((logprobs[chosen].numpy(), bits))
+        bits = whole.states[chosen].view(torch.int16).numpy().view(np.uint16)
+        found.append((whole.logprobs[chosen].numpy(), bits))
     return found

@@ -128,3 +128,32 @@ def test_states_of_other_rows_are_refused() -> None:
 def test_a_warming_engine_is_left_alone() -> None:
     logits = _logits(8, 3)
     assert Recorder(gumbel).step(logits) is logits
+
+
+class _Sink:
+    """Receives states and keeps none."""
+
+    def step(self, *_: object) -> None:
+        pass
+
+    def end(self, rows: object) -> None:
+        pass
+
+
+def test_steps_that_were_merged_are_recorded_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_engine.recorder.TOGETHER", 2)
+    found = []
+    for sink in (None, _Sink()):
+        recorder, rows = Recorder(gumbel), _rows(2)
+        rows.sink = sink
+        outputs: list[list[int]] = [[], []]
+        for index in (0, 1):
+            recorder.assign(index, Row(rows, index, index, 9, outputs[index]))
+        for seed in range(7):
+            for output, token in zip(
+                outputs, _step(recorder, _logits(seed, 2), _states(1, 2)), strict=True
+            ):
+                output.append(token)
+        assert len(rows.steps) == (7 if sink is None else 1)
+        found.append([logprobs.tolist() for logprobs, _ in recorded(rows, outputs)])
+    assert found[0] == found[1]

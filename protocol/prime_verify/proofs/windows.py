@@ -244,6 +244,8 @@ class WindowReducer:
             if window is not None:
                 self._closed.append(window)
             self._rows[row].window = None
+        if all(one.window is None for one in self._rows.values()):
+            self._reduce_closed()  # here, on the engine's thread
 
     def proof(self, row: int) -> RowProof:
         """Returns the proof of a row that has ended. Raises MalformedError if states are not
