@@ -73,6 +73,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_checkpoint_of_an_optimizer_that_was_not_fused_goes_on_fused(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    older, newer = (kit.learner(model, tmp_path, world, RUN) for _ in range(2))
+    older.optimizer.param_groups[0]["fused"] = None
+    state = train(older, TrainerState(RUN.digest()), 1)
+    checkpoint.save(tmp_path, state, older.policy, older.optimizer, world)
+    assert checkpoint.load(tmp_path, RUN.digest(), newer.policy, newer.optimizer, world) == state
+    assert newer.optimizer.param_groups[0]["fused"]
+    train(newer, state, 2)
+
+
 def test_a_checkpoint_holds_the_moment_it_was_begun_however_far_training_has_gone_on(
     model: Path, tmp_path: Path, world: World
 ) -> None:

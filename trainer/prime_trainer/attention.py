@@ -50,7 +50,7 @@ def packed_attention(
         if start != sum(rows[row]):
             raise ValueError(f"the samples of row {row} do not follow one another at {start}")
         rows[row].append(end - start)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and _flash_runs(query):
         of_rows = tuple(map(tuple, rows))
         return _in_one_kernel(query, key, value, of_rows, scaling, sliding_window), None
     grouped = query.shape[1] != key.shape[1]
@@ -72,6 +72,16 @@ def packed_attention(
             attended.append(value.new_zeros(sizes[-1], query.shape[1], value.shape[-1]))
         found.append(torch.cat(attended))
     return torch.stack(found), None
+
+
+def _flash_runs(query: Tensor) -> bool:
+    """Whether the variable-length kernel takes heads of this size and type on this GPU."""
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[3] % 8 == 0
+        and query.shape[3] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def _in_one_kernel(

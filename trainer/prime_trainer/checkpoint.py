@@ -287,6 +287,10 @@ def load(
             "and the trainer goes on from the one before"
         ) from error
     set_model_state_dict(policy, tensors["policy"])
+    fused = optimizer.param_groups[0].get("fused")
+    for group in tensors["optimizer"]["param_groups"]:
+        if "fused" in group:
+            group["fused"] = fused  # older checkpoints were written without
     set_optimizer_state_dict(policy, optimizer, tensors["optimizer"])
     if world.rank < state.ranks:
         torch.set_rng_state(tensors["random"][str(world.rank)])
