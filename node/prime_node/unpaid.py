@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prime_chain.amounts import prime
@@ -156,8 +156,9 @@ class BackingReader:
     def __call__(self) -> Backing:
         """Raises UnavailableError if the chain cannot be read."""
         rewards, pool = self._link.contracts.rewards, self._link.pool
-        block = rewards.client.numbered("latest")
-        self._kept = next((one for one in self._claims() if self._settled(one, block)), None)
+        claims = self._claims()
+        block = rewards.client.numbered("latest")  # not older than what the orchestrator states
+        self._kept = next((one for one in claims if self._settled(one, block)), None)
         length = self._link.deployment.periods.epoch_length
         money = rewards.funds(pool, block).free + rewards.bond_of(pool, block)
         if self._kept is None:
@@ -165,9 +166,9 @@ class BackingReader:
         epoch = self._kept.epoch
         return Backing(settled_until(epoch, length), money, self._kept.cumulative, epoch * length)
 
-    def _claims(self) -> Iterator[Claim]:
+    def _claims(self) -> list[Claim]:
         known = [one for one in (self._stated(), self._kept) if one is not None]
-        yield from sorted(known, key=lambda claim: claim.epoch, reverse=True)
+        return sorted(known, key=lambda claim: claim.epoch, reverse=True)
 
     def _stated(self) -> Claim | None:
         """Returns the claim that the orchestrator states; None if there is none."""

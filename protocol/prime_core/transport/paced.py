@@ -92,7 +92,11 @@ class _Backend(httpcore.SyncBackend):
 def _authorities(settings: tuple[str | None, ...]) -> ssl.SSLContext:
     """The TLS settings of all clients under the same SSL_CERT_FILE and SSL_CERT_DIR (empty: neither
     counts). Reading the authorities takes 30 ms."""
-    return httpx.create_ssl_context(trust_env=bool(settings))
+    context = httpx.create_ssl_context(trust_env=bool(settings))
+    context.set_alpn_protocols(["http/1.1"])
+    # httpcore sets the same again for each connection, while other threads' connections read them.
+    context.set_alpn_protocols = lambda alpn_protocols: None  # type: ignore[method-assign]
+    return context
 
 
 def paced_client(
