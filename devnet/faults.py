@@ -571,7 +571,10 @@ class FaultRun:
         """Everything, from nothing to the report."""
         self._bring_up()
         self._endure()
-        self.walk.wait_for_slashes()
+        try:
+            self.walk.wait_for_slashes()
+        except UnavailableError as error:
+            self.report.wrong.append(str(error))
         self._settle()
         self._judge()
         self.report.exits = dict(self.network.processes.exits)
