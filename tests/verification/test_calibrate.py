@@ -66,7 +66,7 @@ def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
         for scope, values in sizes.items():
             for name in STATISTICS:
                 measured.ratios[scope][name] = [0.5 + 0.001 * n for n in range(values)]
-        limits = calibrate._limits("bfloat16", measured)
+        limits = calibrate.limits_of("bfloat16", measured)
         assert set(limits.row) == set(limits.file) == set(STATISTICS)
         assert set(limits.long) == (set(STATISTICS) if judged else set())
 
