@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import MICRO
 from prime_engine.base import Generation, GenerationRequest
+from prime_engine.batch import RowSet
 from prime_engine.tiny import write_tiny_model
 from prime_envs.base import Problem
 from prime_envs.sources import file_digest
@@ -273,8 +274,9 @@ class Scripted:
     def __init__(self, said: dict[str, list[str]]) -> None:
         self.said = said
         self.requests: list[GenerationRequest] = []
+        self.under_way: list[RowSet] = []
 
-    def generate(self, requests: list[GenerationRequest], *_: Any) -> list[Generation]:
+    def add(self, requests: list[GenerationRequest], *_: Any) -> RowSet:
         found, taken = [], dict.fromkeys(self.said, 0)
         for request in requests:
             prompt = self.tokenizer.decode(list(request.prompt_tokens))
@@ -286,7 +288,12 @@ class Scripted:
             tokens = tokens[: request.max_output_tokens]
             found.append(Generation(tokens, None, None, reason))  # type: ignore[arg-type]
         self.requests += requests
-        return found
+        self.under_way.append(RowSet(requests, 1.0, results=found))
+        return self.under_way[-1]
+
+    def step(self) -> None:
+        """Ends what was asked for last."""
+        self.under_way.pop().left = 0
 
     def close(self) -> None:
         """Holds nothing."""

@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prime_core import encoding, seeds
 from prime_core.errors import UntrustedError, UserError
 from prime_core.ids import Digest
 from prime_core.run import Chat, RunDefinition
 from prime_engine.base import Discard, Engine, GenerationRequest
+from prime_engine.batch import BatchEngine, RowSet
 from prime_envs.base import MAX_OUTPUT_CHARACTERS, Grade, Problem, decode_output
 from prime_envs.chat import THINK, messages_of
 from prime_envs.graders.answers import final_section
@@ -111,7 +112,7 @@ class _Made:
 class _Prompts:
     """Makes prompts: by the model's chat template, or the bare question if `chat` is None."""
 
-    engine: Engine
+    engine: BatchEngine
     chat: Chat | None
     budget: int | None
 
@@ -179,7 +180,7 @@ def run_benchmark(
             f"{asked.samples} samples at temperature 0 are all the same",
             hint="use --samples 1, or a temperature above 0",
         )
-    engine = sampling.load(model)
+    engine = cast(BatchEngine, sampling.load(model))
     try:
         prompts = _Prompts(engine, _chat(run, engine, asked), asked.budget)
         settings = {
@@ -205,6 +206,7 @@ def run_benchmark(
         for some in _answers(benchmark, prompts, asked, kept, made):
             answered += some
             sampling.progress(len(some))
+        answered.sort(key=lambda one: one.problem.index)
     finally:
         engine.close()
     return _report(benchmark, model, asked, digest, settings, answered, made)
@@ -223,59 +225,83 @@ def _chat(run: RunDefinition | None, engine: Engine, asked: Asked) -> Chat | Non
     return chat if asked.budget is not None else chat.model_copy(update={"budget": ""})
 
 
+@dataclass
+class _Asked:
+    """A problem whose answers are kept already (`answered`), or are being generated (`rows`);
+    `thinking`: its prompt has opened a thinking span."""
+
+    problem: Problem
+    answered: Answered | None = None
+    rows: RowSet | None = None
+    thinking: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.rows is None or self.rows.done
+
+
 def _answers(
     benchmark: Benchmark, prompts: _Prompts, asked: Asked, kept: Kept | None, made: _Made
 ) -> Iterator[list[Answered]]:
-    """Yields graded answers in order, about ROWS at a time; `made` counts what is generated."""
+    """Yields graded answers as they end; about ROWS are generated at a time. `made` counts what is
+    generated."""
     problems = read_problems(benchmark, asked.data, asked.problems)
-    size = max(1, ROWS // asked.samples)
-    while some := list(islice(problems, size)):
-        if kept is not None:
-            known = [kept.get(one.index, one, 0) for one in some]
-            if None not in known:
-                made.resumed += len(some)
-                yield [one for one in known if one is not None]
-                continue
-        found, texts = _graded(benchmark, prompts, asked, some, made)
-        if kept is not None:
-            kept.add(some[0].index, found, texts)
-        yield found
+    under_way: list[_Asked] = []
+    while True:
+        for problem in islice(problems, max(1, ROWS // asked.samples) - len(under_way)):
+            known = None if kept is None else kept.get(problem.index, problem, 0)
+            under_way.append(_Asked(problem, known) if known else _ask(prompts, asked, problem))
+        ended = [one for one in under_way if one.done]
+        under_way = [one for one in under_way if not one.done]
+        if ended:
+            yield [_graded(benchmark, prompts, one, kept, made) for one in ended]
+        elif under_way:
+            start = time.monotonic()
+            prompts.engine.step()
+            made.seconds += time.monotonic() - start
+        else:
+            return
+
+
+def _ask(prompts: _Prompts, asked: Asked, problem: Problem) -> _Asked:
+    """Begins to generate the samples of a problem."""
+    engine, source = prompts.engine, sampling_seed(asked.seed, b"benchmark")
+    tokens, thinking = prompts.of(problem)
+    most = min(asked.max_tokens, engine.positions - len(tokens))
+    noise = [
+        seeds.noise_seed(source, problem.index, sample) if asked.temperature else None
+        for sample in range(asked.samples)
+    ]
+    requests = [GenerationRequest(tokens, most, each) for each in noise]
+    rows = engine.add(requests, asked.temperature or 1.0, Discard())
+    return _Asked(problem, None, rows, thinking)
 
 
 def _graded(
-    benchmark: Benchmark, prompts: _Prompts, asked: Asked, some: Sequence[Problem], made: _Made
-) -> tuple[list[Answered], list[list[str]]]:
-    """Generates and scores the samples of some problems. Returns the answers and their texts."""
-    engine, source = prompts.engine, sampling_seed(asked.seed, b"benchmark")
-    requests, opened = [], []
-    for problem in some:
-        tokens, thinking = prompts.of(problem)
-        room = engine.positions - len(tokens)
-        for sample in range(asked.samples):
-            noise = seeds.noise_seed(source, problem.index, sample) if asked.temperature else None
-            requests.append(GenerationRequest(tokens, min(asked.max_tokens, room), noise))
-            opened.append(thinking)
-    start = time.monotonic()
-    generated = engine.generate(requests, asked.temperature or 1.0, Discard())
-    made.seconds += time.monotonic() - start
-    made.tokens += sum(len(one.output_tokens) for one in generated)
-    rows = iter(zip(generated, opened, strict=True))
-    found: list[Answered] = []
-    texts: list[list[str]] = []
-    for problem in some:
-        grades = []
-        texts.append([])
-        for one, thinking in islice(rows, asked.samples):
-            text = (THINK if thinking else "") + decode_output(engine.tokenizer, one.output_tokens)
-            texts[-1].append(text)
-            score = benchmark.score(problem, final_section(text[:MAX_OUTPUT_CHARACTERS]))
-            parts = {
-                **score.parts, "task_micro": score.task_micro, "tokens": len(one.output_tokens),
-                "cut": int(one.finish_reason != "end"),
-            }  # fmt: skip
-            grades.append(Grade(score.task_micro, parts, score.reason, score.uncertain))
-        found.append(Answered(problem, 0, tuple(grades)))
-    return found, texts
+    benchmark: Benchmark, prompts: _Prompts, one: _Asked, kept: Kept | None, made: _Made
+) -> Answered:
+    """Scores the samples of a problem whose rows have ended, and keeps them."""
+    if one.answered is not None:
+        made.resumed += 1
+        return one.answered
+    assert one.rows is not None
+    grades, texts = [], []
+    for row in one.rows.results:
+        text = (THINK if one.thinking else "") + decode_output(
+            prompts.engine.tokenizer, row.output_tokens
+        )
+        texts.append(text)
+        made.tokens += len(row.output_tokens)
+        score = benchmark.score(one.problem, final_section(text[:MAX_OUTPUT_CHARACTERS]))
+        parts = {
+            **score.parts, "task_micro": score.task_micro, "tokens": len(row.output_tokens),
+            "cut": int(row.finish_reason != "end"),
+        }  # fmt: skip
+        grades.append(Grade(score.task_micro, parts, score.reason, score.uncertain))
+    found = Answered(one.problem, 0, tuple(grades))
+    if kept is not None:
+        kept.add(one.problem.index, [found], [texts])
+    return found
 
 
 def _report(
