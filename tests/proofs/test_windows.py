@@ -129,7 +129,6 @@ def test_memory_of_proofs_does_not_grow_with_the_row() -> None:
     tracemalloc.stop()
     reducer.end([0])
     assert len(reducer.proof(0).digests) == tokens // PROOF_WINDOW
-    room = 2 * windows.TOGETHER  # windows: the closed ones, the open one, doubled
-    assert held == room * PROOF_WINDOW * hidden * 2
+    assert held == 8 * PROOF_WINDOW * hidden * 2  # room for eight windows
     # numpy's part: what is left of a window is some 600 bytes
     assert peaks[tokens] - peaks[tokens // 8] < (tokens - tokens // 8) // PROOF_WINDOW * 1200

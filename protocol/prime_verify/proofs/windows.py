@@ -39,8 +39,6 @@ from prime_verify.proofs.sampling_torch import kernels, shift, signed
 DIGEST_LANES = 4
 _TOGETHER = 1 << 22
 """Elements reduced at once on an accelerator; bounds the temporary memory (32 MiB per tensor)."""
-TOGETHER = 32
-"""Closed windows that wait to be reduced together."""
 _GOLDEN = signed(sketch.GOLDEN)
 _MULTIPLIER_1, _MULTIPLIER_2 = signed(sketch.MULTIPLIER_1), signed(sketch.MULTIPLIER_2)
 
@@ -203,9 +201,9 @@ class WindowReducer:
 
     `key_of(row, window, tokens)` returns the 32-byte sketch key of a window from its own tokens. A
     position may be written again with another token until the next window of its row begins (an
-    engine may discard a step). A window is closed when the next one begins or its row ends;
-    TOGETHER closed windows are reduced at once, since a device takes little longer for many than
-    for one.
+    engine may discard a step). A window is closed when the next one begins or its row ends. Closed
+    windows of half the rows are reduced at once, about every 16 steps, since a device takes little
+    longer for many than for one.
     """
 
     def __init__(self, key_of: Callable[[int, int, Sequence[int]], bytes]) -> None:
@@ -234,7 +232,7 @@ class WindowReducer:
         where, offset = on_device([slots, at], states.device).unbind()
         self._states[where, offset] = states
         self._tokens[where, offset] = tokens
-        if len(self._closed) >= TOGETHER:
+        if len(self._closed) >= max(1, len(rows) // 2):
             self._reduce_closed()
 
     def end(self, rows: Sequence[int]) -> None:
