@@ -21,7 +21,7 @@ from docker.errors import DockerException
 from docker_registry import registry
 from e2e_kit import ROOT, require_anvil, until
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.timeout(1200)]
 HOSTS = {"host": "localhost:8700"}
 USER = "65532"
 
