@@ -60,11 +60,7 @@ pool() {
     --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
   sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
     "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
-  if [ ! -s run.json ]; then
-    rm -f run.part.json
-    orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.part.json
-    mv run.part.json run.json
-  fi
+  [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json
   manager="--rpc $RPC --deployment deployment.json --wallet manager.json --password-file password"
   # shellcheck disable=SC2086
   orchestrator pool create --run run.json --trainer "$(orchestrator wallet show --wallet trainer.json)" \
