@@ -601,8 +601,8 @@ def trainer(kit: Kit) -> None:
 
 
 def _attention(kit: Kit, values: dict[str, Any]) -> None:
-    """Attention over two packed rows, next to torch's of each sample alone: largest differences of
-    the result and of a gradient, and milliseconds of both passes."""
+    """Compares attention over two packed rows with torch's attention of each sample: the largest
+    differences of results and gradients, and milliseconds of a forward and backward pass."""
     import torch
 
     from prime_trainer.attention import packed_attention
@@ -867,7 +867,7 @@ def vllm(kit: Kit) -> None:
                 "share_of_proofs": 1 - statistics.median(bare) / statistics.median(proved),
             }
         with kit.record("host") as values:
-            values |= _where_the_program_is(lambda: timed(True))
+            values |= _profile(lambda: timed(True))
         with kit.record("swap") as values:
             _swap(running, folder, Path(name) / "other", values)
         running.close()
@@ -887,7 +887,7 @@ def vllm(kit: Kit) -> None:
 
 
 def _seconds_of_vllm(running: Any, requests: list[Any]) -> float:
-    """Seconds that vLLM takes to generate as many tokens by itself: the most probable ones."""
+    """Seconds that vLLM takes to generate as many tokens greedily, without our noise and proofs."""
     from vllm import SamplingParams
 
     asked = [
@@ -902,8 +902,8 @@ def _seconds_of_vllm(running: Any, requests: list[Any]) -> float:
     return time.perf_counter() - start
 
 
-def _where_the_program_is(act: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of `act`, of the card in it, and of the functions of the program that take most."""
+def _profile(act: Callable[[], Any]) -> dict[str, Any]:
+    """Profiles `act`: its seconds, the slowest Python functions, and the device's time."""
     import cProfile
     import pstats
 
@@ -924,11 +924,7 @@ def _where_the_program_is(act: Callable[[], Any]) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as watched:
         act()
-    events = sorted(watched.key_averages(), key=lambda e: -e.self_device_time_total)
-    values["device_s"] = sum(e.self_device_time_total for e in events) / 1e6
-    values["kernels"] = [
-        (e.key[:60], e.count, round(e.self_device_time_total / 1e6, 3)) for e in events[:16]
-    ]
+    values |= _device_time(watched, 16)
     return values
 
 
@@ -1000,10 +996,10 @@ def model_of_7b(folder: Path, kit: Kit) -> None:
 
 
 def files(kit: Kit) -> None:
-    """Rollout files that vLLM makes on this card, honest and with altered weights, and how far
-    they lie from a float32 replay on this card, in multiples of what rounding explains; how many of
-    each kind lie beyond limits fitted to the honest ones. The files are kept next to the records,
-    to be replayed on other machines."""
+    """Makes rollout files with vLLM, honest ones and ones with altered weights, and replays them in
+    float32 on this card. Records each statistic as a multiple of what rounding explains, and how
+    many altered sets of rows exceed limits fitted to the honest ones. Keeps the files next to the
+    records, so that other machines can replay them."""
     import numpy as np
 
     from prime_engine.sizing import Cards
@@ -1149,12 +1145,19 @@ def busy(kit: Kit) -> None:
             with profile(activities=[watched]) as found:
                 train_step(learner, batch_of(rows, 8, 2), Stopwatch())
                 kit.sync()
-            events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
-            values["device_s"] = sum(e.self_device_time_total for e in events) / 1e6
-            values["kernels"] = sum(e.count for e in events)
-            values["longest"] = [
-                (e.key[:60], e.count, round(e.self_device_time_total / 1e6, 3)) for e in events[:14]
-            ]
+            values |= _device_time(found, 14)
+
+
+def _device_time(profiled: Any, most: int) -> dict[str, Any]:
+    """Seconds and number of the kernels of a torch profile, and the `most` longest of them."""
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+    return {
+        "device_s": sum(e.self_device_time_total for e in events) / 1e6,
+        "kernels": sum(e.count for e in events),
+        "longest": [
+            (e.key[:60], e.count, round(e.self_device_time_total / 1e6, 3)) for e in events[:most]
+        ],
+    }
 
 
 # ── the network ──────────────────────────────────────────────────────────────────────────────────

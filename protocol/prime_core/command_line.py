@@ -91,8 +91,8 @@ def with_options(
     options: Mapping[str, tuple[Any, Any]],
     call: Callable[..., None],
 ) -> Callable[..., None]:
-    """Makes a command that has the parameters of `function` but the first one, and `options`: name
-    → (annotation, default). It passes all of them to `call`."""
+    """Turns `call` into a command and returns it. The command has the name, the docstring and all
+    but the first parameter of `function`, and `options`: name → (annotation, default)."""
     _, *own = inspect.signature(function, eval_str=True).parameters.values()
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters = [one.replace(kind=by_name) for one in own] + [
@@ -100,14 +100,11 @@ def with_options(
         for name, (annotation, default) in options.items()
     ]
 
-    def command(**values: Any) -> None:
-        call(**values)
-
-    command.__name__ = function.__name__
-    command.__doc__ = function.__doc__
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
+    call.__name__ = function.__name__
+    call.__doc__ = function.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call
 
 
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:

@@ -82,7 +82,7 @@ def load_policy(model: Any, folder: Path, config: Any, dtype: str, device: str) 
     finally:
         waiting.close()
         if device.startswith("cuda"):
-            torch.cuda.empty_cache()  # keeps nothing of what waited
+            torch.cuda.empty_cache()  # of the copies made in advance
     if compared == 0:
         raise UnavailableError(f"{folder} holds no weights in safetensors files")
     return compared
@@ -143,15 +143,15 @@ def _next(
 
 
 def _room(device: str) -> int:
-    """Bytes that may wait on `device`: at most a third of what is free there, since one more tensor
-    is being loaded, and comparing takes some."""
+    """Returns how many bytes may wait on `device`: at most a third of its free memory. The tensor
+    that is being loaded and its comparison need the rest."""
     if not device.startswith("cuda"):
         return AHEAD_BYTES
     return min(AHEAD_BYTES, int(torch.cuda.mem_get_info(device)[0]) // 3)
 
 
 def _empty(source: Tensor, device: str) -> Tensor | None:
-    """Room for `source` on `device`; None if there is none."""
+    """Allocates a tensor like `source` on `device`. Returns None if the device has no memory."""
     try:
         return torch.empty_like(source, device=device)
     except torch.cuda.OutOfMemoryError:
@@ -165,8 +165,8 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.inference_mode()
 def _copy(local: threading.local, source: Tensor, target: Tensor) -> None:
-    """Copies bytes from files to the device. A GPU reads them from this thread's pinned buffer,
-    which it does several times as fast as from other memory."""
+    """Copies bytes of a file to the device. For a GPU they pass through this thread's pinned
+    buffer, which is several times faster than copying from pageable memory."""
     if not target.is_cuda:
         target.copy_(source)
         return

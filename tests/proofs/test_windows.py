@@ -72,24 +72,34 @@ def test_states_that_are_no_numbers_are_refused() -> None:
         windows.reduce_on_device(states, [b"\0" * 32] * 2)
 
 
-@pytest.mark.parametrize("lengths", [(1, 31, 32, 33, 64, 100), (96,), (5, 5, 5)])
-def test_rows_reduced_as_they_grow_have_the_proofs_of_whole_rows(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "delay"),
+    [((1, 31, 32, 33, 64, 100), 0), ((96,), 0), ((5, 5, 5), 0), ((33, 70, 70, 70), 5)],
+)
+def test_rows_reduced_as_they_grow_have_the_proofs_of_whole_rows(
+    lengths: tuple[int, ...], delay: int
+) -> None:
+    """Row i begins `delay`·i steps late: then windows wait to be reduced together."""
     hidden = 48
     states = [_states(n, hidden, seed=n + i) for i, n in enumerate(lengths)]
     tokens = [torch.arange(n) * 7 + i for i, n in enumerate(lengths)]
     reducer = windows.WindowReducer(_key)
-    for place in range(max(lengths)):
-        rows = [row for row, n in enumerate(lengths) if n > place]
-        if place % 5 == 3:  # a step that the engine throws away
+    for step in range(max(lengths) + delay * len(lengths)):
+        places = {
+            row: step - delay * row for row, n in enumerate(lengths) if 0 <= step - delay * row < n
+        }
+        rows = list(places)
+        if rows and step % 5 == 3:  # a step that the engine throws away
             junk = torch.full((len(rows), hidden), torch.nan, dtype=torch.bfloat16)
-            reducer.step(rows, [place] * len(rows), torch.full((len(rows),), 9), junk)
-        reducer.step(
-            rows,
-            [place] * len(rows),
-            torch.stack([tokens[row][place] for row in rows]),
-            torch.stack([states[row][place] for row in rows]),
-        )
-        reducer.end([row for row in rows if lengths[row] == place + 1])
+            reducer.step(rows, list(places.values()), torch.full((len(rows),), 9), junk)
+        if rows:
+            reducer.step(
+                rows,
+                list(places.values()),
+                torch.stack([tokens[row][place] for row, place in places.items()]),
+                torch.stack([states[row][place] for row, place in places.items()]),
+            )
+        reducer.end([row for row, place in places.items() if lengths[row] == place + 1])
     for row, n in enumerate(lengths):
         parts = activations.split_windows(_bits(states[row]))
         of_windows = tokens[row].split(PROOF_WINDOW)

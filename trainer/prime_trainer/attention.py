@@ -75,7 +75,7 @@ def packed_attention(
 
 
 def _flash_runs(query: Tensor) -> bool:
-    """Whether the variable-length kernel takes heads of this size and type on this GPU."""
+    """Whether the variable-length kernel supports this dtype, head size and GPU."""
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[3] % 8 == 0
@@ -92,7 +92,8 @@ def _in_one_kernel(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """packed_attention by the variable-length flash kernel; `lengths` of the samples, by row."""
+    """Computes packed_attention with one call of the variable-length flash kernel. `lengths`: token
+    counts of each row's samples. Returns (R, L, H, D)."""
     starts, longest = _starts(lengths, query.shape[2], query.device)
     attend: Any = varlen_attn
     options = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
@@ -107,8 +108,9 @@ def _in_one_kernel(
 def _starts(
     lengths: tuple[tuple[int, ...], ...], width: int, device: torch.device
 ) -> tuple[Tensor, int]:
-    """Where the samples of the flattened rows begin, int32 (n + 1,) with the end, and the longest
-    one's length. Padding is divided into samples of at most _PADDING tokens."""
+    """Returns the start offsets of all samples in the flattened rows, followed by the total: int32
+    (n + 1,), and the length of the longest sample. Padding counts as samples of at most _PADDING
+    tokens."""
     parts: list[int] = []
     for row in lengths:
         padding = width - sum(row)

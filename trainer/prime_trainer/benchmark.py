@@ -203,9 +203,9 @@ def run_benchmark(
             prompts.of(problem)  # all prompts must fit, before hours of sampling
         made = _Made()
         answered: list[Answered] = []
-        for some in _answers(benchmark, prompts, asked, kept, made):
-            answered += some
-            sampling.progress(len(some))
+        for one in _answers(benchmark, prompts, asked, kept, made):
+            answered.append(one)
+            sampling.progress(1)
         answered.sort(key=lambda one: one.problem.index)
     finally:
         engine.close()
@@ -225,46 +225,42 @@ def _chat(run: RunDefinition | None, engine: Engine, asked: Asked) -> Chat | Non
     return chat if asked.budget is not None else chat.model_copy(update={"budget": ""})
 
 
-@dataclass
-class _Asked:
-    """A problem whose answers are kept already (`answered`), or are being generated (`rows`);
-    `thinking`: its prompt has opened a thinking span."""
-
-    problem: Problem
-    answered: Answered | None = None
-    rows: RowSet | None = None
-    thinking: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.rows is None or self.rows.done
-
-
 def _answers(
     benchmark: Benchmark, prompts: _Prompts, asked: Asked, kept: Kept | None, made: _Made
-) -> Iterator[list[Answered]]:
-    """Yields graded answers as they end; about ROWS are generated at a time. `made` counts what is
-    generated."""
+) -> Iterator[Answered]:
+    """Yields graded answers as they end, kept ones at once. About ROWS answers are generated
+    together. `made` counts what is generated."""
     problems = read_problems(benchmark, asked.data, asked.problems)
-    under_way: list[_Asked] = []
-    while True:
-        for problem in islice(problems, max(1, ROWS // asked.samples) - len(under_way)):
+    under_way: dict[int, tuple[Problem, RowSet, bool]] = {}
+    more = True
+    while more or under_way:
+        room = max(1, ROWS // asked.samples) - len(under_way)
+        new = list(islice(problems, room))
+        more = len(new) == room
+        for problem in new:
             known = None if kept is None else kept.get(problem.index, problem, 0)
-            under_way.append(_Asked(problem, known) if known else _ask(prompts, asked, problem))
-        ended = [one for one in under_way if one.done]
-        under_way = [one for one in under_way if not one.done]
-        if ended:
-            yield [_graded(benchmark, prompts, one, kept, made) for one in ended]
-        elif under_way:
+            if known is not None:
+                made.resumed += 1
+                yield known
+            else:
+                under_way[problem.index] = (problem, *_begin(prompts, asked, problem))
+        ended = [one for one in under_way.values() if one[1].done]
+        for problem, rows, thinking in ended:
+            del under_way[problem.index]
+            found, texts = _graded(benchmark, prompts, problem, rows, thinking)
+            made.tokens += sum(len(row.output_tokens) for row in rows.results)
+            if kept is not None:
+                kept.add(problem.index, [found], [texts])
+            yield found
+        if under_way and not ended:
             start = time.monotonic()
             prompts.engine.step()
             made.seconds += time.monotonic() - start
-        else:
-            return
 
 
-def _ask(prompts: _Prompts, asked: Asked, problem: Problem) -> _Asked:
-    """Begins to generate the samples of a problem."""
+def _begin(prompts: _Prompts, asked: Asked, problem: Problem) -> tuple[RowSet, bool]:
+    """Queues the samples of a problem. Returns them, and whether the prompt opens a thinking
+    span."""
     engine, source = prompts.engine, sampling_seed(asked.seed, b"benchmark")
     tokens, thinking = prompts.of(problem)
     most = min(asked.max_tokens, engine.positions - len(tokens))
@@ -273,35 +269,24 @@ def _ask(prompts: _Prompts, asked: Asked, problem: Problem) -> _Asked:
         for sample in range(asked.samples)
     ]
     requests = [GenerationRequest(tokens, most, each) for each in noise]
-    rows = engine.add(requests, asked.temperature or 1.0, Discard())
-    return _Asked(problem, None, rows, thinking)
+    return engine.add(requests, asked.temperature or 1.0, Discard()), thinking
 
 
 def _graded(
-    benchmark: Benchmark, prompts: _Prompts, one: _Asked, kept: Kept | None, made: _Made
-) -> Answered:
-    """Scores the samples of a problem whose rows have ended, and keeps them."""
-    if one.answered is not None:
-        made.resumed += 1
-        return one.answered
-    assert one.rows is not None
+    benchmark: Benchmark, prompts: _Prompts, problem: Problem, rows: RowSet, thinking: bool
+) -> tuple[Answered, list[str]]:
+    """Scores the generated samples of a problem. Returns the grades and the samples' texts."""
     grades, texts = [], []
-    for row in one.rows.results:
-        text = (THINK if one.thinking else "") + decode_output(
-            prompts.engine.tokenizer, row.output_tokens
-        )
-        texts.append(text)
-        made.tokens += len(row.output_tokens)
-        score = benchmark.score(one.problem, final_section(text[:MAX_OUTPUT_CHARACTERS]))
+    for row in rows.results:
+        text = decode_output(prompts.engine.tokenizer, row.output_tokens)
+        texts.append((THINK if thinking else "") + text)
+        score = benchmark.score(problem, final_section(texts[-1][:MAX_OUTPUT_CHARACTERS]))
         parts = {
             **score.parts, "task_micro": score.task_micro, "tokens": len(row.output_tokens),
             "cut": int(row.finish_reason != "end"),
         }  # fmt: skip
         grades.append(Grade(score.task_micro, parts, score.reason, score.uncertain))
-    found = Answered(one.problem, 0, tuple(grades))
-    if kept is not None:
-        kept.add(one.problem.index, [found], [texts])
-    return found
+    return Answered(problem, 0, tuple(grades)), texts
 
 
 def _report(

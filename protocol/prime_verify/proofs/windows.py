@@ -186,8 +186,8 @@ class _Window:
 
 @dataclass
 class _Row:
-    """A row: windows begun, the open one unless the row has ended, and what was made of those that
-    are reduced."""
+    """A row. `begun`: number of windows opened so far. `window`: the open one; None once the row
+    has ended. The rest: results of the reduced windows, in order."""
 
     begun: int = 0
     window: _Window | None = None
@@ -254,7 +254,8 @@ class WindowReducer:
         return RowProof(activations.pack(one.proofs), sketch.pack(sketches), tuple(one.digests))
 
     def _window(self, row: int, place: int, states: Tensor) -> _Window:
-        """The window of a row that `place` lies in, opened if it begins there."""
+        """Returns the window of `row` that contains `place`, and opens it if `place` is its first
+        position. Raises FatalError as `step` does."""
         one = self._rows.setdefault(row, _Row())
         window = one.window
         if place == one.begun * PROOF_WINDOW and (window is None or window.filled == PROOF_WINDOW):
@@ -280,8 +281,8 @@ class WindowReducer:
         return self._free.pop()
 
     def _reduce_closed(self) -> None:
-        """Reduces the closed windows, those of one length together. A row's only shorter one is its
-        last: longer ones first."""
+        """Reduces all closed windows, longest first: only a row's last window can be shorter, and
+        proofs of a row are appended in order."""
         by_length: dict[int, list[_Window]] = {}
         for window in self._closed:
             by_length.setdefault(window.filled, []).append(window)
