@@ -42,22 +42,26 @@ for file in sys.argv[2:]:
 END
 }
 
-bucket() { # makes the bucket "pools"
+bucket() { # makes the bucket "pools" with the lifecycle rule of docs/storage.md for pool 1
   AWS_SHARED_CREDENTIALS_FILE=aws python - "$S3" <<'END'
-import sys, boto3
+import json, sys, boto3
 
 s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
 if "pools" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
     s3.create_bucket(Bucket="pools")
+made = json.load(open("deployment.json"))
+prefix = f"{made['chain_id']}/{made['contracts']['pools']}/1/"
+rule = {"ID": "parts", "Status": "Enabled", "Filter": {"Prefix": prefix}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
+s3.put_bucket_lifecycle_configuration(Bucket="pools", LifecycleConfiguration={"Rules": [rule]})
 END
 }
 
 pool() {
   [ ! -e ready ] || return 0
   until ether; do sleep 1; done
-  until bucket; do sleep 1; done
   [ -s deployment.json ] || orchestrator deployment deploy --network local --rpc "$RPC" --wallet deployer.json --password-file password \
     --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
+  until bucket; do sleep 1; done
   sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
     "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
   [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json

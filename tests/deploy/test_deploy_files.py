@@ -28,9 +28,10 @@ from compose_file import COMPOSE, OURS, compose
 
 from devnet.chain import Anvil, find_anvil, free_port
 from devnet.s3 import S3Server
+from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.settings import BaseSettings, load_settings, variable_of
-from prime_orchestrator.serve import holder_of
+from prime_orchestrator.serve import holder_of, place_of
 from prime_orchestrator.store import open_store, schema
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,25 @@ def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made("someone").returncode == 64
 
 
+def lifecycle(s3: S3Server) -> Any:
+    """Takes the rules of setup.sh's bucket off the server and returns them."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=s3.url, region_name="us-east-1")
+    rules = client.get_bucket_lifecycle_configuration(Bucket="pools")["Rules"]
+    client.delete_bucket_lifecycle(Bucket="pools")
+    return rules
+
+
+def documented_lifecycle(deployment: Path) -> Any:
+    """The rules of docs/storage.md for pool 1."""
+    page = (ROOT / "docs/storage.md").read_text().partition("### Lifecycle rules")[2]
+    rules = page.partition("```json")[2].partition("```")[0]
+    assert "84532/0x…/1/" in rules
+    place = place_of(Deployment.load(deployment), 1)
+    return json.loads(rules.replace("84532/0x…/1", place))["Rules"]
+
+
 @pytest.mark.slow
 @pytest.mark.forge
 @pytest.mark.postgres
@@ -223,6 +243,7 @@ def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(
             "[default]\n" + "".join(f"{k.lower()} = {v}\n" for k, v in s3.environment.items())
         )
         assert "pool 1 has 5000 PRIME" in run_setup("pool")
+        assert lifecycle(s3) == documented_lifecycle(tmp_path / "deployment.json")
         (tmp_path / "ready").unlink()  # as if it had been killed before its end
         again = run_setup("pool")
         assert "pool 1 is created" in again, "another pool"
