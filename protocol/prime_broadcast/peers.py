@@ -30,13 +30,15 @@ _RESET = struct.pack("ii", 1, 0)
 class Peer:
     """One connection. `idle_since`: when its last answer ended; None while one is under way.
     `waiting_since`: when it was handed bytes that it has not taken yet. `pending`: what it sent
-    beyond its last request. Times by the server's clock."""
+    beyond its last request. `head_sent`: whether the answer to its last request has begun. Times by
+    the server's clock."""
 
     writer: asyncio.StreamWriter
     address: str
     idle_since: float | None
     waiting_since: float | None = None
     pending: bytes = b""
+    head_sent: bool = False
     _descriptor: int = field(default=-1, repr=False)
 
     def descriptor(self) -> int:

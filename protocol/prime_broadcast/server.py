@@ -207,6 +207,7 @@ class PacedSender:
         close: bool,
     ) -> None:
         """Status line and fields; once it returns, nothing is left in the event loop's buffer."""
+        peer.head_sent = True
         self._counters.by_status[status] = self._counters.by_status.get(status, 0) + 1
         lines = [
             f"HTTP/1.1 {status.value} {status.phrase}",
@@ -453,7 +454,7 @@ class Server:
 
     async def _converse(self, reader: asyncio.StreamReader, peer: Peer) -> None:
         while True:
-            peer.idle_since = self._clock()
+            peer.idle_since, peer.head_sent = self._clock(), False
             try:
                 request = await self._read_request(reader, peer)
                 if request is None or self._ends():
@@ -466,6 +467,16 @@ class Server:
                     return
             except RequestError as refused:
                 await self._sender.send_head(peer, refused.status, 0, refused.headers, close=True)
+                return
+            except (PrimeError, OSError):
+                raise
+            except Exception:
+                log.exception("a defect of this server")
+                if peer.head_sent:
+                    peer.abort()  # the head promised more: only a cut says so
+                else:
+                    status = HTTPStatus.INTERNAL_SERVER_ERROR
+                    await self._sender.send_head(peer, status, 0, {}, close=True)
                 return
 
     async def _read_request(self, reader: asyncio.StreamReader, peer: Peer) -> Request | None:

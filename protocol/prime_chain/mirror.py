@@ -50,9 +50,11 @@ from prime_core.deployment import Deployment
 from prime_core.draws import DrawList
 from prime_core.encoding import sha256
 from prime_core.errors import (
+    FatalError,
     MalformedError,
     NotFoundError,
     PolicyError,
+    PrimeError,
     UnavailableError,
     UntrustedError,
     UserError,
@@ -664,6 +666,10 @@ class MirrorServer:
         self._thread.join()
 
 
+_Reply = tuple[int, bytes, dict[str, str]]
+"""Status, body and headers."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     objects: DirectoryStore
     protocol_version = "HTTP/1.1"
@@ -671,28 +677,40 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # head and body are two writes: answers would wait 40 ms
 
     def do_GET(self) -> None:
+        try:
+            status, body, headers = self._found()
+        except Exception:
+            log.exception("a defect of this mirror")
+            problem = FatalError("a defect of this mirror; its log says more")
+            status, body, headers = self._problem(problem)
+        self._answer(status, body, headers)
+
+    def _found(self) -> _Reply:
         found = _PATH.fullmatch(self.path)
         kind, name = (found[1], Digest(found[2])) if found else ("", ZERO_DIGEST)
         if kind == "objects":
-            exists = self.objects.exists(digest_key(name))
-            to = {"Location": f"/v1/bytes/{name}"}
-            return self._answer(307, b"", to) if exists else self._problem(name)
+            if not self.objects.exists(digest_key(name)):
+                return self._missing(name)
+            return 307, b"", {"Location": f"/v1/bytes/{name}"}
         if kind:
             key = digest_key(name) if kind == "bytes" else f"{kind}/{name}"
         elif self.path == "/v1/pool":
             key = "pool"
         else:
-            return self._problem(self.path[:200])
+            return self._missing(self.path[:200])
         try:
             data = self.objects.get(key, MAX_FILE_BYTES)
         except NotFoundError:
-            return self._problem(name)
+            return self._missing(name)
         kind = "application/octet-stream" if kind == "bytes" else "application/json"
-        return self._answer(200, data, {"Content-Type": kind})
+        return 200, data, {"Content-Type": kind}
 
-    def _problem(self, name: str) -> None:
-        status, said = to_problem(NotFoundError(f"this mirror has no {name}"))
-        self._answer(status, json.dumps(said).encode(), {"Content-Type": CONTENT_TYPE})
+    def _missing(self, name: str) -> _Reply:
+        return self._problem(NotFoundError(f"this mirror has no {name}"))
+
+    def _problem(self, error: PrimeError) -> _Reply:
+        status, said = to_problem(error)
+        return status, json.dumps(said).encode(), {"Content-Type": CONTENT_TYPE}
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -311,6 +311,22 @@ def test_a_transfer_that_cannot_go_on_is_cut_not_padded(tmp_path: Path) -> None:
         ask(server, FILE)
 
 
+def test_a_defect_cuts_a_transfer_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def defect(*_: object) -> int:
+        raise ZeroDivisionError
+
+    content = Growing(tmp_path / "f")
+    content.arrival.mark(0)
+    monkeypatch.setattr(content.arrival, "wait", defect)
+    with (
+        Server(content) as server,
+        pytest.raises((http.client.IncompleteRead, ConnectionResetError)),
+    ):
+        ask(server, FILE)
+
+
 def test_a_shortage_of_descriptors_is_one_sentence_a_minute(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
