@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import inspect
 import json
 import os
@@ -11,9 +12,12 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import MagicMock
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 import pytest
@@ -30,6 +34,7 @@ from operator_kit import (
     register,
 )
 from orchestrator_world import run_definition
+from served import served
 from typer.testing import CliRunner
 
 from devnet.chain import Anvil, free_port
@@ -243,32 +248,76 @@ def test_the_databases_secret_wins_and_is_replaced_by_a_command(
         settings[0].open_objects("", "").signed_get("a", 100)
 
 
+FILE = b"a file"
+
+
 @pytest.mark.slow
 def test_files_go_to_a_bucket_past_the_orchestrator(
     operator: Operator, s3: S3Server, store: Store
 ) -> None:
-    place = {"s3_bucket": BUCKET, "s3_endpoint": s3.url}
+    """Every request of the orchestrator to S3 passes a proxy: none carries a byte of the file."""
     register(operator.deployed, operator.pool)
     database = store.engine.url.render_as_string(hide_password=False)
-    child = operator.serve(database=database, log_level="debug", **place)
+    with recording(s3.url) as (proxy, asked):
+        place = {"s3_bucket": BUCKET, "s3_endpoint": proxy, "s3_public_endpoint": s3.url}
+        child = operator.serve(database=database, log_level="debug", **place)
+        _hand_in_past_the_orchestrator(operator, s3, store)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(120) == 0
+    about = [(method, sent) for method, path, sent in asked if sha256(FILE)[2:] in path]
+    assert {("HEAD", 0), ("PUT", 0)} <= set(about) <= {("HEAD", 0), ("PUT", 0), ("DELETE", 0)}
+    assert not (operator.data / "objects").exists()
+    log = (operator.folder / "serve.log").read_text()
+    assert "serving pool" in log
+    assert SECRET_KEY not in log
+    assert "X-Amz-Signature" not in log
+
+
+def _hand_in_past_the_orchestrator(operator: Operator, s3: S3Server, store: Store) -> None:
     with OrchestratorClient(operator.url, NODE) as client:
         publish(operator, client)
         admit(client)
         beat = Heartbeat(policy_version=0)
         eventually(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
         commit_draws(operator, store)
-        signed, _ = hand_in(client, b"a file")
-        found = client.get_object(signed.submission.sha256)
-        assert found == b"a file"
+        signed, _ = hand_in(client, FILE)
+        assert client.get_object(signed.submission.sha256) == FILE
         moved = httpx.get(f"{operator.url}/v1/objects/{signed.submission.sha256}")
         assert moved.headers["location"].startswith(f"{s3.url}/{BUCKET}/{place_of_pool(operator)}/")
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(120) == 0
-    assert not (operator.data / "objects").exists()
-    log = (operator.folder / "serve.log").read_text()
-    assert "serving pool" in log
-    assert SECRET_KEY not in log
-    assert "X-Amz-Signature" not in log
+
+
+@contextmanager
+def recording(url: str) -> Iterator[tuple[str, list[tuple[str, str, int]]]]:
+    """URL of a proxy in front of `url`; method, path and length of the body of each request that
+    passed it."""
+    asked: list[tuple[str, str, int]] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with closing(http.client.HTTPConnection(urlsplit(url).netloc)) as server:
+                server.request(self.command, self.path, body, dict(self.headers))
+                answer = server.getresponse()
+                data = answer.read()
+            asked.append((self.command, self.path, len(body)))
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", length or str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(Proxy) as found:
+        yield found, asked
 
 
 def place_of_pool(operator: Operator) -> str:
