@@ -32,6 +32,20 @@ RUNBOOKS = tuple(
         "validator-misbehaves", "chain-halt", "incident",
     )
 )  # fmt: skip
+ELSEWHERE = {
+    "orchestrator gateway serve": "tests/orchestrator/test_gateway.py",
+    "orchestrator slash apply-arbiter": "tests/money/test_role_clis.py",
+    "orchestrator slash cancel": "tests/money/test_role_clis.py",
+    "orchestrator slash disable": "tests/money/test_role_clis.py",
+    "prime-node audit list": "tests/node/test_owner_on_chain.py",
+    "prime-node audit replay": "devnet/observe.py",  # in the demo of tests/e2e/test_e2e_demo.py
+    "prime-node dispute": "tests/node/test_owner_on_chain.py",
+    "prime-node work post": "tests/node/test_owner_on_chain.py",
+    "validator unbond": "tests/money/test_role_clis.py",
+    "validator withdraw": "tests/money/test_role_clis.py",
+}
+"""Commands that runbooks name and `test_the_runbooks` does not type, and who does."""
+COMMAND = re.compile(r"(?:orchestrator|prime-node|trainer|validator)(?: [a-z][a-z-]*)+")
 NOT_COMMANDS = {"text", "toml", "json", "python", "mermaid", "solidity", "tsv"}
 NOT_RUN = re.compile(r"<!-- not run: [^\n]{10,} -->\n\Z")
 SECONDS = 850
@@ -199,6 +213,20 @@ def test_the_pool_of_the_readme_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ALONE)
 def test_a_page_s_commands(page: str, tmp_path: Path) -> None:
     run_session(console(page), tmp_path)
+
+
+def test_each_command_that_a_runbook_names_is_executed() -> None:
+    named, typed = set[str](), "".join(text for page in RUNBOOKS for text in console(page))
+    for page in RUNBOOKS:
+        text = (ROOT / page).read_text()
+        lines = [line for one in blocks(ROOT / page) for line in one.text.splitlines()]
+        for line in (*lines, *re.findall(r"`([^`\n]+)`", text)):
+            if found := COMMAND.match(line):
+                named.add(found[0])
+    assert {one for one in named if one not in typed} == ELSEWHERE.keys()
+    for command, file in ELSEWHERE.items():
+        words = ", ".join(f'"{word}"' for word in command.split()[1:])
+        assert words in (ROOT / file).read_text(), f"{file} does not type {command}"
 
 
 @pytest.mark.slow
