@@ -159,14 +159,16 @@ def test_units_pass_systemd_s_checks(tmp_path: Path) -> None:
         assert words[0] == "security" or not done.stderr, done.stderr
 
 
-def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = "0x000000000000000000000000000000000000dEaD"
+FLEET_OWNER = "0x000000000000000000000000000000000000dEaD"
+
+
+def user_data(*more: str) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(ROOT / "deploy/cloud-init/node.sh"), "https://pool.example", "https://rpc"]
+    return subprocess.run([*words, *more], capture_output=True, text=True, check=False)
 
-    def made(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*words, *more], capture_output=True, text=True, check=False)
 
-    text = made(owner).stdout
+def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = user_data(FLEET_OWNER).stdout
     assert text.startswith("#cloud-config\n")
     data = yaml.safe_load(text)
     files = {one["path"]: one["content"] for one in data["write_files"]}
@@ -176,7 +178,7 @@ def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     settings = tomllib.loads(files.pop("/etc/prime/node.toml"))
     load_settings(importlib.import_module(SETTINGS["prime-node join"]).Settings, settings)
-    assert settings["provider"] == owner
+    assert settings["provider"] == FLEET_OWNER
     assert not files
     for command in data["runcmd"]:
         assert all(isinstance(word, str) for word in command)
@@ -184,8 +186,26 @@ def test_the_user_data_of_a_node_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
             subprocess.run(["sh", "-n", "-c", command[2]], check=True)
     [made_key] = [one[2] for one in data["runcmd"] if "wallet" in one[-1]]
     check_command(["prime-node", *made_key.split("/prime-node ")[1].split()], {}, monkeypatch)
-    assert made('0x"\nrun', owner).returncode == 64
-    assert made("someone").returncode == 64
+    assert user_data('0x"\nrun', FLEET_OWNER).returncode == 64
+    assert user_data("someone").returncode == 64
+
+
+def test_the_user_data_of_a_node_fleet_fits_cloud_inits_schema(tmp_path: Path) -> None:
+    program = shutil.which("cloud-init")
+    if program is None:
+        pytest.skip("needs cloud-init (Debian: apt-get install cloud-init)")
+    file = tmp_path / "user-data.yaml"
+
+    def checked() -> subprocess.CompletedProcess[str]:
+        words = [program, "schema", "--config-file", str(file)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+    text = user_data(FLEET_OWNER).stdout
+    file.write_text(text)
+    done = checked()
+    assert done.returncode == 0, done.stdout + done.stderr
+    file.write_text(text.replace("runcmd:", "runcmd: 1\nleft:"))
+    assert checked().returncode == 1
 
 
 def lifecycle(s3: S3Server) -> Any:
