@@ -11,8 +11,8 @@ objects of their own, the roots are on chain by the store. Then, each in a proce
     claim    finds a node's proof in the rebuilt settlement and checks it against the posted root
              as the contract does (`merkle_verify`); no chain runs
 
-`…_mib` is the most resident memory of the process, PostgreSQL's not counted. `settle_files_s` is a
-row of `bench orchestrator`: 2 ÷ CPU seconds that settling a file costs.
+`…_mib` is the most resident memory of the process, PostgreSQL's not counted. `settle_N_files_s` of
+each size, and `settle_files_s` of `bench orchestrator`: 2 ÷ CPU seconds that settling a file costs.
 """
 
 from __future__ import annotations
@@ -75,14 +75,7 @@ def rows(quick: bool, database: Database) -> list[Row]:
     """The rows of `bench orchestrator`; empties the database."""
     files = QUICK_FILES if quick else FILES
     with _filled(database, files) as epoch:
-        before, cpu = database.cpu_seconds(), _in_a_process("settle", epoch)["cpu"]
-        server = database.cpu_seconds() - before
-    return [
-        Row("settle_files_s", work.CORES * files / (cpu + server),
-            f"files/s of an epoch of {files:,}", bar=None if quick else 20_000, better="higher"),
-        Row("settle_files_us", 1e6 * cpu / files, "µs of CPU in the process"),
-        Row("settle_files_postgres_us", 1e6 * server / files, "µs of CPU in PostgreSQL"),
-    ]  # fmt: skip
+        return _settled(database, epoch, "settle_files", None if quick else 20_000)[1]
 
 
 @dataclass(frozen=True)
@@ -103,16 +96,31 @@ class _Epoch:
 
 def _rows_of(database: Database, files: int) -> Iterator[Row]:
     with _filled(database, files) as epoch:
-        settled = _in_a_process("settle", epoch)
+        settled, rates = _settled(database, epoch, f"settle_{files}_files")
         rebuilt = _in_a_process("rebuild", epoch, settled)
     if rebuilt["root"] != settled["root"]:
         raise FatalError(f"rebuilt root {rebuilt['root']}, posted {settled['root']}")
+    yield from rates
     for name, one in (("settle", settled), ("rebuild", rebuilt)):
         yield Row(f"{name}_{files}_s", one["seconds"], f"s for an epoch of {files:,} files")
         yield Row(f"{name}_{files}_mib", one["peak"] / 2**20, "MiB resident at most")
     yield Row(f"objects_{files}_mib", settled["bytes"] / 2**20,
               f"MiB of the settlement's head and {settled['pages']:,} pages")  # fmt: skip
     yield Row(f"claim_{files}_ms", 1e3 * rebuilt["claim"], "ms to prove and check a claim")
+
+
+def _settled(
+    database: Database, epoch: _Epoch, name: str, bar: float | None = None
+) -> tuple[dict[str, Any], list[Row]]:
+    """What the process that settled the epoch found, and rows of the CPU time that a file took."""
+    before, found = database.cpu_seconds(), _in_a_process("settle", epoch)
+    server, files = database.cpu_seconds() - before, epoch.files
+    return found, [
+        Row(f"{name}_s", work.CORES * files / (found["cpu"] + server),
+            f"files/s of an epoch of {files:,}", bar=bar, better="higher"),
+        Row(f"{name}_us", 1e6 * found["cpu"] / files, "µs of CPU in the process"),
+        Row(f"{name}_postgres_us", 1e6 * server / files, "µs of CPU in PostgreSQL"),
+    ]  # fmt: skip
 
 
 def _in_a_process(kind: str, epoch: _Epoch, settled: dict[str, Any] | None = None) -> Any:
