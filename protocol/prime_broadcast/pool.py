@@ -54,7 +54,7 @@ class PoolNames:
 
 class Policies:
     """Policies in `folder`, from the pool's relays and `sources`. `keep`: how many of the newest
-    stay on disk."""
+    stay on disk, with the one that was fetched last."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Policies:
         )
         stats = arrived.stats
         log.info("policy %d is here (%s, %d bytes)", version, stats.route, stats.bytes_received)
-        self.folder.prune(self._keep)
+        self.folder.prune(self._keep, {version})
         self._known = {n: one for n, one in self._known.items() if n > version - ANCHOR_EVERY}
         return arrived.path
 

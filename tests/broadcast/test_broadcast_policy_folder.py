@@ -12,6 +12,7 @@ from broadcast_world import STRANGER, TRUST, Run, same_files, sign
 from prime_broadcast.client import Base
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import MANIFEST_NAME, signed_bytes
+from prime_broadcast.pool import Policies
 from prime_broadcast.server import Origin
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import PolicyError, UnavailableError, UntrustedError
@@ -39,6 +40,24 @@ def test_policies_arrive_whole_then_by_deltas_then_not_at_all(
     assert all(same_files(folder.path(v), run, v) for v in (0, 1, 3))
     assert folder.manifest(3) == signed[3]
     folder.verify(3)
+
+
+def test_an_older_policy_stays_once_it_was_fetched(run: Run, folder: PolicyFolder) -> None:
+    """A juror replays files of any policy, in any order."""
+    signed = [run.publish() for _ in range(3)]
+
+    class Named:
+        def policy(self, version: int) -> SignedManifest:
+            return signed[version]
+
+        def relays(self) -> list[str]:
+            return []
+
+    with Origin(run.root) as origin:
+        policies = Policies(folder, Named(), sources=[origin.url], keep=2)
+        for version in (1, 2, 0):
+            assert policies.ensure(version, signed[version].manifest.digest()).is_dir()
+    assert folder.versions() == [0, 1, 2]
 
 
 def test_everything_in_it_can_be_read_by_a_container(run: Run, folder: PolicyFolder) -> None:
