@@ -34,6 +34,7 @@ from prime_core.settlement import LeafFact, SlashFact, settle
 from prime_core.verdict import Outcome
 from prime_orchestrator.api import validators
 from prime_orchestrator.manager import history, standing
+from prime_orchestrator.manager.standing import LEASE_SLOTS
 from prime_orchestrator.store import nodes, schema
 
 PACKAGES = ("sqlalchemy", "pydantic")
@@ -48,6 +49,11 @@ VARIANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "rest_16": ((standing, "LONGEST", 16),),
 }
 """Constants with other values. Names of the rows: NAME_of_VARIANT."""
+SLOTS = {"slots_1": 1, "slots_16": 16}
+"""Other numbers of leases that a node may hold open."""
+BUSY = {"busy": LEASE_SLOTS, "busy_slots_1": 1, "busy_slots_16": 16}
+"""The same in a pool whose batches take HUNGER times as many groups: all nodes have work."""
+HUNGER = 20
 RUNS: dict[str, dict[str, Any]] = {
     "replay_1_in_8": {"replay_rows_micro": 125_000},
     "replay_1_in_2": {"replay_rows_micro": 500_000},
@@ -56,7 +62,8 @@ RUNS: dict[str, dict[str, Any]] = {
 """Run definitions with other values."""
 COMPARED = (
     *("trainer_busy", "staleness_mean", "expired", "caught_few", "caught_few_file_p95"),
-    *("replay_cost", "pay_cheat_most"),
+    *("replay_cost", "pay_cheat_most", "node_busy", "batch_full", "files"),
+    "first_accepted_median_s",
 )
 
 
@@ -128,12 +135,16 @@ def run(quick: bool) -> list[Row]:
 def _compared() -> list[Row]:
     """COMPARED rows of small pools, each with one default changed."""
     rows = []
-    for name in (*VARIANTS, *RUNS):
+    for name in (*VARIANTS, *RUNS, *SLOTS, *BUSY):
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="bench-people-") as folder:
             for module, constant, value in VARIANTS.get(name, ()):
                 stack.enter_context(mock.patch.object(module, constant, value))
             run = definition(SMALL).model_copy(update=RUNS.get(name, {}))
-            world = simulate(Path(folder), SMALL, 24.0, run)
+            if name in BUSY:
+                most = run.groups_per_batch * HUNGER
+                run = run.model_copy(update={"groups_per_batch": most})
+            slots = SLOTS.get(name, BUSY.get(name, LEASE_SLOTS))
+            world = simulate(Path(folder), SMALL, 24.0, run, slots=slots)
             rows += [
                 Row(f"{row.name}_of_{name}", row.value, row.unit)
                 for row in _rows(world)
@@ -203,6 +214,9 @@ def _files(world: World) -> list[Row]:
             "expired, no file accepted"),
         Row("node_busy", sum(one.spent for one in honest) / max(1.0, on), "of honest nodes' time "
             "on", better="higher"),
+        Row("batch_full", sum(one.spent for one in honest)
+            / max(1.0, sum(one.engaged for one in honest)), "of honest nodes' batches, while "
+            "they had leases", better="higher"),
         Row("expired", missed / max(1, missed + accepted), "of honest nodes' leases"),
         Row("files", sum(world.outcomes.values()), "files judged", better="higher"),
     ]  # fmt: skip

@@ -9,6 +9,9 @@ What is simplified:
 - Heartbeats are written ahead: while a node is on, its row holds the time at which it goes off.
 - Nodes ask for leases once in ROUND seconds, in random order, TOGETHER at once as the API answers
   them, until the scheduler has no work.
+- An engine runs BATCH rows at once, each at a BATCH-th of the node's speed, and a row that ends
+  makes room for the next. A node with several slots (`standing.Slots`) asks for another lease when
+  there is room. It loads another policy once its open leases have ended, as a worker does.
 - Each node is a provider of its own. A slash is executed CONFIRM seconds after the verdict.
 - A file is caught with the rate that devnets measured for its lie (bench/results/lies.json:
   rejections ÷ judged files). A lie in a quarter of a file's rows (`few`) is caught if a drawn row
@@ -65,6 +68,7 @@ from prime_orchestrator.manager import batches, history
 from prime_orchestrator.manager.judging import Judge, Judgement, enough
 from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.manager.settlement import refresh_credits
+from prime_orchestrator.manager.standing import LEASE_SLOTS
 from prime_orchestrator.store import batches as store_batches
 from prime_orchestrator.store import jobs, leases, nodes, policies, schema, submissions
 
@@ -76,7 +80,10 @@ TOGETHER = 64
 CONFIRM = HOUR
 PROMPT = 300
 MEDIAN = 25.0
-"""Tokens a second of the median node."""
+"""Tokens a second of the median node with BATCH rows."""
+BATCH = 16
+OVERHEAD = 20.0
+"""Seconds from a lease's last row to its submission."""
 VALIDATOR_SPEED = 16.0
 """Of each validator, in median nodes."""
 TRAINING = 3600.0
@@ -166,11 +173,18 @@ class Person:
     on: bool = False
     proven: bool = False
     asks_at: float = 0.0
-    holds: SignedLease | None = None
-    turn: int = 0
-    """Grows when its work ends or breaks off."""
+    holds: dict[Digest, SignedLease] = field(default_factory=dict)
+    """Its open leases."""
+    free: list[float] = field(default_factory=lambda: [0.0] * BATCH)
+    """When each place in its engine's batch is free: a heap."""
+    engaged_since: float = 0.0
+    """When it took the first of its open leases."""
+    version: int = 0
+    """The policy of its newest lease."""
+    engaged: float = 0.0
+    """Seconds with at least one lease."""
     spent: float = 0.0
-    """Seconds spent generating."""
+    """Seconds that a full batch takes for what it generated."""
     made: int = 0
     """Tokens generated, handed in or not."""
     first_on: float | None = None
@@ -180,6 +194,49 @@ class Person:
     accepted: int = 0
     judged: int = 0
     expired: int = 0
+
+    def stop(self) -> None:
+        """Loses all work."""
+        self.holds.clear()
+        self.free = [0.0] * BATCH
+
+    def wants(self, now: float) -> bool:
+        """Whether it asks for a lease now."""
+        able = self.on and self.caught_at is None and self.asks_at <= now
+        return able and (not self.holds or (self.kind != DROPPER and self.free[0] <= now))
+
+    def take(self, lease: Digest, signed: SignedLease, now: float) -> None:
+        """Opens a lease."""
+        if not self.holds:
+            self.engaged_since = now
+        self.holds[lease] = signed
+
+    def end(self, lease: Digest, spent: float, now: float) -> SignedLease | None:
+        """Ends a lease after `spent` seconds of a full batch; None: its work was lost before."""
+        signed = self.holds.pop(lease, None)
+        if signed is not None:
+            self.spent += spent
+            self.asks_at = now
+            if not self.holds:
+                self.engaged += now - self.engaged_since
+        return signed
+
+    def work(
+        self, rows: list[int], version: int, now: float, deadline: float
+    ) -> tuple[float, float]:
+        """Adds a lease's rows to the batch, the next row to the place that is free first. Returns
+        when the last one ends, and the work until `deadline`, where rows are broken off, in seconds
+        of a full batch."""
+        begins = now if version == self.version or not self.holds else max(self.free)
+        self.version, last, spent = version, now, 0.0
+        for row in rows:
+            at = max(begins, heapq.heappop(self.free))
+            end = at + row * BATCH / self.rate
+            last = max(last, end)
+            end = max(at, min(end, deadline))
+            heapq.heappush(self.free, end)
+            spent += (end - at) / BATCH
+        return last, spent
 
 
 def people(count: int, end: float, draw: random.Random, kinds: dict[str, Lie]) -> list[Person]:
@@ -333,15 +390,10 @@ class World:
 
     def _off(self, person: Person) -> None:
         person.on = False
-        person.turn += 1  # its work is lost
-        person.holds = None
+        person.stop()
 
     def _ask(self) -> None:
-        waiting = [
-            one
-            for one in self.people
-            if one.on and one.holds is None and one.asks_at <= self.now and one.caught_at is None
-        ]
+        waiting = [one for one in self.people if one.wants(self.now)]
         self.draw.shuffle(waiting)
         refused: set[tuple[int, bool]] = set()
         enough = False
@@ -353,7 +405,10 @@ class World:
                 if (version, person.proven) not in refused:
                     batch.append((person, version))
             asks = [
-                leasing.Ask(person.address, LeaseRequest(policy_version=version))
+                leasing.Ask(
+                    person.address,
+                    LeaseRequest(policy_version=version, holds=tuple(person.holds)),
+                )
                 for person, version in batch
             ]
             answers = leasing.lease_all(self.pool.backend, asks) if asks else []
@@ -362,12 +417,14 @@ class World:
                     raise answer
                 if answer.lease is not None:
                     self._begin(person, answer.lease)
-                elif answer.reason == scheduler.ENOUGH:
+                elif answer.reason == scheduler.ENOUGH and not person.holds:
                     enough = True
                 elif answer.reason == scheduler.NEWCOMERS:
                     refused |= {(at, False) for _, at in self.published}
                 elif answer.reason.startswith(("policy ", "batch ")):
                     refused.add((version, person.proven))  # the same for all with this policy
+                elif person.holds:
+                    person.asks_at = math.inf  # until one of its leases has ended
                 else:
                     person.asks_at = self.now + max(ROUND, answer.retry_after_ms / 1000)
 
@@ -377,40 +434,37 @@ class World:
         )
 
     def _begin(self, person: Person, signed: SignedLease) -> None:
-        person.holds = signed
-        person.first_lease = self.now if person.first_lease is None else person.first_lease
-        deadline, target = signed.lease.deadline - seats.START, signed.lease.target
+        digest = self.pool.backend.digest(signed.lease)
+        target, now = signed.lease.target, self.now
+        deadline = signed.lease.deadline - seats.START
+        person.first_lease = now if person.first_lease is None else person.first_lease
         rows = [
             min(self.run.max_output_tokens, max(16, int(target * self.draw.lognormvariate(0, 0.3))))
             for _ in range(self.run.rows_per_lease)
         ]
-        until = self.now + 20.0 + sum(rows) / person.rate
         dropped = person.kind == DROPPER or (person.kind == PICKY and target > SHORTEST)
-        if dropped or until > deadline:
-            self.later(deadline + TICK, "drop", (person, person.turn, dropped, self.now))
+        until, spent = math.inf, 0.0
+        if not dropped:
+            last, spent = person.work(rows, signed.policy_version, now, deadline)
+            until = last + OVERHEAD
+        person.take(digest, signed, now)
+        if until > deadline:
+            self.later(deadline + TICK, "drop", (person, digest, spent))
         else:
-            self.later(until, "finish", (person, person.turn, rows, self.now))
+            self.later(until, "finish", (person, digest, spent, rows))
 
-    def _drop(self, of: tuple[Person, int, bool, float]) -> None:
-        person, turn, idle, since = of
-        if person.turn == turn:
-            person.turn += 1
+    def _drop(self, of: tuple[Person, Digest, float]) -> None:
+        person, lease, spent = of
+        if person.end(lease, spent, self.now) is not None:
             person.expired += 1
-            person.spent += 0.0 if idle else self.now - since
-            person.holds = None
-            person.asks_at = self.now
 
-    def _finish(self, of: tuple[Person, int, list[int], float]) -> None:
-        person, turn, rows, since = of
-        if person.turn != turn or person.holds is None:
+    def _finish(self, of: tuple[Person, Digest, float, list[int]]) -> None:
+        person, lease, spent, rows = of
+        signed = person.end(lease, spent, self.now)
+        if signed is None:
             return
-        person.turn += 1
-        signed, person.holds = person.holds, None
-        person.spent += self.now - since
         person.made += sum(rows)
-        person.asks_at = self.now
         backend = self.pool.backend
-        lease = backend.digest(signed.lease)
         with backend.store.read() as connection:
             row = leases.get(connection, lease)
         assert row is not None
@@ -524,8 +578,7 @@ class World:
                 person.first_accepted = self.now
         elif outcome is Outcome.REJECTED and person.caught_at is None:
             person.caught_at = self.now
-            person.holds = None
-            person.turn += 1
+            person.stop()
             self.later(self.now + CONFIRM, "execute", person)
 
     def _table(self, rows: list[int]) -> tuple[VerdictRow, ...]:
@@ -573,11 +626,20 @@ class World:
             self.training, self.training_until = latest, self.now + TRAINING
 
 
-def simulate(folder: Path, count: int, hours: float, run: RunDefinition | None = None) -> World:
-    """The world after `hours`."""
+def simulate(
+    folder: Path,
+    count: int,
+    hours: float,
+    run: RunDefinition | None = None,
+    *,
+    slots: int = LEASE_SLOTS,
+) -> World:
+    """The world after `hours`. `slots`: most leases that a node holds open at once."""
     pool = seats.Pool.make(folder, run=run or definition(count))
     pool.backend = replace(
-        pool.backend, objects=_Nowhere(folder / "objects", "http://127.0.0.1", b"s" * 32)
+        pool.backend,
+        objects=_Nowhere(folder / "objects", "http://127.0.0.1", b"s" * 32),
+        lease_slots=slots,
     )
     draw, kinds = random.Random(20), lies()
     crowd = people(count, hours * HOUR, draw, kinds)

@@ -254,6 +254,9 @@ def faults(
     lasts: Annotated[float, typer.Option(min=1, help="Seconds of one fault.")] = 8,
     seed: Annotated[int, typer.Option(help="Chooses their order and targets.")] = 20,
     throttle: Annotated[float, typer.Option(min=1, help="Makes nodes that many times slower.")] = 8,
+    rest: Annotated[
+        float, typer.Option(min=0, help="Seconds that nodes rest between leases.")
+    ] = 180,
     json_output: Json = False,
     root: Root = Path("var/faults"),
 ) -> None:
@@ -263,7 +266,7 @@ def faults(
 
     from devnet.faults import Sizes, play
 
-    sizes = Sizes(nodes, quiet, seconds, lasts, count, seed, throttle)
+    sizes = Sizes(nodes, quiet, seconds, lasts, count, seed, throttle, rest, groups=max(64, nodes))
     started = time.monotonic()
 
     def note(words: str) -> None:

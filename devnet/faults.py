@@ -116,9 +116,12 @@ class Sizes:
     faults: int = 24
     seed: int = 20
     throttle: float = 8.0
+    rest: float = 0.0
+    """Mean seconds between two leases of a node of a swarm: two cores do not make the work of
+    hundreds that never rest."""
     groups: int = 64
     """Of a batch. Each node fetches and checks each policy, which many nodes on one machine cannot
-    do every few seconds."""
+    do every few seconds: 200 of them need 200."""
     periods: Periods = PERIODS
 
 
@@ -266,7 +269,7 @@ class FaultNetwork(Network):
                 *(sys.executable, "-m", "devnet.swarm", "--orchestrator", self.url, *self._rpc()),
                 *("--deployment", str(self.deployment_file)),
                 *("--keys", str(self.root / name / "keys"), "--data", str(self.root / name)),
-                *("--throttle", str(self.sizes.throttle)),
+                *("--throttle", str(self.sizes.throttle), "--rest", str(self.sizes.rest)),
             ],
         )
 
@@ -277,6 +280,16 @@ class FaultNetwork(Network):
         super().stop()
         for one in self.rpcs:
             one.close()
+
+    def restart_liars(self, ejected: set[Address]) -> None:
+        """Starts again the liars that ended by themselves, but those that are out."""
+        for node in self.plan.nodes:
+            child = self.processes.children.get(node.name) if node.liar else None
+            if child is None or child.process.poll() is None:
+                continue
+            if self.accounts[node.name].address not in ejected:
+                self.processes.stop(node.name)
+                self.start_node(node)
 
     def liars(self) -> set[Address]:
         """The nodes that lie."""
@@ -611,6 +624,7 @@ class FaultRun:
         silent = {node.node for node in nodes if node.status == "silent"}
         self._silent |= silent & set(self.network.addresses()) - self._killed
         ejected = {node.node for node in nodes if node.status == "ejected"}
+        self.network.restart_liars(ejected)
         if self.report.liars_out is None and self.network.liars() <= ejected:
             self.report.liars_out = round(time.monotonic() - self._faults_began, 1)
 

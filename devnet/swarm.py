@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import random
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from prime_core.errors import PrimeError
 from prime_core.logs import log_to_stderr
+from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.task import Task
 from prime_core.waiting import until_stopped
@@ -26,24 +29,37 @@ from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.worker.__main__ import parse
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.loop import StopFlag, work
-from prime_node.worker.rollout_builder import RolloutBuilder
+from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
 
 log = logging.getLogger("prime.swarm")
 END_SECONDS = 60.0
 
 
 class Builder(RolloutBuilder):
-    """A worker's builder that announces no exact class: that would load every policy on every
-    node, hundreds of times on one machine."""
+    """A worker's builder that rests between two leases, for `rest` seconds in the mean. It
+    announces no exact class: that would load every policy on every node, hundreds of times on one
+    machine."""
+
+    def __init__(self, run: RunDefinition, options: Options, rest: float) -> None:
+        super().__init__(run, options)
+        self._rest = rest
+        self._rests_until = time.monotonic() + random.uniform(0.0, rest)
+
+    def build(self, job: Job) -> Built:
+        built = super().build(job)
+        self._rests_until = time.monotonic() + self._rest * random.uniform(0.5, 1.5)
+        return built
 
     def announce(self, bridge: BridgeClient) -> None:
-        pass
+        """Rests: the worker calls it before it asks for a lease."""
+        self._wait(max(0.0, self._rests_until - time.monotonic()))
 
 
 class ThreadTask:
     """A worker in a thread (see TaskHandle)."""
 
-    def __init__(self, mounts: Mounts, options: WorkerOptions) -> None:
+    def __init__(self, mounts: Mounts, options: WorkerOptions, rest: float) -> None:
+        self._rest = rest
         self._stop = StopFlag()
         self._status: int | None = None
         self._said = ""
@@ -55,7 +71,7 @@ class ThreadTask:
         options = parse(self._arguments)
         bridge = BridgeClient(options.socket)
         try:
-            work(bridge, Builder(bridge.run(), options), self._stop)
+            work(bridge, Builder(bridge.run(), options, self._rest), self._stop)
             self._status = 0
         except PrimeError as error:
             self._said, self._status = str(error), error.exit_code
@@ -85,8 +101,9 @@ class ThreadRuntime:
 
     name: Literal["process"] = "process"
 
-    def __init__(self, uid: int) -> None:
+    def __init__(self, uid: int, rest: float) -> None:
         self.task_uid = uid
+        self._rest = rest
 
     def check(self, task: Task | None) -> str:
         return "the worker is a thread of this process"
@@ -95,7 +112,7 @@ class ThreadRuntime:
         return 0
 
     def start(self, task: Task, mounts: Mounts, options: WorkerOptions) -> ThreadTask:
-        return ThreadTask(mounts, options)
+        return ThreadTask(mounts, options, self._rest)
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,7 @@ class Words:
     keys: Path
     data: Path
     throttle: float
+    rest: float
 
 
 def _parse() -> Words:
@@ -118,6 +136,7 @@ def _parse() -> Words:
     parser.add_argument("--keys", type=Path, required=True, help="a private key in each line")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--throttle", type=float, default=1.0)
+    parser.add_argument("--rest", type=float, default=0.0, help="mean seconds between two leases")
     given = vars(parser.parse_args())
     return Words(**{**given, "rpc": tuple(given["rpc"])})
 
@@ -134,7 +153,7 @@ def _agent(words: Words, number: int, key: str) -> Agent:
         first_answer_seconds=600,
     )
     signer = LocalSigner(bytes.fromhex(key))
-    return Agent(settings, signer, signer, runtime=ThreadRuntime(os.getuid()))
+    return Agent(settings, signer, signer, runtime=ThreadRuntime(os.getuid(), words.rest))
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from prime_broadcast.files import write_whole
 from prime_chain import deployer, flows, networks
 from prime_chain.amounts import ETHER, ether, parse_amount, prime
 from prime_chain.chain_session import open_session
@@ -271,7 +272,7 @@ class Quickstart:
         return Found("run", "done", f"{run.name}, digest {run.digest()}")
 
     def _make_run(self) -> None:
-        (self.folder / "run.json").write_bytes(self.definition(self._place.periods))
+        write_whole(self.folder / "run.json", self.definition(self._place.periods))
 
     def _facts(self) -> dict[str, Any] | None:
         file = self.folder / "pool.json"

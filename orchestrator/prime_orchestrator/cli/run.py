@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prime_broadcast.files import write_whole
 from prime_chain.keystore import open_keystore
 from prime_core.command_line import Json, PasswordFd, PasswordFile, group
 from prime_core.errors import ConflictError, UserError
@@ -41,7 +42,7 @@ def new(
     values = read_toml(source)
     run = define(values, source, model)
     make_folder(out.parent)
-    out.write_bytes(run.raw())
+    write_whole(out, run.raw())
     _show(run, out, json_output)
     if not json_output:
         for name, value in unsaid(values).items():
