@@ -50,6 +50,12 @@ PasswordFile = Annotated[
     Path | None, typer.Option("--password-file", help="File with the keystore's password.")
 ]
 PasswordFd = Annotated[int | None, typer.Option("--password-fd", help="Open descriptor with it.")]
+AllowPrivate = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-private", help="Connect to private addresses that others name (own network)."
+    ),
+]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 Rpcs = Annotated[
     list[str] | None, typer.Option("--rpc", help="RPC endpoint of the chain; repeat for more.")

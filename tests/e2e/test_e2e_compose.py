@@ -21,7 +21,7 @@ from docker.errors import DockerException
 from docker_registry import registry
 from e2e_kit import ROOT, require_anvil, until
 
-pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
 HOSTS = {"host": "localhost:8700"}
 USER = "65532"
 
@@ -79,7 +79,7 @@ def test_our_services_of_deploy_compose_train(image: str, engine: docker.DockerC
         until(lambda: status(pool)["chain_reachable"], "the chain is reachable")
         seen = status(pool)
         assert (seen["pool"], len(seen["nodes"])) == (1, 1)
-        assert seen["latest_version"] is not None, "the trainer has published"
+        until(lambda: status(pool)["latest_version"], "the trainer has learned from a batch", 600)
         url = f"http://{pool.published('caddy', 8700)}/v1/relays"
         both = {"http://relay:8480", "http://trainer:8475"}
         until(

@@ -19,6 +19,7 @@ import typer
 
 from prime_chain import wallet_cli
 from prime_core.command_line import (
+    AllowPrivate,
     ConfigFile,
     Json,
     LogLevel,
@@ -100,6 +101,7 @@ def run(
     origin_host: OriginHost = None,
     origin_port: OriginPort = None,
     origin_url: OriginUrl = None,
+    allow_private: AllowPrivate = None,
     origin_connections_each: Annotated[
         int | None, typer.Option(help="Of one address at once; 0: unlimited.")
     ] = None,
@@ -536,6 +538,7 @@ def follow(
     engine: Engine = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    allow_private: AllowPrivate = None,
     tensorboard: TensorBoard = None,
     tracker: Tracker = None,
 ) -> None:
@@ -562,7 +565,7 @@ def follow(
         sinks.append(observe.Tracker(tracker, "prime", {"orchestrator": orchestrator}))
     stop = until_stopped(second_ends=True)
     try:
-        with OrchestratorClient(orchestrator) as client:
+        with OrchestratorClient(orchestrator, allow_private=bool(allow_private)) as client:
             following.follow(client, options, sinks, stop, lambda line: print(line, flush=True))
     except StoppedError:
         raise typer.Exit(130) from None

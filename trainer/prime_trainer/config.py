@@ -100,6 +100,9 @@ class Settings(ChainSettings):
     """Port from which relays fetch policies; 0 selects a free port."""
     origin_url: str = ""
     """The origin's public URL, if it is behind a proxy."""
+    allow_private: bool = False
+    """Connect to private and loopback addresses that the orchestrator names (on one's own network).
+    An orchestrator on this machine may always name them."""
     origin_connections_each: int = Field(default=256, ge=0)
     """Maximum simultaneous connections per address (an IPv6 /64) to the origin, of 1024 in total. A
     relay uses two. 0: unlimited, for an origin whose readers all come through one proxy."""

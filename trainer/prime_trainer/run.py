@@ -149,7 +149,9 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
     with ExitStack() as stack:
         if leads:  # two would overwrite checkpoints and sign two policies for a version
             stack.enter_context(held_alone(settings.data, "trainer"))
-        client = stack.enter_context(OrchestratorClient(url, signer, "trainer"))
+        client = stack.enter_context(
+            OrchestratorClient(url, signer, "trainer", allow_private=settings.allow_private)
+        )
         try:
             facts = known_facts(settings, client, stop, give_up)
         except StoppedError:

@@ -32,6 +32,7 @@ from prime_chain.chain_session import (
 from prime_chain.shipped import help_text
 from prime_core import ids
 from prime_core.command_line import (
+    AllowPrivate,
     ConfigFile,
     Json,
     LogLevel,
@@ -60,12 +61,6 @@ Url = Annotated[str | None, typer.Option("--orchestrator", help="URL of the orch
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the validator.")]
 Sources = Annotated[
     list[str] | None, typer.Option(help="Relay or origin to fetch policies from; repeat for more.")
-]
-AllowPrivate = Annotated[
-    bool | None,
-    typer.Option(
-        "--allow-private", help="Connect to private addresses that others name (own network)."
-    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch.")]
 Server = Annotated[str, typer.Option(help="URL of the orchestrator.")]

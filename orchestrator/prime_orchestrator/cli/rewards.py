@@ -14,7 +14,7 @@ import typer
 from prime_chain.amounts import prime
 from prime_chain.chain_session import ChainSession, Done, File, Rpc, sends_transactions
 from prime_core import ids
-from prime_core.command_line import Json, Quorum, group
+from prime_core.command_line import AllowPrivate, Json, Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError
@@ -40,9 +40,10 @@ def list_roots(
     orchestrator: Server,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
+    allow_private: AllowPrivate = None,
 ) -> None:
     """Every reward root that stands, oldest first."""
-    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum, allow_private) as rebuilder:
         rows = [
             {
                 "epoch": event.epoch,
@@ -78,13 +79,14 @@ def rebuild(
     ] = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
+    allow_private: AllowPrivate = None,
 ) -> None:
     """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
 
     Exits with 1 if they differ. Warns of files that their nodes posted themselves and that no
     settlement has.
     """
-    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum, allow_private) as rebuilder:
         standing = rebuilder.posted()
         if epoch is None and not standing:
             raise NotFoundError("no reward root stands yet")
@@ -117,6 +119,7 @@ def explain_node(
     ] = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
+    allow_private: AllowPrivate = None,
 ) -> None:
     """Why a node got what it got: each of its files, what it earned or why it did not.
 
@@ -125,7 +128,7 @@ def explain_node(
     from prime_chain.explain import explain
 
     target = ids.address(node)
-    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder:
+    with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum, allow_private) as rebuilder:
         found = explain(rebuilder, target, epoch)
     typer.echo(json.dumps(found.as_json()) if json_output else "\n".join(found.lines()))
     if found.problems:
@@ -148,6 +151,7 @@ def settle_epoch(
     ] = None,
     json_output: Json = False,
     rpc_quorum: Quorum = None,
+    allow_private: AllowPrivate = None,
 ) -> None:
     """Compute the settlement that a silent manager did not publish, for `validator sign-table`.
 
@@ -159,8 +163,8 @@ def settle_epoch(
     from prime_core.transport.client import OrchestratorClient
 
     with (
-        _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum) as rebuilder,
-        OrchestratorClient(orchestrator) as records,
+        _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum, allow_private) as rebuilder,
+        OrchestratorClient(orchestrator, allow_private=bool(allow_private)) as records,
     ):
         found = rebuilder.settle(epoch, HttpSource(records).submission, as_of_block)
     head, pages = found.published()
@@ -237,7 +241,12 @@ def claim(
 
 @contextmanager
 def _rebuilder(
-    rpc: list[str], file: Path, pool: int, orchestrator: str, quorum: int | None
+    rpc: list[str],
+    file: Path,
+    pool: int,
+    orchestrator: str,
+    quorum: int | None,
+    allow_private: bool | None,
 ) -> Iterator[Rebuilder]:
     from prime_chain.client import ChainClient
     from prime_chain.history import read_events
@@ -250,7 +259,7 @@ def _rebuilder(
         events = read_events(
             client, deployment, contracts=("pools", "work", "rewards", "slasher"), pool=pool
         )
-        with OrchestratorClient(orchestrator) as server:
+        with OrchestratorClient(orchestrator, allow_private=bool(allow_private)) as server:
             runs = history_of(events, pool, partial(run_bytes, server))
             yield Rebuilder(events, deployment, pool, runs, server)
     finally:
