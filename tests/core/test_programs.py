@@ -73,6 +73,23 @@ def test_every_command_has_short_help(
         assert shown.err == ""
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["orchestrator relay", "trainer run", "trainer follow", "validator run", "prime-node join"]
+    + [f"orchestrator rewards {name}" for name in ("list", "rebuild", "explain", "settle")],
+)
+def test_what_fetches_from_addresses_that_others_name_may_be_allowed_private_ones(
+    words: str,
+) -> None:
+    """The message of PrivateAddressError names the option."""
+    name, *path = words.split()
+    [program] = [one for one in PROGRAMS if one.name == name]
+    command: Any = typer.main.get_command(importlib.import_module(program.module).app)
+    for word in path:
+        _, command, _ = command.resolve_command(click.Context(command), [word])
+    assert "--allow-private" in {option for one in command.params for option in one.opts}
+
+
 @by_name
 def test_completion_offers_the_commands_in_bash(
     program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
