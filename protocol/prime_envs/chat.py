@@ -26,6 +26,10 @@ from prime_core.errors import PolicyError, UserError
 from prime_core.run import Chat, Conversation
 
 TEMPLATE_FILE = "chat_template.jinja"
+SETTINGS_FILE = "tokenizer_config.json"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
+"""Where a model folder may hold templates that transformers' tokenizers do not take by default: the
+first is a processor's, the second holds templates by name."""
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 MAX_TEMPLATE = 1 << 20
 _CHANGING = frozenset({"strftime_now", "random", "lipsum"})
@@ -228,9 +232,17 @@ def chat_from(
     `conversation` is the run's; the template must support its role. `prompts` is "template" (the
     default within the table) or "raw"; the rest are fields of Chat. Raises UserError if the model
     has a template and the TOML does not say whether to use it, if it requests a template that the
-    model lacks, and for a template that fails or is not deterministic.
+    model lacks or keeps where tokenizers take no default from, and for a template that fails or is
+    not deterministic.
     """
-    text, special = _template_in(folder)
+    text, special, elsewhere = _template_in(folder)
+    if elsewhere and (values is None or values.get("prompts") != "raw"):
+        raise UserError(
+            f"{folder} has a chat template in {elsewhere}, but none that a tokenizer takes by "
+            "default",
+            hint=f"write it into {TEMPLATE_FILE} in the model folder, or add a table [chat] "
+            'with prompts = "raw"',
+        )
     if values is None:
         if text is None:
             return None
@@ -269,22 +281,30 @@ def chat_from(
     return chat
 
 
-def _template_in(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """A model folder's template and special tokens, read without transformers. Raises UserError."""
+def _template_in(folder: Path) -> tuple[str | None, dict[str, str], str]:
+    """A model folder's template and special tokens, read without transformers; and, if it has no
+    template that a tokenizer takes by default, the file or folder that holds others ("": none has).
+    Raises UserError."""
     config: dict[str, Any] = {}
     try:
-        if (folder / "tokenizer_config.json").is_file():
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if (folder / SETTINGS_FILE).is_file():
+            config = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         special = {
             name: token["content"] if isinstance(token, dict) else str(token)
             for name, token in config.items()
             if name.endswith("_token") and isinstance(token, str | dict)
         }
         if (folder / TEMPLATE_FILE).is_file():
-            return (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), special
-        return _only(config.get("chat_template")), special
+            return (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), special, ""
+        text = _only(config.get("chat_template"))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
+    if text is not None:
+        return text, special, ""
+    others = [name for name in OTHER_TEMPLATES if (folder / name).exists()]
+    if config.get("chat_template"):
+        others.insert(0, SETTINGS_FILE)
+    return None, special, others[0] if others else ""
 
 
 def _only(found: Any) -> str | None:

@@ -144,6 +144,33 @@ def test_a_template_in_the_tokenizer_s_settings_is_found_too(tmp_path: Path) -> 
         assert chat_from({}, tmp_path) == chat()
 
 
+def test_a_template_that_no_tokenizer_takes_by_default_is_named_and_never_passed_over(
+    tmp_path: Path,
+) -> None:
+    """A chat model gets raw prompts by choice only."""
+    named = folder(tmp_path / "named", None)
+    settings = named / "tokenizer_config.json"
+    several = [{"name": "tools", "template": TEMPLATE}]
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": several}))
+    processors = folder(tmp_path / "processors", None)
+    (processors / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    more = folder(tmp_path / "more", None)
+    (more / "additional_chat_templates").mkdir()
+    (more / "additional_chat_templates" / "tools.jinja").write_text(TEMPLATE)
+    for model, place in (
+        (named, "tokenizer_config.json"),
+        (processors, "chat_template.json"),
+        (more, "additional_chat_templates"),
+    ):
+        for values in (None, {"system": "be kind"}):
+            with pytest.raises(UserError, match=f"chat template in {place}, but none") as error:
+                chat_from(values, model)
+            assert 'prompts = "raw"' in error.value.hint
+        assert chat_from({"prompts": "raw"}, model) is None
+        (model / TEMPLATE_FILE).write_text(TEMPLATE)
+        assert chat_from({}, model) == chat()
+
+
 @given(
     before=st.text("ab<th", max_size=9),
     after=st.text("ab</k>", max_size=9),
