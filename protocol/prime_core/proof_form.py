@@ -10,5 +10,6 @@ PROOF_TOPK = 128
 SKETCH_DIMENSIONS = 64
 
 FinishReason = Literal["end", "length", "tool_limit"]
-"""How a row ended. "tool_limit": a call ended by its limit, or the pool's gateway gave no answer to
-it. Such a row is paid and not trained on; only files of runs with a conversation have it."""
+"""How a row ended. "tool_limit": a call ended by its limit, the pool's gateway gave no answer to
+it, or the environment's code raised. Such a row is paid and not trained on; only files of runs with
+a conversation have it."""

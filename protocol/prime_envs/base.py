@@ -7,23 +7,27 @@ gets exactly the same reward: scores are whole millionths, combined in integer a
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_core import encoding
-from prime_core.errors import MalformedError
+from prime_core.errors import MalformedError, PrimeError
 from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
+from prime_core.waiting import StoppedError
 from prime_envs import tools
 from prime_envs.chat import THINK, prompt_around, prompt_of, reply_around, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.search import SearchIndex
 from prime_envs.tasks import Task
 from prime_envs.tools import Observation, ToolCall
+
+log = logging.getLogger(__name__)
 
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
@@ -117,8 +121,8 @@ class Reply:
     answer: GatewayAnswer | None = None
     """The gateway's answer in it."""
     unanswered: bool = False
-    """A call ended by its limit, or the gateway gave no answer to it. This ends the row as
-    `tool_limit`."""
+    """A call ended by its limit, the gateway gave no answer to it, or the environment's code
+    raised. This ends the row as `tool_limit`."""
 
 
 class Environment(ABC):
@@ -135,13 +139,17 @@ class Environment(ABC):
     """The run's conversation settings. None: rows are single-turn."""
     index: SearchIndex | None = None
     """The index of the run's corpus, for the tool search-1."""
+    plugin: bool = False
+    """Whether it was loaded from an entry point (registry.load_environment)."""
 
     @property
     def tools_may_give_up(self) -> bool:
-        """Whether a call of a tool may end by a limit of the machine."""
-        return self.conversation is not None and bool(
-            {"python-1", "python-2"}.intersection(self.conversation.tools)
-        )
+        """Whether an answer to a turn may be missing on one machine only: a tool's call may end by
+        a limit of the machine, a plugin's `observe` may raise."""
+        if self.conversation is None:
+            return False
+        raises = self.plugin and type(self).observe is not Environment.observe
+        return raises or bool({"python-1", "python-2"}.intersection(self.conversation.tools))
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         self.arguments = dict(arguments)
@@ -255,7 +263,7 @@ class Environment(ABC):
     ) -> Reply:
         """Returns the environment's tokens after a model span that ended with an end token. The
         message of `observe` is truncated to the run's limit, and special tokens in it are not
-        parsed.
+        parsed. If `observe` raises, that is logged, and there is no answer.
 
         `output_tokens` ends with that end token; `spans` are the span lengths, model first and
         last; `ask` gets calls of the gateway's tools. Raises the same errors as chat.reply_around,
@@ -263,7 +271,17 @@ class Environment(ABC):
         """
         if self.conversation is None:
             return Reply()
-        said = self.observe(problem, texts_of(tokenizer, output_tokens, spans)[::2])
+        turns = texts_of(tokenizer, output_tokens, spans)[::2]
+        try:
+            said = self.observe(problem, turns)
+        except (PrimeError, StoppedError):
+            raise
+        except Exception as error:  # a plugin may raise anything
+            log.warning(
+                "problem %s, turn %d: the environment %s raised %r, so the row ends as tool_limit",
+                problem.problem_id, len(turns) - 1, self.name, error,
+            )  # fmt: skip
+            return Reply(exact=False, unanswered=True)
         if said is None:
             return Reply()
         ended_by = output_tokens[-1]

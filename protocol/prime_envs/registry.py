@@ -69,7 +69,9 @@ def load_environment(
     unknown name or value, and if two parts are the same: what one trains on, the other holds out.
     """
     if not parts:
-        return environment_class(name)(arguments, budgets)
+        environment = environment_class(name)(arguments, budgets)
+        environment.plugin = name not in BUILT_IN
+        return environment
     loaded: list[tuple[str, int, Environment]] = []
     try:
         for part in parts:

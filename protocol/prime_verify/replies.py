@@ -48,8 +48,8 @@ def _check_replies(
     """Checks the environment's reply after each turn, token by token. A reply that is not exact, or
     that differs on the second try, accuses no one; nor does a row that ended by a limit that the
     environment's tools have, which only another machine may have reached. An answer of the gateway
-    counts if its signature covers this call of this row; a call without an answer, or one that
-    ended by its limit, ends its row as `tool_limit`.
+    counts if its signature covers this call of this row; a call without an answer, one that ended
+    by its limit, or a reply whose code raises ends its row as `tool_limit`.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """

@@ -15,10 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from prime_core import encoding
-from prime_core.errors import UserError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.gateway import Gateway, GatewayAnswer
 from prime_core.ids import Address, Signature
 from prime_core.run import Chat, Conversation, LengthBudgets
+from prime_core.waiting import StoppedError
 from prime_envs import tools
 from prime_envs.base import Problem, Reply
 from prime_envs.chat import reply_frame
@@ -214,6 +215,32 @@ def test_a_program_that_reaches_a_limit_ends_its_row(program: str) -> None:
     environment.observe = lambda problem, turns: found  # type: ignore[method-assign]
     reply = environment.reply(environment.problem(0), 10, [1], [1], tokenizer)
     assert reply == Reply(exact=False, unanswered=True)
+
+
+def test_an_environment_that_raises_ends_its_row_in_one_sentence(caplog: Any) -> None:
+    tokenizer, environment = chatml_tokenizer(), chatting_guess()
+    problem = environment.problem(3)
+    turn = tokenizer.encode("0<|im_end|>", add_special_tokens=False)
+    reply = environment.reply(problem, 10, turn, [len(turn)], tokenizer).tokens
+    whole, spans = [*turn, *reply, *turn], [len(turn), len(reply), len(turn)]
+
+    def raises(error: Exception) -> Any:
+        def observe(problem: Problem, turns: Any) -> Observation:
+            raise error
+
+        return observe
+
+    environment.observe = raises(KeyError("row 3 has no map"))  # type: ignore[method-assign]
+    found = environment.reply(problem, 10, whole, spans, tokenizer)
+    assert found == Reply(exact=False, unanswered=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "problem guess-3, turn 1: the environment guess raised KeyError('row 3 has no map'), so "
+        "the row ends as tool_limit"
+    ]
+    for passed in (UnavailableError("no interpreter"), StoppedError()):
+        environment.observe = raises(passed)  # type: ignore[method-assign]
+        with pytest.raises(type(passed)):
+            environment.reply(problem, 10, whole, spans, tokenizer)
 
 
 def test_without_the_interpreter_the_run_is_refused_by_name(monkeypatch: Any) -> None:

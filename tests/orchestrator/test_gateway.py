@@ -76,6 +76,10 @@ class Site(BaseHTTPRequestHandler):
     seen: ClassVar[Counter[str]] = Counter()
     over: ClassVar[threading.Event] = threading.Event()
     read_only: ClassVar[bool] = True
+    dies_at: ClassVar[str] = ""
+    """The MCP method whose response ends after `dies_after` bytes of its body, as if the server
+    died; 0: there is none."""
+    dies_after: ClassVar[int] = 0
 
     def do_GET(self) -> None:
         self.seen[self.path] += 1
@@ -87,6 +91,8 @@ class Site(BaseHTTPRequestHandler):
                 self._send(200, "text/plain", INJECTED.encode())
             case "/broken":
                 self._send(502, "text/plain", b"")
+            case "/half":
+                self._send(200, "text/plain", b"it is not so", ends=5)
             case "/picture":
                 self._send(200, "image/png", b"\x89PNG")
             case "/charset":
@@ -137,20 +143,28 @@ class Site(BaseHTTPRequestHandler):
                 text = json.dumps(asked["params"]["arguments"], sort_keys=True)
                 found = {"content": [{"type": "text", "text": text}]}
         answer = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found})
+        dies = self.dies_after if asked["method"] == self.dies_at else None
+        if dies == 0:
+            return
         if asked["method"] == "tools/call":  # as an event stream, as many servers answer
             assert self.headers["Mcp-Session-Id"] == "one"
-            self._send(200, "text/event-stream", f"data: {answer}\n\n".encode())
+            self._send(200, "text/event-stream", f"data: {answer}\n\n".encode(), ends=dies)
             return
-        self._send(200, "application/json", answer.encode(), {"Mcp-Session-Id": "one"})
+        self._send(200, "application/json", answer.encode(), {"Mcp-Session-Id": "one"}, ends=dies)
 
     def _send(
-        self, status: int, kind: str, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+        self,
+        status: int,
+        kind: str,
+        body: bytes,
+        more: Mapping[str, str] = MappingProxyType({}),
+        ends: int | None = None,
     ) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **more}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body[:ends])
 
     def handle_one_request(self) -> None:
         try:
@@ -166,7 +180,7 @@ class Site(BaseHTTPRequestHandler):
 def site() -> Iterator[str]:
     Site.seen.clear()
     Site.over.clear()
-    Site.read_only = True
+    Site.read_only, Site.dies_at = True, ""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -461,7 +475,7 @@ def test_what_is_no_url_is_never_requested(site: str, url: str) -> None:
 def test_a_huge_response_is_cut_and_a_slow_or_broken_one_is_no_answer(site: str) -> None:
     cut = fetch(site, f"http://{site}/huge")
     assert cut == "é" * 500
-    for path in ("/slow", "/broken"):
+    for path in ("/slow", "/broken", "/half"):
         with pytest.raises(UnavailableError):
             fetch(site, f"http://{site}{path}", seconds=0.3)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts and says nothing
@@ -584,6 +598,21 @@ def test_one_reading_tool_of_an_mcp_server(site: str) -> None:
     other = make(McpTool(kind="mcp", url=f"http://{site}/page", tool="none"), Web(loopback=True))
     with pytest.raises(UnavailableError, match="has no tool none"):
         answer_of(other, {"q": "x"}, 1000)
+
+
+@pytest.mark.parametrize("method", ["initialize", "tools/list", "tools/call"])
+@pytest.mark.parametrize("after", [0, 7, 60])
+def test_an_mcp_server_that_dies_in_a_call_gives_no_answer_and_may_give_one_later(
+    site: str, method: str, after: int
+) -> None:
+    """Half a response is not taken for an answer, which would be final for its place."""
+    tool = make(McpTool(kind="mcp", url=f"http://{site}/mcp", tool="find"), Web(loopback=True))
+    Site.dies_at, Site.dies_after = method, after
+    with pytest.raises(UnavailableError) as error:
+        answer_of(tool, {"q": "x"}, 1000)
+    assert "\n" not in str(error.value)
+    Site.dies_at = ""
+    assert answer_of(tool, {"q": "x"}, 1000) == '{"q": "x"}'
 
 
 def test_html_keeps_its_visible_text() -> None:

@@ -509,3 +509,33 @@ def test_a_run_with_a_gateway_trains_offline_from_a_cassette(
     assert all(len(one["turns"]) == 1 for one in unanswered)
     [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert step["applied"]
+
+
+class RaisesAtTimes(Reverse):
+    """A plugin with an error: it fails on words of an odd length."""
+
+    name = "raises_at_times"
+
+    def observe(self, problem: Problem, turns: Any) -> Observation | None:
+        if len(turns[-1]) % 2:
+            raise ZeroDivisionError("there is no half letter")
+        return None
+
+
+@pytest.mark.usefixtures("_one_process_group")
+def test_an_environment_that_raises_ends_rows_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(BUILT_IN, "raises_at_times", __name__)
+    source = written(tmp_path / "in", "[conversation]\nturns = 2\n")
+    source.write_text(source.read_text().replace('"reverse"', '"raises_at_times"'))
+    flags = {"model": DEMO, "data": tmp_path / "out", "steps": 1}
+    settings = load(flags, source.with_suffix(".trainer.toml"))
+    options = Options(evaluate_every=0, samples=1000, threads=1)
+    run_local(source, settings, options, threading.Event())
+    samples = read_lines(tmp_path / "out" / "samples.jsonl")
+    assert {one["finish"] for one in samples} >= {"end", "tool_limit"}
+    said = next(text for text in caplog.messages if "ZeroDivisionError" in text)
+    assert re.match(r"problem reverse-\d+, turn 0: the environment raises_at_times raised", said)
+    [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert step["applied"]

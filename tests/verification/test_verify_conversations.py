@@ -217,6 +217,35 @@ def test_a_call_that_ended_by_its_limit_ends_its_row_and_accuses_no_one(
         assert talking.judge(honest).outcome is whole_file
 
 
+def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
+    talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin that raises on a row does so for node and validator. If it does so on one of the two
+    machines only, the file is void."""
+    broken = environment_for(talking.run)
+    observe = broken.observe
+
+    def raises(problem: Problem, turns: Sequence[str]) -> Observation | None:
+        if len(turns) == 2 and problem.index % 2 == at % 2:
+            raise ZeroDivisionError("no map has this row")
+        return observe(problem, turns)
+
+    at = talking.plan(honest)[0].problem.index
+    broken.observe = raises  # type: ignore[method-assign]
+    both = type(talking)(talking.run, broken, talking.engine)
+    file = both.honest(0)
+    ended = [row for row in rows_of(file) if row.finish_reason == "tool_limit"]
+    assert ended
+    assert all(len(row.spans) == 3 for row in ended)
+    finding = both.judge(file)
+    assert finding.outcome is Outcome.ACCEPTED, finding
+    assert finding.units == sum(len(row.model_tokens) for row in rows_of(file))
+    monkeypatch.setattr(talking.environment, "plugin", True)
+    for judge, one in ((talking, file), (both, honest)):
+        found = judge.judge(one)
+        assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS), found
+
+
 def test_tools_with_a_limit_run_only_for_files_that_the_replay_accepts(
     talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,8 @@ class Web:
             connection.close()
         if guard.expired:
             raise UnavailableError(f"{target.hostname} did not answer in {self.seconds:g} s")
+        if response.length and len(found) < MAX_BODY:  # bytes that it announced and did not send
+            raise UnavailableError(f"{target.hostname} ended in the middle of its response")
         if response.status >= 500 or response.status == 429:
             raise UnavailableError(f"{target.hostname} answered {response.status}")
         return Page(response.status, response.headers, found)
