@@ -141,6 +141,51 @@ def test_masked_importance_leaves_out_tokens_on_which_engine_and_trainer_differ(
     assert float(terms.sums["truncated"]) == 2
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_divergence_mask_is_its_formula_in_float64(seed: int) -> None:
+    # J = Σ w · M · min(π_prox/π_old, cap) · r·A, M = 0 where |π_θ − π_old| > δ and A·(π_θ − π_old)
+    # > 0 (DPPO, binary total variation); the clip is too wide to matter. By hand.
+    rng = np.random.default_rng(seed)
+    n = 60
+    new, prox, old = (-rng.uniform(0.01, 3, n) for _ in range(3))
+    advantages, weights = rng.normal(size=n), rng.uniform(0.1, 1, n)
+    settings = ObjectiveSettings(
+        ratio="proximal", importance="divergence", importance_divergence=0.15, importance_cap=20.0,
+        name="one_sided", clip=1.0, clip_high=10.0,
+    )  # fmt: skip
+    logprobs = torch.tensor(new, requires_grad=True)
+    tokens = Tokens(
+        torch.tensor(old), torch.tensor(advantages), torch.tensor(weights),
+        proximal=torch.tensor(prox),
+    )  # fmt: skip
+    terms = policy_loss(logprobs, torch.zeros(n, dtype=torch.float64), tokens, settings)
+    terms.loss.backward()
+    expected, masked, capped = np.zeros(n), 0, 0
+    for t in range(n):
+        w, r, a = math.exp(prox[t] - old[t]), math.exp(new[t] - prox[t]), advantages[t]
+        apart = math.exp(new[t]) - math.exp(old[t])
+        away = abs(apart) > 0.15 and (apart > 0) == (a > 0)
+        masked += away
+        kept = not away and not (a > 0 and r > 11.0)
+        expected[t] = -weights[t] * min(w, 20.0) * r * a if kept else 0.0
+        capped += w > 20.0 and not away
+    assert 0 < masked < n
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-9, atol=1e-14)
+    assert float(terms.sums["truncated"]) == masked + capped
+
+
+def test_a_token_far_from_the_engine_is_kept_where_the_update_brings_it_back() -> None:
+    old = torch.full((4,), math.log(0.5), dtype=torch.float64)
+    new = [math.log(p) for p in (0.7, 0.7, 0.3, 0.3)]
+    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    tokens = Tokens(old, advantages, torch.ones(4, dtype=torch.float64))
+    settings = ObjectiveSettings(ratio="proximal", importance="divergence")
+    found = gradient_of(logprobs, tokens, settings)
+    np.testing.assert_allclose(found, [0.0, 1.4, -0.6, 0.0], rtol=1e-12)
+
+
 def test_a_plugin_is_an_objective_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def surrogate(
         log_ratio: torch.Tensor, tokens: Tokens, settings: ObjectiveSettings

@@ -55,11 +55,14 @@ class ObjectiveSettings(BaseModel):
     log-probabilities are in the file), or the trainer's own policy at the start of the batch
     ("proximal", decoupled PPO). The remaining difference is corrected by an importance weight
     truncated at `importance_cap`."""
-    importance: Literal["truncate", "mask"] = "truncate"
+    importance: Literal["truncate", "mask", "divergence"] = "truncate"
     """Tokens whose importance weight is above the cap: weighted by the cap, or left out, like those
-    below `importance_floor` ("mask", IcePop; its bounds are 0.5 and 5). For `ratio` "proximal"."""
+    below `importance_floor` ("mask", IcePop; its bounds are 0.5 and 5). "divergence" (DPPO) weights
+    by the cap and leaves out tokens whose probability differs by more than `importance_divergence`
+    from the engine's, if the update would move it further away. For `ratio` "proximal"."""
     importance_cap: float = Field(default=2.0, ge=1)
     importance_floor: float = Field(default=0.5, ge=0, le=1)
+    importance_divergence: float = Field(default=0.15, gt=0, le=1)
     parameters: dict[str, float] = Field(default_factory=dict)
     """Settings of an objective that is a plugin."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
