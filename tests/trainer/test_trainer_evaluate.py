@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from prime_core.encoding import sha256
 from prime_core.errors import FatalError, UserError
-from prime_core.ids import ZERO_DIGEST
-from prime_core.run import EnvironmentPart, RunDefinition
+from prime_core.gateway import Gateway, GatewayCall, Recording
+from prime_core.ids import ZERO_DIGEST, Address
+from prime_core.run import Conversation, EnvironmentPart, RunDefinition
 from prime_envs.base import Grade, Problem
 from prime_envs.environments.crowd import pack, write_template
 from prime_envs.environments.tasks import TaskDataset
@@ -306,6 +307,54 @@ def test_answers_to_another_question_are_not_used(model: Path, tmp_path: Path) -
     file.write_text(file.read_text().replace('"grades"', '"marks"'))
     with pytest.raises(UserError, match=r"line 2 of .* is not a graded answer"):
         evaluate(model, RUN, problems=2, seed=1, sampling=kept)
+
+
+def test_a_run_with_a_gateway_is_sampled_with_recorded_answers_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cassette, each row with a call would end there, and the figures would be of those
+    without."""
+    gateway = Gateway(url="http://127.0.0.1:1", key=Address("0x" + "11" * 20), tools=("fetch-1",))
+    talking = {
+        "conversation": Conversation(turns=2, tools=("fetch-1",), gateway=gateway),
+        "schema_version": 4,
+    }
+    evaluated, filtered = (one.model_copy(update=talking) for one in (RUN, sums(tmp_path, 2)))
+    tape = tmp_path / "tape.jsonl"
+    line = Recording(step=0, tool="fetch-1", arguments={"input": "page 0"}, text="said")
+    tape.write_text(line.model_dump_json() + "\n")
+    call = GatewayCall(
+        group=0, sample=0, turn=0, prefix=ZERO_DIGEST, tool="fetch-1", arguments={"input": "page 0"}
+    )
+    asked: list[str | None] = []
+    generate = sampling.generate_rows
+
+    def asking(*given: Any) -> Any:
+        found = given[-1].answer(call)
+        asked.append(found and found.text)
+        return generate(*given)
+
+    monkeypatch.setattr(sampling, "generate_rows", asking)
+
+    def evaluates(how: Sampling) -> None:
+        evaluate(model, evaluated, problems=2, seed=1, sampling=how)
+
+    def filters(how: Sampling) -> None:
+        list(filter_tasks(model, filtered, Range(0.0, 1.0, 2), tmp_path / "o.jsonl", sampling=how))
+
+    for command in (evaluates, filters):
+        with pytest.raises(UserError, match="ask a gateway") as error:
+            command(Sampling())
+        assert "--cassette" in error.value.hint
+        command(Sampling(cassette=tape))
+    assert asked == ["said", "said"]
+    with pytest.raises(UserError, match=r"has no \[conversation\.gateway\]"):
+        evaluate(model, RUN, problems=2, seed=1, sampling=Sampling(cassette=tape))
+    kept = Sampling(answers=tmp_path / "answers", cassette=tape)
+    evaluates(kept)
+    tape.write_text(line.model_copy(update={"text": "other"}).model_dump_json() + "\n")
+    with pytest.raises(UserError, match="holds answers for cassette"):
+        evaluates(kept)
 
 
 def test_a_filter_that_was_ended_goes_on_where_it_stopped(

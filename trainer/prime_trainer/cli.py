@@ -68,6 +68,10 @@ DataFolder = Annotated[Path, typer.Option(help="The trainer's data folder.")]
 AnswersFolder = Annotated[
     Path | None, typer.Option(help="Folder of graded answers, to go on after an interruption.")
 ]
+CassetteFile = Annotated[
+    Path | None,
+    typer.Option(help="Recorded answers of the run's gateway (orchestrator gateway export)."),
+]
 
 Policy = Annotated[
     Path,
@@ -241,10 +245,7 @@ def local(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out that was stopped.")
     ] = False,
-    cassette: Annotated[
-        Path | None,
-        typer.Option(help="Recorded answers of the run's gateway (orchestrator gateway export)."),
-    ] = None,
+    cassette: CassetteFile = None,
 ) -> None:
     """Train from a run's TOML in this process: no chain, no keys, no pool.
 
@@ -426,6 +427,7 @@ def evaluate(
     base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
     answers: AnswersFolder = None,
+    cassette: CassetteFile = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -445,7 +447,7 @@ def evaluate(
     torch.set_num_threads(1)
     definition = read_run(run)
     with _counting("problems", problems * (1 if base is None else 2)) as progress:
-        sampling = Sampling(engine, dtype, device, answers, progress)
+        sampling = Sampling(engine, dtype, device, answers, progress, cassette)
         if base is None:
             one = evaluate_model(
                 model, definition, problems=problems, seed=seed, samples=samples, sampling=sampling
@@ -535,6 +537,7 @@ def follow(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 64,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    cassette: CassetteFile = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -555,7 +558,7 @@ def follow(
     from prime_trainer.sampling import Sampling
 
     torch.set_num_threads(1)
-    sampling = Sampling(engine, dtype, device)
+    sampling = Sampling(engine, dtype, device, cassette=cassette)
     options = following.Options(data, every, until, problems, samples, seed, sampling=sampling)
     data.mkdir(parents=True, exist_ok=True)
     sinks: list[observe.Sink] = []
@@ -585,6 +588,7 @@ def filter_(
     tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
     answers: AnswersFolder = None,
+    cassette: CassetteFile = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -606,7 +610,7 @@ def filter_(
     wanted, definition = Range(low, high, samples), read_run(run)
     total = definition.environment.train_size
     with _counting("tasks", total if tasks is None else min(tasks, total)) as progress:
-        sampling = Sampling(engine, dtype, device, answers, progress)
+        sampling = Sampling(engine, dtype, device, answers, progress, cassette)
         for _ in filter_tasks(
             model, definition, wanted, out, tasks=tasks, seed=seed, sampling=sampling
         ):

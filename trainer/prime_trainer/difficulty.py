@@ -25,7 +25,7 @@ from prime_envs.environments.crowd import CrowdEnvironment
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.registry import environment_for, load_environment
 from prime_envs.tasks import Task
-from prime_trainer.sampling import Answered, Sampling, answer, keep, sampling_seed
+from prime_trainer.sampling import Answered, Sampling, answer, keep, recorded, sampling_seed
 
 GRADED_AGAIN = 64
 """Number of gold answers graded in the finished file."""
@@ -153,8 +153,9 @@ def filter_tasks(
     """Samples the run's first `tasks` training problems (None: all) and writes the selected ones to
     `out` as JSONL; yields (asked, kept) as progress. Afterwards, `describe` returns the result.
 
-    Raises UserError if nothing is kept, `out` exists, the environment's problems cannot be rows or
-    `sampling` keeps answers to another question; UnavailableError for a full disk.
+    Raises UserError if nothing is kept, `out` exists, the environment's problems cannot be rows,
+    `sampling` keeps answers to another question or its cassette does not go with the run;
+    UnavailableError for a full disk.
     """
     total = run.environment.train_size
     count = total if tasks is None else min(tasks, total)
@@ -162,6 +163,7 @@ def filter_tasks(
         raise UserError(f"{out} exists already", hint="name another file by --out")
     if out.suffix != ".jsonl":
         raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
+    gateway = recorded(run, sampling.cassette)
     environment = environment_for(run)
     try:
         _require_rows(environment, count)  # fail before hours of sampling
@@ -172,7 +174,7 @@ def filter_tasks(
         try:
             for some in answer(
                 engine, run, environment, range(count), samples=wanted.samples,
-                source=sampling_seed(seed, b"filter"), kept=known,
+                source=sampling_seed(seed, b"filter"), gateway=gateway, kept=known,
             ):  # fmt: skip
                 answered += some
                 sampling.progress(len(some))

@@ -20,7 +20,15 @@ from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_envs.registry import environment_for
 from prime_envs.shares import Interval, interval, pass_at_k, share
-from prime_trainer.sampling import Answered, Kept, Sampling, answer, keep, sampling_seed
+from prime_trainer.sampling import (
+    Answered,
+    Kept,
+    Sampling,
+    answer,
+    keep,
+    recorded,
+    sampling_seed,
+)
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,9 @@ def evaluate(
     temperature, and summarizes them.
 
     Targets are drawn from all targets of the run. Raises UserError if the run holds out fewer
-    problems or `sampling` keeps answers to another question, UnavailableError if `model` cannot be
-    loaded, PolicyError if the installed environment is not the run's.
+    problems, `sampling` keeps answers to another question or its cassette does not go with the run,
+    UnavailableError if `model` cannot be loaded, PolicyError if the installed environment is not
+    the run's.
     """
     return summary(model, seed, run, answers_of(model, run, problems, seed, samples, sampling))
 
@@ -107,11 +116,15 @@ def answers_of(
     """Loads `model` and returns its graded answers, kept under `name`. Raises the same errors as
     `evaluate`."""
     _require_heldout(run, problems)
+    gateway = recorded(run, sampling.cassette)
     stated = {"run": run.digest(), "seed": seed, "samples": samples, "problems": problems}
     kept = keep(sampling, name, model, stated)
     engine = sampling.load(model)
     try:
-        return ask(engine, run, problems, seed, samples, kept=kept, progress=sampling.progress)
+        return ask(
+            engine, run, problems, seed, samples,
+            gateway=gateway, kept=kept, progress=sampling.progress,
+        )  # fmt: skip
     finally:
         engine.close()
 

@@ -33,7 +33,7 @@ from prime_trainer.evaluate import evaluate
 from prime_trainer.feed import PoolFacts, insist, pool_facts
 from prime_trainer.metrics import read_lines
 from prime_trainer.observe import Sink, flat
-from prime_trainer.sampling import Sampling
+from prime_trainer.sampling import Sampling, recorded
 
 KEPT = 2
 """Policies on disk: the last one is the base of the next one's delta."""
@@ -64,10 +64,12 @@ def follow(
 ) -> None:
     """Evaluates policies until the last one that `options` ask for; without end if they name none.
 
-    Raises StoppedError, UserError if the run holds out fewer problems, UntrustedError if a policy
-    is not the trainer's, and the errors of `evaluate`.
+    Raises StoppedError, UserError if the run holds out fewer problems or its gateway and the
+    cassette do not go together, UntrustedError if a policy is not the trainer's, and the errors of
+    `evaluate`.
     """
     facts = insist(lambda: pool_facts(client, None), stop, "the pool's facts", pause=options.poll)
+    recorded(facts.run, options.sampling.cassette)
     trust = Trust(facts.info.trainer, facts.domain("pools"), facts.info.pool)
     passes = Passes(ephemeral_signer(), facts.domain("registry"))
     book = SourceBook(passes=passes, public_only=not client.allows_private)

@@ -40,7 +40,7 @@ from prime_core import encoding
 from prime_core.batch import FreeGroup, choose
 from prime_core.errors import FatalError, UserError
 from prime_core.folders import held_alone, make_folder
-from prime_core.gateway import Answers, Cassette
+from prime_core.gateway import Answers
 from prime_core.ids import Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
@@ -64,7 +64,7 @@ from prime_trainer.observe import Observers
 from prime_trainer.parallel import joined_world, published_state
 from prime_trainer.publish import export
 from prime_trainer.samples import SAMPLES, append_samples, sample_line, spread, tool_figures
-from prime_trainer.sampling import Answered, Sampling
+from prime_trainer.sampling import Answered, Sampling, recorded
 from prime_trainer.train import MAX_SKIPPED_IN_A_ROW
 from prime_verify.build import PlannedRow, generate_rows, plan_rows
 from prime_verify.setups import synthetic_lease
@@ -203,7 +203,7 @@ def run_local(
             f"{run.environment.heldout_size}",
             hint="change --problems or heldout_size, or say --evaluate-every 0",
         )
-    answers = _answers(run, options.cassette)
+    answers = recorded(run, options.cassette)
     make_folder(out / CHECKPOINTS)
     threads = options.threads or torch.get_num_threads()
     with ExitStack() as stack:
@@ -227,19 +227,6 @@ def _new_run(source: Path, base: Path, out: Path) -> RunDefinition:
             f"{out} is not empty", hint="name another folder with --out, or continue with --resume"
         )
     return local_run(source, base)
-
-
-def _answers(run: RunDefinition, cassette: Path | None) -> Cassette | None:
-    """Raises UserError if the run's gateway and the cassette do not go together."""
-    asks = run.conversation is not None and run.conversation.gateway is not None
-    if asks and cassette is None:
-        raise UserError(
-            "the run's tools ask a gateway, which a local run does not reach",
-            hint="give recorded answers by --cassette FILE (orchestrator gateway export FILE)",
-        )
-    if cassette is not None and not asks:
-        raise UserError("the run has no [conversation.gateway]", hint="leave out --cassette")
-    return None if cassette is None else Cassette.read(cassette)
 
 
 def _run_to_resume(source: Path, base: Path, out: Path) -> RunDefinition:

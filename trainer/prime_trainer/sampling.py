@@ -14,11 +14,12 @@ from typing import Any
 
 from prime_core import encoding, seeds
 from prime_core.errors import UserError
-from prime_core.gateway import Answers
+from prime_core.gateway import Answers, Cassette
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_engine.base import Discard, Engine
 from prime_envs.base import Environment, Grade, Problem
+from prime_envs.sources import file_digest
 from prime_trainer.disk import whole_lines, writing
 from prime_verify.build import PlannedRow, generate_rows
 
@@ -44,13 +45,15 @@ class Answered:
 @dataclass(frozen=True)
 class Sampling:
     """How a command samples: the engine and its device, the folder in which graded answers are
-    kept (None: nowhere), and what is called after each batch with its number of problems."""
+    kept (None: nowhere), what is called after each batch with its number of problems, and the file
+    with recorded answers of the run's gateway."""
 
     engine: str = "plain"
     dtype: str = "float32"
     device: str = "cpu"
     answers: Path | None = None
     progress: Callable[[int], None] = lambda answered: None
+    cassette: Path | None = None
 
     def load(self, model: Path) -> Engine:
         """Loads `model`. Raises UnavailableError if it cannot be loaded."""
@@ -153,8 +156,24 @@ def keep(sampling: Sampling, name: str, model: Path, question: Mapping[str, Any]
 
     weights = build_manifest(model, pool=0, version=0, step=0).result_digest
     how = {"engine": sampling.engine, "dtype": sampling.dtype, "device": sampling.device}
+    if sampling.cassette is not None:
+        how["cassette"] = file_digest(sampling.cassette)
     stated = {"model": weights, **how, **question}
     return Kept(sampling.answers / f"{name}.jsonl", stated)
+
+
+def recorded(run: RunDefinition, cassette: Path | None) -> Cassette | None:
+    """Reads the recorded answers for the calls of the run's gateway; None for a run without one.
+    Raises UserError if the run and `cassette` do not go together, and that of Cassette.read."""
+    asks = run.conversation is not None and run.conversation.gateway is not None
+    if asks and cassette is None:
+        raise UserError(
+            "the run's tools ask a gateway, which is not reached from here",
+            hint="give recorded answers by --cassette FILE (orchestrator gateway export FILE)",
+        )
+    if cassette is not None and not asks:
+        raise UserError("the run has no [conversation.gateway]", hint="leave out --cassette")
+    return None if cassette is None else Cassette.read(cassette)
 
 
 def answer(
