@@ -185,6 +185,35 @@ def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> t
     return frame[0], frame[1]
 
 
+_THOUGHT = f"{THINK}\nseven, as ever\n{END_OF_THOUGHT}\n\n{_ANSWER}"
+
+
+def require_stable(
+    chat: Chat, text: str, conversation: Conversation, special: Mapping[str, str]
+) -> None:
+    """Raises UserError unless the template `text` renders each conversation of the run's length as
+    its prompt and, for each turn, the answer and the texts of `reply_frame` around the reply; also
+    for answers with thinking, which some templates remove from earlier turns.
+
+    What a template makes of particular words, like trimming spaces, is not tried.
+    """
+    before, after = reply_frame(text, conversation.role, tuple(sorted(special.items())))
+    for answer in (_ANSWER, _THOUGHT):
+        messages = messages_of(chat, "How many days has a week?", 100)
+        expected = render(text, messages, special)
+        for turn in range(1, conversation.turns):
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": conversation.role, "content": _OBSERVATION})
+            expected += answer + before + _OBSERVATION + after
+            if render(text, messages, special) != expected:
+                what = " with thinking" if answer is _THOUGHT else ""
+                raise UserError(
+                    f"the chat template is not prefix-stable: after turn {turn} it changes "
+                    f"earlier turns{what}",
+                    hint=f"change {TEMPLATE_FILE} in the model folder, or conversation.role",
+                )
+
+
 def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[str, str]:
     """(before, after): the text around an environment message between two model turns.
 
@@ -229,11 +258,11 @@ def chat_from(
 ) -> Chat | None:
     """Builds a Chat from a TOML's `[chat]` for the model in `folder`; None for raw prompts.
 
-    `conversation` is the run's; the template must support its role. `prompts` is "template" (the
-    default within the table) or "raw"; the rest are fields of Chat. Raises UserError if the model
-    has a template and the TOML does not say whether to use it, if it requests a template that the
-    model lacks or keeps where tokenizers take no default from, and for a template that fails or is
-    not deterministic.
+    `conversation` is the run's; the template must be prefix-stable for it. `prompts` is "template"
+    (the default within the table) or "raw"; the rest are fields of Chat. Raises UserError if the
+    model has a template and the TOML does not say whether to use it, if it requests a template that
+    the model lacks or keeps where tokenizers take no default from, and for a template that fails or
+    is not deterministic.
     """
     text, special, elsewhere = _template_in(folder)
     if elsewhere and (values is None or values.get("prompts") != "raw"):
@@ -277,7 +306,7 @@ def chat_from(
     if missing:
         raise UserError(f"the chat template leaves out {missing[0]!r}", hint=_HINT)
     if conversation is not None:
-        reply_frame(text, conversation.role, tuple(sorted(special.items())))
+        require_stable(chat, text, conversation, special)
     return chat
 
 

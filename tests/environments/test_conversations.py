@@ -22,7 +22,7 @@ from prime_core.run import Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
 from prime_envs import tools
 from prime_envs.base import Problem, Reply
-from prime_envs.chat import reply_frame
+from prime_envs.chat import messages_of, render, reply_frame, require_stable
 from prime_envs.environments.guess import Guess
 from prime_envs.tools import Observation, calculator, first_call, load_tools
 
@@ -448,3 +448,83 @@ def test_long_words_are_cut_at_a_whole_character() -> None:
 def test_a_template_that_changes_earlier_turns_is_refused(template: str) -> None:
     with pytest.raises(UserError, match="not prefix-stable"):
         reply_frame(template, "tool", ())
+
+
+BODIES = {
+    "as it is": "{{ m.content }}",
+    "trimmed": "{{ m.content | trim }}",
+    "without thinking": "{{ m.content.split('</think>')[-1] | trim }}",
+    "last thought kept": "{{ m.content if loop.last or m.role != 'assistant' else "
+    "m.content.split('</think>')[-1] }}",
+    "tools only after the first": "{{ m.content if loop.index > 3 or m.role != 'tool' }}",
+}
+TAILS = {
+    "": "",
+    "last": "{% if loop.last %}!{% endif %}",
+    "backwards": "{{ loop.revindex }}",
+    "sixth": "{% if loop.index == 6 %}?{% endif %}",
+    "long": "{% if messages | length > 5 %}#{% endif %}",
+}
+words = st.text("ab c.\n", max_size=12).map(str.strip)
+answers = st.one_of(words, st.builds("<think>\n{}\n</think>\n\n{}".format, words, words)).map(
+    str.strip
+)
+STABLE = chatml_tokenizer()
+
+
+@given(
+    head=st.sampled_from(["{{ m.role }}\n", "{{ m.role }} {{ loop.index }}\n", "{{ m.role }}: "]),
+    body=st.sampled_from(sorted(BODIES)),
+    tail=st.sampled_from(sorted(TAILS)),
+    shown_messages=st.sampled_from(["messages", "messages[-5:]", "messages[:1] + messages[1:]"]),
+    role=st.sampled_from(["tool", "user"]),
+    turns=st.integers(2, 5),
+    data=st.data(),
+)
+def test_a_conversation_is_the_whole_template_s_or_its_template_is_refused(
+    head: str, body: str, tail: str, shown_messages: str, role: Any, turns: int, data: Any
+) -> None:
+    """The tokens of prompt, turns and replies are those of the conversation rendered as a whole."""
+    begun = "assistant: " if ":" in head else "assistant\n"
+    template = (
+        f"{{% for m in {shown_messages} %}}<|im_start|>{head}{BODIES[body]}<|im_end|>"
+        f"{TAILS[tail]}\n{{% endfor %}}<|im_start|>{{{{ {begun!r} }}}}"
+    )
+    tokenizer, environment, refused = STABLE, Echo({}, BUDGETS), ""
+    tokenizer.chat_template = template
+    chat = Chat(template=encoding.sha256(template.encode()))
+    environment.chat = chat
+    environment.conversation = Conversation(turns=turns, role=role)
+    try:
+        require_stable(chat, template, environment.conversation, {})
+    except UserError as error:
+        refused = str(error)
+    if refused:
+        assert "not prefix-stable" in refused
+        plain = body in ("as it is", "trimmed") and tail == "" and "index" not in head
+        assert not plain or shown_messages == "messages[-5:]"
+        return
+    problem = environment.problem(0)
+    prompt = environment.prompt_tokens(problem, 10, tokenizer)
+    messages = messages_of(chat, environment.question(problem), 10)
+    tokens: list[int] = []
+    spans: list[int] = []
+    for said in data.draw(st.lists(st.tuples(answers, words), min_size=1, max_size=turns - 1)):
+        turn = tokenizer.encode(f"{said[0]}<|im_end|>", add_special_tokens=False)
+        tokens, spans = [*tokens, *turn], [*spans, len(turn)]
+        environment.said = said[1]
+        reply = environment.reply(problem, 10, tokens, spans, tokenizer).tokens
+        tokens, spans = [*tokens, *reply], [*spans, len(reply)]
+        messages.append({"role": "assistant", "content": said[0]})
+        messages.append({"role": role, "content": said[1]})
+    whole = render(template, messages, {})
+    assert [*prompt, *tokens] == tokenizer.encode(whole, add_special_tokens=False)
+
+
+def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused() -> None:
+    template = CHATML.replace("m.content", BODIES["last thought kept"][3:-3])
+    chat, conversation = Chat(template=encoding.sha256(template.encode())), Conversation(turns=2)
+    reply_frame(template, "tool", ())
+    with pytest.raises(UserError, match="after turn 1 it changes earlier turns with thinking"):
+        require_stable(chat, template, conversation, {})
+    require_stable(chat, CHATML, conversation, {})
