@@ -29,10 +29,11 @@ from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import MICRO, RunDefinition
 from prime_core.storage.base import ObjectStore
-from prime_core.task import SignedLease, SubmissionStatus
+from prime_core.task import Lease, SignedLease, SubmissionStatus
 from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
 from prime_envs.registry import environment_for
+from prime_envs.samples import openai_messages
 from prime_envs.shares import Interval, interval, pass_at_k, share
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions, uploads
@@ -491,6 +492,21 @@ def load_tokenizer(connection: Connection, folder: Path) -> Any:
 
 # ── export ───────────────────────────────────────────────────────────────────────────────────────
 
+_CALL = pa.struct(
+    [
+        ("id", pa.string()),
+        ("type", pa.string()),
+        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+    ]
+)
+_MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),
+        ("tool_calls", pa.list_(_CALL)),
+        ("tool_call_id", pa.string()),
+    ]
+)
 COLUMNS = pa.schema(
     [
         ("file", pa.string()),
@@ -517,6 +533,7 @@ COLUMNS = pa.schema(
         ("prompt", pa.string()),
         ("output", pa.string()),
         ("spans", pa.list_(pa.int32())),
+        ("messages", pa.list_(_MESSAGE)),
     ]
 )
 """Columns of an export, described in docs/tutorial.md."""
@@ -555,12 +572,12 @@ def export(
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         with store.read() as connection:
-            place, run = meta.get(connection, meta.SERVES), runs_of(connection).first
-            about = {"pool": place or "", "run": str(run.digest())}
+            place, runs = meta.get(connection, meta.SERVES), runs_of(connection)
+            about = {"pool": place or "", "run": str(runs.first.digest())}
             with pq.ParquetWriter(part, COLUMNS.with_metadata(about), compression="zstd") as writer:
                 older = sum(page.files for page in archive.pages(connection, wanted.since))
                 begins(older + files.count(connection, wanted))
-                done = _write(connection, objects, wanted, writer, tokenizer, went)
+                done = _write(connection, objects, wanted, writer, runs, tokenizer, went)
         part.replace(out)
     except OSError as error:
         raise UserError(
@@ -576,6 +593,7 @@ def _write(
     objects: ObjectStore,
     wanted: Wanted,
     writer: pq.ParquetWriter,
+    runs: RunHistory,
     tokenizer: Any,
     went: Callable[[int], None],
 ) -> Exported:
@@ -587,12 +605,12 @@ def _write(
             writer.write_table(pa.Table.from_batches(ready))
             ready.clear()
 
-    for row, known, deadline in _wanted(connection, objects, wanted):
+    for row, known, lease in _wanted(connection, objects, wanted):
         if any(group.state == "held out" for group in known.groups):
             went(1)
             continue
         try:
-            batch = _record_batch(objects, row, known, deadline, tokenizer)
+            batch = _record_batch(objects, row, known, lease, runs, tokenizer)
         except FileError as error:
             if row.status == "accepted":
                 raise MalformedError(f"rollout file {row.digest}: {error}") from error
@@ -611,20 +629,26 @@ def _write(
 
 def _wanted(
     connection: Connection, objects: ObjectStore, wanted: Wanted
-) -> Iterator[tuple[SubmissionRow, FileFacts, int]]:
-    """Yields the submissions, each with its facts and its lease's deadline."""
+) -> Iterator[tuple[SubmissionRow, FileFacts, Lease]]:
+    """Yields the submissions, each with its facts and its lease."""
     for one in archive.every(connection, objects, wanted):
         (known,) = facts(connection, [one.submission], [one])
-        yield one.submission, known, one.lease.deadline
+        yield one.submission, known, one.lease.signed().lease
     for page in files.every(connection, wanted, _AT_ONCE):
         for row, known in zip(page, facts(connection, page), strict=True):
-            yield row, known, lease_of(connection, row).lease.deadline
+            yield row, known, lease_of(connection, row).lease
 
 
 def _record_batch(
-    objects: ObjectStore, row: SubmissionRow, known: FileFacts, deadline: int, tokenizer: Any
+    objects: ObjectStore,
+    row: SubmissionRow,
+    known: FileFacts,
+    lease: Lease,
+    runs: RunHistory,
+    tokenizer: Any,
 ) -> pa.RecordBatch:
-    file, rewards = read_file(objects, row, deadline)
+    file, rewards = read_file(objects, row, lease.deadline)
+    run = None if tokenizer is None else runs.of_lease(lease)
     state = {group.group: group for group in known.groups}
     same = {
         "file": row.digest,
@@ -659,6 +683,16 @@ def _record_batch(
                 "prompt": prompt,
                 "output": None if prompt is None else "".join(turns),
                 "spans": one.spans,
+                "messages": None
+                if run is None
+                else openai_messages(
+                    run,
+                    tokenizer,
+                    one.target_length,
+                    one.prompt_tokens,
+                    one.output_tokens,
+                    one.spans,
+                ),
             }
         )
     return pa.RecordBatch.from_pylist(lines, schema=COLUMNS)

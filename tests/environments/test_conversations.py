@@ -24,7 +24,9 @@ from prime_envs import tools
 from prime_envs.base import Problem, Reply
 from prime_envs.chat import messages_of, render, reply_frame, require_stable
 from prime_envs.environments.guess import Guess
+from prime_envs.samples import openai_messages
 from prime_envs.tools import Observation, calculator, first_call, load_tools
+from prime_verify.calibrate import synthetic_run
 
 BUDGETS = LengthBudgets(targets=(10,), penalty_micro=0)
 TAGS = Conversation(turns=4, tools=("calculator-1", "notes-1"))
@@ -317,6 +319,41 @@ def test_rewards_of_turns_are_added_to_that_of_the_answer() -> None:
     for wrong in ({"turn_micro": -1}, {"smallest": 1}, {"largest": 0}):
         with pytest.raises(UserError, match="The guess environment"):
             Guess(wrong, BUDGETS)
+
+
+def test_a_row_is_shown_as_messages_of_openai_s_format() -> None:
+    tokenizer, environment = chatml_tokenizer(), chatting_guess()
+    conversation = Conversation(turns=3, tools=("calculator-1",))
+    chat = Chat(template=encoding.sha256(CHATML.encode()), system="be kind")
+    environment.chat, environment.conversation = chat, conversation
+    environment.observe = (  # type: ignore[method-assign]
+        lambda problem, turns: tools.answer(turns, conversation, None)
+    )
+    run = synthetic_run(64).model_copy(update={"chat": chat, "conversation": conversation})
+    problem = environment.problem(3)
+    prompt = environment.prompt_tokens(problem, 10, tokenizer)
+    called = "so <calculator>2*3</calculator>"
+    turn = tokenizer.encode(f"{called}<|im_end|>", add_special_tokens=False)
+    reply = environment.reply(problem, 10, turn, [len(turn)], tokenizer).tokens
+    last = tokenizer.encode("6<|im_end|>", add_special_tokens=False)
+    spans = [len(turn), len(reply), len(last)]
+    found = openai_messages(run, tokenizer, 10, prompt, [*turn, *reply, *last], spans)
+    function = {"name": "calculator", "arguments": '{"input": "2*3"}'}
+    assert found == [
+        *messages_of(chat, environment.question(problem), 10),
+        {
+            "role": "assistant",
+            "content": called,
+            "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "6", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "6"},
+    ]
+    plain = synthetic_run(64)
+    assert openai_messages(plain, tokenizer, 10, turn, last, ()) == [
+        {"role": "user", "content": f"{called}<|im_end|>"},
+        {"role": "assistant", "content": "6"},
+    ]
 
 
 class Echo(Guess):

@@ -359,6 +359,9 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     assert (rows[0]["batch_step"], rows[0]["staleness"], rows[2]["batch_step"]) == (0, 0, None)
     assert rows[0]["output"] == f"..={rows[0]['prompt'][3:-1][::-1]}"
     assert rows[0]["received_at"].timestamp() == START
+    asked = {"role": "user", "content": rows[0]["prompt"], "tool_calls": None, "tool_call_id": None}
+    answered = asked | {"role": "assistant", "content": rows[0]["output"]}
+    assert rows[0]["messages"] == [asked, answered]
     tokens = pool.tokenizer.encode(rows[0]["output"], add_special_tokens=False)
     assert rows[0]["output_tokens"] == tokens
     assert rows[0]["logprobs"] == [-0.5] * len(tokens)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from prime_core.errors import UserError
 from prime_core.printing import printable
 from prime_core.rollout import Rollout
+from prime_core.run import RunDefinition
 from prime_envs.base import Grade, texts_of
-from prime_envs.samples import Style, reward_text, sample_text
+from prime_envs.samples import Style, openai_messages, reward_text, sample_text
 from prime_envs.tools import TOOL_ERROR
 from prime_trainer.disk import whole_lines, writing
 from prime_trainer.metrics import read_lines
@@ -21,7 +22,9 @@ ORDERS = ("written", "best", "worst")
 Row = TypeVar("Row")
 
 
-def sample_line(step: int, rollout: Rollout, tokenizer: Any, grade: Grade | None) -> dict[str, Any]:
+def sample_line(
+    step: int, rollout: Rollout, run: RunDefinition, tokenizer: Any, grade: Grade | None
+) -> dict[str, Any]:
     """A line of samples.jsonl. Without `grade` it has the reward and not its parts."""
     return {
         "step": step,
@@ -30,12 +33,16 @@ def sample_line(step: int, rollout: Rollout, tokenizer: Any, grade: Grade | None
         "target": rollout.target_length,
         "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
         "turns": texts_of(tokenizer, rollout.output_tokens, rollout.spans),
+        "messages": openai_messages(
+            run, tokenizer, rollout.target_length,
+            rollout.prompt_tokens, rollout.output_tokens, rollout.spans,
+        ),
         "tokens": rollout.generated,
         "finish": rollout.finish_reason,
         "reward": rollout.reward,
         "parts": dict(grade.parts) if grade else {},
         "reason": grade.reason if grade else "",
-    }
+    }  # fmt: skip
 
 
 def spread(rows: Sequence[Row], wanted: int) -> Sequence[Row]:

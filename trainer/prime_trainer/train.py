@@ -319,7 +319,7 @@ class Trainer:
         if isinstance(found, BadBatch) or not every or step % every or not self.world.leads:
             return []
         rows = spread(found.rollouts, SAMPLES)
-        return [sample_line(step, row, self.tokenizer, None) for row in rows]
+        return [sample_line(step, row, self.learner.run, self.tokenizer, None) for row in rows]
 
     def take_part(self, training: str) -> Part:
         """This rank's part of the present weights; a collective operation."""
