@@ -15,7 +15,7 @@ from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.ids import address
 from prime_orchestrator.store import Store, open_store
 from prime_orchestrator.store.intents import StoreQueue
-from prime_orchestrator.store.leaders import LEASE_SECONDS, LoopLease
+from prime_orchestrator.store.leaders import BEAT_SECONDS, LEASE_SECONDS, LoopLease
 
 
 class Clock:
@@ -57,6 +57,19 @@ def test_one_holds_the_loops_and_the_other_takes_over_only_after_a_whole_lease_o
     assert b.held()
     assert not a.tick(), "back again, it finds another's lease"
     assert not a.held()
+
+
+@pytest.mark.parametrize("after", [0.001, 0.4, BEAT_SECONDS])
+def test_another_takes_over_within_five_seconds_of_a_kill(
+    either_store: Store, other_store: Store, after: float
+) -> None:
+    """`after`: seconds from the last beat of the killed one, at 0, to the other's next tick."""
+    clock = Clock(after)
+    assert LoopLease(either_store, "a", now=Clock(0.0)).tick()
+    b = LoopLease(other_store, "b", now=clock)
+    while not b.tick():
+        clock.time += BEAT_SECONDS + 0.01  # a tick takes a while, too
+    assert LEASE_SECONDS < clock.time <= 5.0
 
 
 def test_a_restart_from_the_same_folder_need_not_wait_and_a_clean_end_leaves_it_free(
