@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 import subprocess
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import docker
 import pytest
+from docker.errors import DockerException, ImageNotFound
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,3 +62,61 @@ def test_a_dry_run_makes_everything_and_changes_nothing(tmp_path: Path) -> None:
 
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (again.returncode, "exists already" in again.stderr) == (64, True)
+
+
+IMAGES = ("prime-open", "prime-worker")
+
+
+@pytest.fixture
+def engine() -> Iterator[docker.DockerClient]:
+    """The Docker engine; afterwards its tags of IMAGES are as they were."""
+    if shutil.which("docker-registry") is None:
+        pytest.skip("no docker-registry (Debian: apt-get install docker-registry)")
+    try:
+        client = docker.from_env(timeout=600)
+        client.ping()
+    except DockerException as error:
+        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
+    tags = [f"{name}:{version()}" for name in IMAGES]
+    before = {tag: image for tag in tags if (image := found(client, tag)) is not None}
+    yield client
+    for tag in tags:
+        if found(client, tag) is not None:
+            client.images.remove(tag)
+        if tag in before:
+            before[tag].tag(*tag.split(":"))
+    client.close()
+
+
+def version() -> str:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
+def found(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
+    try:
+        return client.images.get(tag)
+    except ImageNotFound:
+        return None
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_dry_run_makes_its_images_and_names_them_by_digest(
+    engine: docker.DockerClient, tmp_path: Path
+) -> None:
+    out = tmp_path / "release"
+    command = [ROOT / "scripts/release", "--dry-run", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = (out / "images.txt").read_text().splitlines()
+    assert [line.split("@")[0] for line in lines] == [*IMAGES]
+    digests = {line.split("@")[1] for line in lines}
+    assert len(digests) == 2
+    assert all(re.fullmatch("sha256:[0-9a-f]{64}", one) for one in digests)
+    assert " images.txt" in (out / "SHA256SUMS").read_text()
+    said = engine.containers.run(
+        f"prime-open:{version()}", ["orchestrator", "--version"], remove=True, network_mode="none"
+    )
+    assert version() in said.decode()
