@@ -1,8 +1,9 @@
 """Rollout files from lease to verdict, over the API of two processes on one PostgreSQL.
 
 `rollout_path_s_…`: 2 ÷ CPU seconds that lease, upload URL, PUT and submission of one file cost the
-API processes and PostgreSQL; the S3 server's own CPU time is a row apart. `verdicts_s_N`: the same
-for claim, rows, seal, table and opinion of N validators and the manager's verdict.
+API processes and PostgreSQL. `verdicts_s_N`: the same for claim, rows, seal, table and opinion of N
+validators and the manager's verdict. The CPU time of the S3 server and of the generator, which is
+the nodes or the validators, are rows of their own.
 `upload_to_verdict_s`: from the first byte of a PUT to the verdict of a file in an empty queue,
 whose validator polls as often as the program does and replays nothing.
 """
@@ -102,12 +103,13 @@ def path_rows(quick: bool, database: Database, store: str) -> list[Row]:
     ):
         nodes = Nodes.seat(servers)
         asyncio.run(hand_in(servers, nodes, NODES // 8))
-        before, since = servers.cpu_seconds(), time.monotonic()
+        before, own, since = servers.cpu_seconds(), time.process_time(), time.monotonic()
         aside = cpu_seconds(process) if process else 0.0
         asyncio.run(hand_in(servers, nodes, count))
         after, seconds = servers.cpu_seconds(), time.monotonic() - since
+        own = time.process_time() - own
         aside = (cpu_seconds(process) if process else 0.0) - aside
-    rows = _rate(f"rollout_path_s_{store}", "files/s", count, before, after, seconds,
+    rows = _rate(f"rollout_path_s_{store}", "files/s", count, before, after, own, seconds,
                  None if quick else {"dir": 100, "s3": 200}[store])  # fmt: skip
     if process:
         rows.append(Row("rollout_path_s3_server_us", 1e6 * aside / count, "µs of CPU in SeaweedFS"))
@@ -121,10 +123,11 @@ def verdict_rows(quick: bool, database: Database, validators: int) -> list[Row]:
     with serving(database, definition(), validators=keys) as servers:
         asyncio.run(hand_in(servers, Nodes.seat(servers), count))
         judges = Judges.seat(servers, keys)
-        before, since = servers.cpu_seconds(), time.monotonic()
+        before, own, since = servers.cpu_seconds(), time.process_time(), time.monotonic()
         asyncio.run(judges.judge(servers, count))
         after, seconds = servers.cpu_seconds(), time.monotonic() - since
-    return _rate(f"verdicts_s_{validators}", "verdicts/s", count, before, after, seconds,
+        own = time.process_time() - own
+    return _rate(f"verdicts_s_{validators}", "verdicts/s", count, before, after, own, seconds,
                  None if quick else 150)  # fmt: skip
 
 
@@ -150,13 +153,14 @@ def delay_rows(quick: bool, database: Database) -> list[Row]:
 
 def _rate(
     name: str, unit: str, count: int, before: tuple[float, float], after: tuple[float, float],
-    seconds: float, bar: float | None,
+    generator: float, seconds: float, bar: float | None,
 ) -> list[Row]:  # fmt: skip
     api, database = ((late - early) / count for early, late in zip(before, after, strict=True))
     return [
         Row(name, CORES / (api + database), unit, bar=bar, better="higher"),
         Row(f"{name}_api_us", 1e6 * api, "µs of CPU in the API processes"),
         Row(f"{name}_postgres_us", 1e6 * database, "µs of CPU in PostgreSQL"),
+        Row(f"{name}_generator_us", 1e6 * generator / count, "µs of CPU in the generator"),
         Row(f"{name}_raw", count / seconds, f"{unit}, with the generator on the same cores",
             better="higher"),
     ]  # fmt: skip
