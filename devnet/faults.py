@@ -3,7 +3,8 @@
     two orchestrators on one PostgreSQL and one S3 server, three validators, trainer, relay, a few
     agents and hundreds of nodes in swarms (swarm.py) ── all behind proxies (wire.py, faulty.py)
 
-After a quiet while, faults follow one another; their order, targets and strength come from a seed.
+Faults follow one another between two quiet times; their order, targets and strength come from a
+seed.
 A liar joins with the first of them, and must be slashed.
 A program that exits by itself is restarted, as systemd would. Then training ends, the last work is
 settled and claimed, and losses are counted from what anyone can see: the chain, the public pages,
@@ -635,13 +636,18 @@ class FaultRun:
             time.sleep(SAMPLE_SECONDS)
         return last
 
+    def _quiet(self) -> tuple[float, float, int]:
+        """A while without faults. Returns accepted files a second, and the last sample."""
+        self.note(f"{self.network.sizes.quiet:.0f} s without faults")
+        since, before = self._sample()
+        until, after = self._pass(self.network.sizes.quiet)
+        rate = (after - before) / (until - since)
+        self.note(f"{rate:.2f} accepted files a second")
+        return rate, until, after
+
     def _endure(self) -> None:
         sizes, report = self.network.sizes, self.report
-        self.note(f"{sizes.quiet:.0f} s without faults")
-        since, before = self._sample()
-        until, after = self._pass(sizes.quiet)
-        report.quiet_rate = (after - before) / (until - since)
-        self.note(f"{report.quiet_rate:.2f} accepted files a second")
+        first, until, after = self._quiet()
         faults = Faults(self.network, random.Random(sizes.seed))
         slot = sizes.seconds / sizes.faults
         began, at_first = until, after
@@ -655,6 +661,7 @@ class FaultRun:
             self._window(fault, began, began + slot * (number + 1))
         until, after = self._sample()
         report.rate = (after - at_first) / (until - began)
+        report.quiet_rate = (first + self._quiet()[0]) / 2
         report.kept = report.rate / report.quiet_rate if report.quiet_rate else 0.0
         for kind in sorted({one.kind for one in report.windows}):
             of_kind = [one for one in report.windows if one.kind == kind]
