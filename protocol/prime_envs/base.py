@@ -21,7 +21,7 @@ from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
 from prime_envs import tools
-from prime_envs.chat import THINK, prompt_around, prompt_of, reply_around, thinking_tokens
+from prime_envs.chat import THINK, prompt_of, prompt_tokens, reply_tokens, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.search import SearchIndex
 from prime_envs.tasks import Task
@@ -236,21 +236,10 @@ class Environment(ABC):
         the template's own special tokens are parsed: those in a problem's text are ordinary text.
         Raises the same errors as chat.prompt_around."""
 
-        def plain(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-
         if self.chat is None:
-            return plain(self.prompt_text(problem, target_length))
-        asked = self.question(problem)
-        if plain(asked) == tokenizer.encode(asked, add_special_tokens=False):
-            text = prompt_of(self.chat, asked, target_length, tokenizer)
-            return list(tokenizer.encode(text, add_special_tokens=False))
-        before, asked, after = prompt_around(self.chat, asked, target_length, tokenizer)
-        return [
-            *tokenizer.encode(before, add_special_tokens=False),
-            *plain(asked),
-            *tokenizer.encode(after, add_special_tokens=False),
-        ]
+            text = self.prompt_text(problem, target_length)
+            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return prompt_tokens(self.chat, self.question(problem), target_length, tokenizer)
 
     def reply(
         self,
@@ -298,21 +287,15 @@ class Environment(ABC):
     def _said(self, text: str, ended_by: int, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Tokens of an environment message, including the template's text around it."""
         assert self.conversation is not None
-        most = self.conversation.observation_bytes
-        text = text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
-        before, after = "", ""
+        text = tools.cut(text, self.conversation)
         if self.chat is None:
-            text = self.observation_text(text)
-        else:
-            end_text = tokenizer.decode(
-                [ended_by], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            before, after = reply_around(self.chat, self.conversation.role, end_text, tokenizer)
-        return (
-            *tokenizer.encode(before, add_special_tokens=False),
-            *tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
-            *tokenizer.encode(after, add_special_tokens=False),
+            said = self.observation_text(text)
+            plain = tokenizer.encode(said, add_special_tokens=False, split_special_tokens=True)
+            return tuple(plain)
+        end_text = tokenizer.decode(
+            [ended_by], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return reply_tokens(self.chat, self.conversation.role, text, end_text, tokenizer)
 
     def _prompt(self, problem: Problem, target_length: int, tokenizer: Tokenizer) -> str:
         if self.chat is None:

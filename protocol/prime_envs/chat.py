@@ -155,6 +155,25 @@ def _pinned(chat: Chat, tokenizer: Any) -> tuple[str, dict[str, str]]:
     return text, special
 
 
+def prompt_tokens(chat: Chat, question: str, target_length: int, tokenizer: Any) -> list[int]:
+    """The tokens of the prompt of `question`. Only the template's own special tokens are parsed:
+    those in the question are ordinary text. Raises the same errors as prompt_around."""
+    if _plain(tokenizer, question) == tokenizer.encode(question, add_special_tokens=False):
+        text = prompt_of(chat, question, target_length, tokenizer)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    before, asked, after = prompt_around(chat, question, target_length, tokenizer)
+    return [
+        *tokenizer.encode(before, add_special_tokens=False),
+        *_plain(tokenizer, asked),
+        *tokenizer.encode(after, add_special_tokens=False),
+    ]
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text whose special tokens are not parsed."""
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
 _ANSWER, _OBSERVATION = "the-answer-of-the-model", "the-words-of-the-environment"
 
 
@@ -223,6 +242,19 @@ def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[
     text, special = _pinned(chat, tokenizer)
     before, after = reply_frame(text, role, tuple(sorted(special.items())))
     return before.removeprefix(end_text), after
+
+
+def reply_tokens(
+    chat: Chat, role: str, text: str, end_text: str, tokenizer: Any
+) -> tuple[int, ...]:
+    """The tokens of a message between two model turns, including the template's text around it.
+    Special tokens in the message are not parsed. `end_text` and errors as for reply_around."""
+    before, after = reply_around(chat, role, end_text, tokenizer)
+    return (
+        *tokenizer.encode(before, add_special_tokens=False),
+        *_plain(tokenizer, text),
+        *tokenizer.encode(after, add_special_tokens=False),
+    )
 
 
 def thinking_tokens(tokenizer: Any, output_tokens: Sequence[int], opened: bool) -> int:

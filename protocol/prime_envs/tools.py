@@ -100,6 +100,13 @@ def answer(
     return TOOLS[names[last.tool]](same)
 
 
+def cut(text: str, conversation: Conversation) -> str:
+    """An environment message truncated to the run's limit."""
+    return text.encode("utf-8", "replace")[: conversation.observation_bytes].decode(
+        "utf-8", "ignore"
+    )
+
+
 def _for_gateway(call: ToolCall) -> Observation:
     arguments = [*call.arguments, *call.arguments.values()]
     if sum(map(len, arguments)) > MAX_ARGUMENTS or len(call.arguments) > 16:

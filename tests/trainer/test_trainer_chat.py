@@ -65,14 +65,16 @@ def test_a_question_is_asked_in_the_words_of_the_run(folder: Path) -> None:
 
 def test_the_runs_tools_answer_calls(folder: Path) -> None:
     call = "```\n6 * 7\n```"
-    engine = Scripted(folder, "x", "it is 42")
-    engine.said[0] = "x"
+    engine = Scripted(folder)
     conversation = Conversation(turns=3, tools=("calculator-1",), calls="fence-1")
-    talk = Talk(engine, Chat(template=encoding.sha256(b"")), conversation=conversation)  # type: ignore[arg-type]
-    talk._generate = iter([call, "it is 42"]).__next__  # type: ignore[method-assign]
+    chat = Chat(template=encoding.sha256(TEMPLATE.encode()))
+    talk = Talk(engine, chat, conversation=conversation)  # type: ignore[arg-type]
+    said = iter([(call, True), ("it is 42", True), (call, False)])
+    talk._generate = said.__next__  # type: ignore[method-assign]
     assert list(talk.ask("six times seven")) == [
         ("answer", call), ("environment", "42"), ("answer", "it is 42"),
     ]  # fmt: skip
+    assert list(talk.ask("again")) == [("answer", call)], "no tool answers a turn without an end"
 
 
 def test_the_command_answers_each_line(folder: Path) -> None:

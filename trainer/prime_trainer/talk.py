@@ -14,7 +14,7 @@ from prime_core.run import Chat, Conversation, RunDefinition
 from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs import tools
 from prime_envs.base import decode_output
-from prime_envs.chat import messages_of, render
+from prime_envs.chat import messages_of, prompt_tokens, render, reply_tokens
 from prime_envs.samples import SpanKind
 from prime_envs.search import SearchIndex
 
@@ -92,7 +92,12 @@ class Answering:
 @dataclass
 class Talk:
     """One conversation with a policy. `conversation`: whose tools answer the model's calls;
-    `index`: what tools.load_tools returned for it."""
+    `index`: what tools.load_tools returned for it.
+
+    With tools, the prompt of a turn is made as training makes it: the tokens so far, then those of
+    the message, whose special tokens are not parsed. Without tools, the template renders the whole
+    conversation for each question.
+    """
 
     engine: Engine
     chat: Chat
@@ -100,41 +105,64 @@ class Talk:
     conversation: Conversation | None = None
     index: SearchIndex | None = None
     _messages: list[dict[str, str]] = field(default_factory=list, init=False)
+    _tokens: tuple[int, ...] = field(default=(), init=False)
 
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
         """Yields the turns that answer a question: the model's, and between them the tools'.
-        Raises MalformedError if the conversation does not fit the model."""
-        if self._messages:
-            self._messages.append({"role": "user", "content": question})
+        Raises MalformedError if the conversation does not fit the model, and the same errors as
+        chat.reply_around if it has tools."""
+        chat = self.chat
+        if self.how.budget is None:
+            chat = chat.model_copy(update={"budget": ""})
+        tokenizer = self.engine.tokenizer
+        if self.conversation is None:
+            if self._messages:
+                self._messages.append({"role": "user", "content": question})
+            else:
+                self._messages = messages_of(chat, question, self.how.budget or 0)
+            self._tokens = rendered(tokenizer, self._messages)
+            text = self._generate()[0]
+            self._messages.append({"role": "assistant", "content": text})
+            yield "answer", text
+            return
+        if self._tokens:
+            self._append("user", question)
         else:
-            chat = self.chat
-            if self.how.budget is None:
-                chat = chat.model_copy(update={"budget": ""})
-            self._messages = messages_of(chat, question, self.how.budget or 0)
+            self._tokens = tuple(prompt_tokens(chat, question, self.how.budget or 0, tokenizer))
         turns: list[str] = []
-        most = 1 if self.conversation is None else self.conversation.turns
         while True:
-            turns.append(self._generate())
-            self._messages.append({"role": "assistant", "content": turns[-1]})
-            yield "answer", turns[-1]
-            if self.conversation is None or len(turns) >= most:
+            text, ended = self._generate()
+            turns.append(text)
+            yield "answer", text
+            if not ended or len(turns) >= self.conversation.turns:
                 return
             said = tools.answer(turns, self.conversation, self.index)
             if said is None:
                 return
-            self._messages.append({"role": self.conversation.role, "content": said.text})
-            yield "environment", said.text
+            reply = tools.cut(said.text, self.conversation)
+            self._append(self.conversation.role, reply)
+            yield "environment", reply
 
-    def _generate(self) -> str:
+    def _append(self, role: str, text: str) -> None:
+        """Adds a message between two turns of the model."""
         tokenizer = self.engine.tokenizer
+        end_text = tokenizer.decode(
+            list(self._tokens[-1:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        self._tokens += reply_tokens(self.chat, role, text, end_text, tokenizer)
+
+    def _generate(self) -> tuple[str, bool]:
+        """The model's next turn, and whether it ended with an end token."""
         seed = secrets.randbits(62) if self.how.seed is None else self.how.seed
         request = GenerationRequest(
-            prompt_tokens=rendered(tokenizer, self._messages),
+            prompt_tokens=self._tokens,
             max_output_tokens=self.how.max_tokens,
             noise_seed=seed,
         )
         (made,) = self.engine.generate([request], self.how.temperature, Discard())
-        return decode_output(tokenizer, made.output_tokens)
+        self._tokens += made.output_tokens
+        text = decode_output(self.engine.tokenizer, made.output_tokens)
+        return text, made.finish_reason == "end"
 
 
 def answers(talk: Talk, questions: Iterable[str]) -> Iterator[list[tuple[SpanKind, str]]]:
