@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 
@@ -9,6 +10,7 @@ import pytest
 from orchestrator_world import World, signer
 
 from prime_core.errors import PolicyError
+from prime_core.messages import RelayAnnouncement
 from prime_orchestrator.api import publishing
 from prime_orchestrator.api.backend import MOST_RELAYS, RelayFaults
 from prime_orchestrator.store import nodes
@@ -90,6 +92,34 @@ def test_off_local_networks_a_relay_has_a_public_address(
     with pytest.raises(PolicyError, match=r"private address.* announce a public address"):
         publishing.check_url(url, local=False)
     publishing.check_url(url, local=True)
+
+
+@pytest.mark.parametrize(
+    ("audience", "others", "allowed"),
+    [
+        ("http://127.0.0.1:8470", frozenset(), True),
+        ("http://127.0.0.1:8470", frozenset({"https://pool.example.org"}), False),
+        ("https://pool.example.org", frozenset(), False),
+    ],
+)
+def test_a_pool_of_one_machine_takes_relays_of_that_machine_on_any_chain(
+    world: World, audience: str, others: frozenset[str], allowed: bool
+) -> None:
+    """Only callers on this machine can sign in, so only they get the address."""
+    place = world.backend.context.deployment.model_copy(update={"chain_id": 84532})
+    backend = dataclasses.replace(
+        world.backend,
+        audience=audience,
+        also_known_as=others,
+        context=dataclasses.replace(world.backend.context, deployment=place),
+    )
+    relay = RelayAnnouncement(url="http://127.0.0.1:8480", versions=(0,))
+    if allowed:
+        publishing.announce_relay(backend, signer(5).address, relay)
+        assert [one["url"] for one in world.http.get("/v1/relays").json()] == [relay.url]
+    else:
+        with pytest.raises(PolicyError, match="announce a public address"):
+            publishing.announce_relay(backend, signer(5).address, relay)
 
 
 @pytest.mark.parametrize(

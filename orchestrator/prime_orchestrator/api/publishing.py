@@ -1,8 +1,8 @@
 """Publication of the trainer's policies, and announcements of the relays that serve them.
 
 Readers verify what a relay serves, so it needs no trust, but its address is given to every node. It
-must therefore come from an account with a seat in the pool or the operator's permission, and
-outside local networks it must not point into a private network.
+must therefore come from an account with a seat in the pool or the operator's permission. It must
+not point into a private network, except on a local chain or where the API serves one machine only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prime_core.errors import (
 )
 from prime_core.ids import Address
 from prime_core.messages import PolicyList, RelayAnnouncement
-from prime_core.transport.addresses import PrivateAddressError, public_address
+from prime_core.transport.addresses import PrivateAddressError, is_loopback, public_address
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.store import Connection, lock, nodes, policies
 from prime_orchestrator.store.intents import queue_intent
@@ -113,7 +113,7 @@ def announce_relay(backend: Backend, account: Address, relay: RelayAnnouncement)
     the account may not announce, the address is private, the URL belongs to another account, or the
     account names too many.
     """
-    url = check_url(relay.url, local=backend.context.deployment.chain_id == LOCAL.chain_id)
+    url = check_url(relay.url, local=is_local(backend))
     if len(relay.versions) > MAX_VERSIONS:
         raise MalformedError(f"a relay lists at most {MAX_VERSIONS} versions")
     now = backend.now()
@@ -134,9 +134,17 @@ def has_leave(connection: Connection, backend: Backend, account: Address) -> boo
     return account in backend.own_accounts or nodes.seated(connection, account)
 
 
+def is_local(backend: Backend) -> bool:
+    """Whether relays may have private addresses: on a local chain, and where the API is known by a
+    loopback address only, so that all its callers are on this machine."""
+    if backend.context.deployment.chain_id == LOCAL.chain_id:
+        return True
+    return is_loopback(backend.audience) and not backend.also_known_as
+
+
 def check_url(url: str, *, local: bool) -> str:
     """Returns the normalized URL. Raises MalformedError unless it is a printable http(s) base URL
-    without credentials, PolicyError if it points to a private address and the network is not
+    without credentials, PolicyError if it points to a private address and the pool is not
     `local`."""
     url = normal_url(url)
     if local:
