@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.5
 LATENCY_KEPT_SECONDS = 60.0
 RATE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds to wait before each retry of a rate-limited request."""
+RATE_WARNING_SECONDS = 60.0
+"""A rate limit of an endpoint is reported once in this time."""
 LONGEST_RATE_PAUSE = 10.0
 """If an endpoint asks for a longer pause, the request fails at once."""
 MAX_LAG_SECONDS = 30.0
@@ -104,6 +107,7 @@ class Endpoint:
         self.hung = False
         self.latency = 0.0
         self._measured_at = 0.0
+        self._limit_reported_at = -math.inf
 
     def request(self, method: str, params: Sequence[Any], parse: Parse[T]) -> T:
         """The parsed result. Raises UnavailableError in its kinds, or RevertSignal."""
@@ -142,11 +146,15 @@ class Endpoint:
 
     def failed(self, error: Exception) -> None:
         """Makes the endpoint rest: longer after each fault in a row."""
-        if not self.resting():
+        limited = isinstance(error, RateLimitedError)
+        known = limited and self._now() - self._limit_reported_at < RATE_WARNING_SECONDS
+        if not self.resting() and not known:
+            if limited:
+                self._limit_reported_at = self._now()
             log.warning("the RPC %s rests for a while: %s", self.name, str(error)[:300])
         pause = min(LONGEST_COOL_DOWN, COOL_DOWN_SECONDS * 2 ** min(self._faults, 8))
         self._faults += 1
-        self._checked = self._checked and isinstance(error, RateLimitedError)
+        self._checked = self._checked and limited
         self.hung = isinstance(error.__cause__, httpx.TimeoutException)
         self.cool_until = self._now() + pause
 

@@ -19,6 +19,7 @@ from prime_chain.errors import (
     BadAnswerError,
     ChainRevertedError,
     DisagreementError,
+    RateLimitedError,
     RpcError,
 )
 from prime_chain.networks import by_chain_id, by_name
@@ -180,6 +181,21 @@ def test_an_only_endpoint_that_limits_the_rate_is_asked_again(
     assert client.block_number() == 7
     assert paused == list(rpc.RATE_PAUSES[:2])
     client.close()
+
+
+def test_a_rate_limit_is_reported_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    endpoint = rpc.Endpoint("http://rpc.example.org", CHAIN_ID, 1.0, now=lambda: now[0])
+
+    def reports(error: UnavailableError, at: float) -> int:
+        now[0], before = at, len(caplog.records)
+        endpoint.failed(error)
+        endpoint.answered()
+        return len(caplog.records) - before
+
+    limited, down = RateLimitedError("HTTP 429"), UnavailableError("connection refused")
+    assert [reports(limited, at) for at in (0.0, 1.0, 59.0, 60.0, 61.0)] == [1, 0, 0, 1, 0]
+    assert [reports(down, at) for at in (62.0, 63.0)] == [1, 1]
 
 
 def test_a_paid_fee_includes_the_l1_data_fee(serve: Serve) -> None:
