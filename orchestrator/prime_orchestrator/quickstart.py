@@ -147,7 +147,10 @@ class Quickstart:
                 "trainer", "run", "--orchestrator", url, "--model", str(self.plan.model),
                 "--wallet", "trainer.json", "--password-file", "password", "--data", "trainer",
             ],
-            "node": ["prime-node", "join", "--orchestrator", url, *self._rpc()],
+            "node": [
+                "prime-node", "join", "--orchestrator", url, *self._rpc(),
+                "--deployment", "deployment.json", *self._signs("node"), "--data", "node",
+            ],
         }  # fmt: skip
 
     @property

@@ -106,6 +106,8 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
             until(serves, "an answer")
             pool = httpx.get(f"http://127.0.0.1:{port}/v1/pool").json()
             assert (pool["chain_id"], pool["pool"]) == (BASE_SEPOLIA.chain_id, 1)
+            relays = f"http://127.0.0.1:{port}/v1/relays"
+            until(lambda: httpx.get(relays).json() != [], "the relay among those that nodes ask")
             started.send_signal(signal.SIGTERM)
             assert started.wait(60) == 0
         finally:
