@@ -40,6 +40,7 @@ from prime_core.errors import FatalError, PrimeError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
 from prime_core.run_file import read_run
+from prime_core.transport.addresses import is_loopback
 from prime_envs.definition import read_toml
 from prime_orchestrator.cli.run import define
 
@@ -68,6 +69,7 @@ class Plan:
     host: str = "127.0.0.1"
     port: int = 8470
     public_url: str = ""
+    relay_url: str = ""
     periods: Periods = field(default_factory=Periods)
 
 
@@ -133,14 +135,15 @@ class Quickstart:
 
     def commands(self) -> dict[str, list[str]]:
         """Program name → the command that starts it in the folder."""
-        url = self.url
+        url, relay_url = self.url, self.plan.relay_url
+        relay = ["--port", "8480", "--public-url", relay_url] if relay_url else ["--port", "0"]
         judge = ["validator", "run", "--orchestrator", url, *self._rpc(), "--deployment",
                  "deployment.json", "--password-file", "password"]  # fmt: skip
         return {
             "orchestrator": ["orchestrator", "serve", "--config", "orchestrator.toml"],
             **{one: [*judge, "--wallet", f"{one}.json", "--data", one] for one in self.judges},
             "relay": [
-                "orchestrator", "relay", "--orchestrator", url, "--port", "0",
+                "orchestrator", "relay", "--orchestrator", url, *relay,
                 "--wallet", "relay.json", "--password-file", "password", "--data", "relay",
             ],
             "trainer": [
@@ -156,6 +159,12 @@ class Quickstart:
     @property
     def url(self) -> str:
         return self.plan.public_url or f"http://{self.plan.host}:{self.plan.port}"
+
+    @property
+    def lacks_relay_url(self) -> bool:
+        """Whether others reach the API, which then refuses a relay on this machine's loopback."""
+        public = self.plan.network is not networks.LOCAL and not is_loopback(self.url)
+        return public and not self.plan.relay_url
 
     def _state(self, name: str) -> Found:
         try:
@@ -435,6 +444,8 @@ class Quickstart:
         secure = local or self.plan.public_url.startswith("https://")
         said = self.url if secure else "--public-url https://… lets others reach it safely"
         yield Found("public URL", "done" if secure else "note", said)
+        if self.lacks_relay_url:
+            yield Found("relay URL", "note", "--relay-url https://… lets nodes fetch policies")
         password = self.folder / "password"
         if password.exists() and password.stat().st_mode & 0o077:
             yield Found("password", "failed", f"{password} can be read by others: chmod 600")

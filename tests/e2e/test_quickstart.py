@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from devnet.faulty import FaultyRpc, RpcFault
 from prime_chain.costs import GAS_PRICE_ORACLE
 from prime_chain.keystore import named_address
 from prime_chain.networks import BASE_SEPOLIA
+from prime_core.errors import UserError
+from prime_orchestrator.quickstart import Plan, Quickstart
 
 ORACLE = "0x366103e8025f5260205ff3"
 """1,000 wei for each byte of calldata: see tests/chain/test_chain_costs.py."""
@@ -115,3 +118,32 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
             started.wait()
         assert processes_of(folder) == []
         assert rpc.injected["rate"] > 0, "the endpoint's limit was never reached"
+
+
+def test_a_pool_that_others_reach_needs_the_relays_url_too(tmp_path: Path) -> None:
+    plan = Plan(
+        folder=tmp_path / "pool", network=BASE_SEPOLIA, rpc=("http://127.0.0.1:9",),
+        run=ROOT / "docs/examples/run-devnet.toml", model=ROOT / "devnet/model",
+        public_url="https://pool.example",
+    )  # fmt: skip
+    with closing(Quickstart(plan, print)) as steps:
+        assert steps.lacks_relay_url
+    with closing(Quickstart(replace(plan, public_url=""), print)) as steps:
+        assert not steps.lacks_relay_url
+        assert steps.commands()["relay"][4:6] == ["--port", "0"]
+    there = replace(plan, relay_url="https://relay.example")
+    with closing(Quickstart(there, print)) as steps:
+        assert not steps.lacks_relay_url
+        words = ["--port", "8480", "--public-url", "https://relay.example"]
+        assert steps.commands()["relay"][4:8] == words
+    words = [
+        *("quickstart", str(plan.folder), "--network", "base-sepolia", "--rpc", *plan.rpc),
+        *("--run", str(plan.run), "--model", str(plan.model), "--public-url", plan.public_url),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_orchestrator.cli.main", *words, "--start"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == UserError.exit_code
+    assert "add --relay-url" in done.stderr
+    assert not plan.folder.exists()
