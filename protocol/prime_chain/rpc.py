@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -301,7 +302,8 @@ class RpcPool:
             except RateLimitedError as error:
                 if error.after > LONGEST_RATE_PAUSE:
                     raise
-                time.sleep(max(pause, error.after))
+                # Programs of one machine share a limit: they must not come back together.
+                time.sleep(max(pause * random.uniform(1.0, 1.5), error.after))
         return self._request(method, params, parse)
 
     def _request(self, method: str, params: Sequence[Any], parse: Parse[T]) -> T:
