@@ -365,7 +365,7 @@ def application(served: Served) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def _defect(request: Request, error: Exception) -> JSONResponse:
-        return _refusal(500, f"the server failed: {error}")
+        return _refusal(500, "the server failed: its log says why")
 
     return app
 
