@@ -40,9 +40,9 @@ class Builder(RolloutBuilder):
     announces no exact class: that would load every policy on every node, hundreds of times on one
     machine."""
 
-    def __init__(self, run: RunDefinition, options: Options, rest: float) -> None:
+    def __init__(self, run: RunDefinition, options: Options, rest: float, stop: StopFlag) -> None:
         super().__init__(run, options)
-        self._rest = rest
+        self._rest, self._stop = rest, stop
         self._rests_until = time.monotonic() + random.uniform(0.0, rest)
 
     def build(self, job: Job) -> Built:
@@ -52,7 +52,7 @@ class Builder(RolloutBuilder):
 
     def announce(self, bridge: BridgeClient) -> None:
         """Rests: the worker calls it before it asks for a lease."""
-        self._wait(max(0.0, self._rests_until - time.monotonic()))
+        self._stop.sleep(max(0.0, self._rests_until - time.monotonic()))
 
 
 class ThreadTask:
@@ -71,7 +71,7 @@ class ThreadTask:
         options = parse(self._arguments)
         bridge = BridgeClient(options.socket)
         try:
-            work(bridge, Builder(bridge.run(), options, self._rest), self._stop)
+            work(bridge, Builder(bridge.run(), options, self._rest, self._stop), self._stop)
             self._status = 0
         except PrimeError as error:
             self._said, self._status = str(error), error.exit_code

@@ -70,6 +70,7 @@ class Plan:
     port: int = 8470
     public_url: str = ""
     relay_url: str = ""
+    origin_url: str = ""
     periods: Periods = field(default_factory=Periods)
 
 
@@ -137,6 +138,7 @@ class Quickstart:
         """Program name → the command that starts it in the folder."""
         url, relay_url = self.url, self.plan.relay_url
         relay = ["--port", "8480", "--public-url", relay_url] if relay_url else ["--port", "0"]
+        origin = ["--origin-port", "8475", "--origin-url", self.plan.origin_url]
         judge = ["validator", "run", "--orchestrator", url, *self._rpc(), "--deployment",
                  "deployment.json", "--password-file", "password"]  # fmt: skip
         return {
@@ -149,6 +151,10 @@ class Quickstart:
             "trainer": [
                 "trainer", "run", "--orchestrator", url, "--model", str(self.plan.model),
                 "--wallet", "trainer.json", "--password-file", "password", "--data", "trainer",
+                *(origin if self.plan.origin_url else []),
+            ],
+            "node key": [
+                "prime-node", "wallet", "new", "--out", "node.json", "--password-file", "password",
             ],
             "node": [
                 "prime-node", "join", "--orchestrator", url, *self._rpc(),
@@ -161,10 +167,10 @@ class Quickstart:
         return self.plan.public_url or f"http://{self.plan.host}:{self.plan.port}"
 
     @property
-    def lacks_relay_url(self) -> bool:
-        """Whether others reach the API, which then refuses a relay on this machine's loopback."""
+    def lacks_urls(self) -> bool:
+        """Whether others reach the API, which then refuses a relay and an origin on loopback."""
         public = self.plan.network is not networks.LOCAL and not is_loopback(self.url)
-        return public and not self.plan.relay_url
+        return public and not (self.plan.relay_url and self.plan.origin_url)
 
     def _state(self, name: str) -> Found:
         try:
@@ -444,8 +450,9 @@ class Quickstart:
         secure = local or self.plan.public_url.startswith("https://")
         said = self.url if secure else "--public-url https://… lets others reach it safely"
         yield Found("public URL", "done" if secure else "note", said)
-        if self.lacks_relay_url:
-            yield Found("relay URL", "note", "--relay-url https://… lets nodes fetch policies")
+        if self.lacks_urls:
+            said = "--relay-url and --origin-url https://… let nodes fetch policies"
+            yield Found("policies", "note", said)
         password = self.folder / "password"
         if password.exists() and password.stat().st_mode & 0o077:
             yield Found("password", "failed", f"{password} can be read by others: chmod 600")

@@ -26,7 +26,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ from prime_core.ids import Address
 from prime_core.logs import log_to_stderr
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
+from prime_core.transport.addresses import is_loopback
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Proxies, behind
@@ -108,6 +109,7 @@ def run(settings: Settings) -> None:
         listener = bind(settings.host, settings.port)
         stack.callback(listener.close)
         url = settings.public_url or address_of(listener)
+        others = frozenset(one.rstrip("/") for one in settings.also_known_as)
         context = PoolContext(
             deployment=deployment,
             pool=settings.need("pool"),
@@ -121,7 +123,8 @@ def run(settings: Settings) -> None:
             manager=signer,
             trainer=trainer,
             audience=url,
-            also_known_as=frozenset(one.rstrip("/") for one in settings.also_known_as),
+            also_known_as=others,
+            on_one_machine=on_one_machine(listener, {url, *others}),
             relay_accounts=frozenset(ids.address(one) for one in settings.allow_relay),
             planted=settings.planted_nodes(),
             lease_slots=settings.lease_slots,
@@ -454,6 +457,12 @@ def address_of(listener: socket.socket) -> str:
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def on_one_machine(listener: socket.socket, urls: Iterable[str]) -> bool:
+    """Whether a server listens on a loopback address only, and has no URL but such ones."""
+    host = listener.getsockname()[0]
+    return ipaddress.ip_address(host).is_loopback and all(map(is_loopback, urls))
 
 
 def announce(path: Path, url: str, port: int) -> None:

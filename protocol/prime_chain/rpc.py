@@ -303,7 +303,7 @@ class RpcPool:
                 if error.after > LONGEST_RATE_PAUSE:
                     raise
                 # Programs of one machine share a limit: they must not come back together.
-                time.sleep(max(pause * random.uniform(1.0, 1.5), error.after))
+                time.sleep(max(pause, error.after) * random.uniform(1.0, 1.5))
         return self._request(method, params, parse)
 
     def _request(self, method: str, params: Sequence[Any], parse: Parse[T]) -> T:

@@ -252,7 +252,8 @@ class Environment(ABC):
     ) -> Reply:
         """Returns the environment's tokens after a model span that ended with an end token. The
         message of `observe` is truncated to the run's limit, and special tokens in it are not
-        parsed. If `observe` raises, that is logged, and there is no answer.
+        parsed. If the `observe` of a plugin raises, that is logged, and there is no answer; lack of
+        memory and errors of the system are raised, like those of environments built in.
 
         `output_tokens` ends with that end token; `spans` are the span lengths, model first and
         last; `ask` gets calls of the gateway's tools. Raises the same errors as chat.reply_around,
@@ -263,9 +264,11 @@ class Environment(ABC):
         turns = texts_of(tokenizer, output_tokens, spans)[::2]
         try:
             said = self.observe(problem, turns)
-        except (PrimeError, StoppedError):
-            raise
-        except Exception as error:  # a plugin may raise anything
+        except (PrimeError, StoppedError, MemoryError, OSError):
+            raise  # of this machine, not of the row
+        except Exception as error:
+            if not self.tools_may_give_up:
+                raise
             log.warning(
                 "problem %s, turn %d: the environment %s raised %r, so the row ends as tool_limit",
                 problem.problem_id, len(turns) - 1, self.name, error,

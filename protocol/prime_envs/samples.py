@@ -89,7 +89,7 @@ def openai_messages(
             call = None if run.conversation is None else first_call(text, run.conversation)
             call_id = "" if call is None or call.problem else f"call_{number // 2}"
             if call is not None and call_id:
-                arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+                arguments = json.dumps(dict(call.arguments))
                 function = {"name": call.tool, "arguments": arguments}
                 message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         else:

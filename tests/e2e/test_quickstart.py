@@ -127,15 +127,21 @@ def test_a_pool_that_others_reach_needs_the_relays_url_too(tmp_path: Path) -> No
         public_url="https://pool.example",
     )  # fmt: skip
     with closing(Quickstart(plan, print)) as steps:
-        assert steps.lacks_relay_url
+        assert steps.lacks_urls
     with closing(Quickstart(replace(plan, public_url=""), print)) as steps:
-        assert not steps.lacks_relay_url
+        assert not steps.lacks_urls
         assert steps.commands()["relay"][4:6] == ["--port", "0"]
+        assert "--origin-url" not in steps.commands()["trainer"]
     there = replace(plan, relay_url="https://relay.example")
     with closing(Quickstart(there, print)) as steps:
-        assert not steps.lacks_relay_url
+        assert steps.lacks_urls
+    there = replace(there, origin_url="https://origin.example")
+    with closing(Quickstart(there, print)) as steps:
+        assert not steps.lacks_urls
         words = ["--port", "8480", "--public-url", "https://relay.example"]
         assert steps.commands()["relay"][4:8] == words
+        words = ["--origin-port", "8475", "--origin-url", "https://origin.example"]
+        assert steps.commands()["trainer"][-4:] == words
     words = [
         *("quickstart", str(plan.folder), "--network", "base-sepolia", "--rpc", *plan.rpc),
         *("--run", str(plan.run), "--model", str(plan.model), "--public-url", plan.public_url),

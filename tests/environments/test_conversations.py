@@ -235,13 +235,17 @@ def test_an_environment_that_raises_ends_its_row_in_one_sentence(caplog: Any) ->
         return observe
 
     environment.observe = raises(KeyError("row 3 has no map"))  # type: ignore[method-assign]
+    with pytest.raises(KeyError):  # an environment built in does not raise because of a row
+        environment.reply(problem, 10, whole, spans, tokenizer)
+    environment.plugin = True
     found = environment.reply(problem, 10, whole, spans, tokenizer)
     assert found == Reply(exact=False, unanswered=True)
     assert [record.getMessage() for record in caplog.records] == [
         "problem guess-3, turn 1: the environment guess raised KeyError('row 3 has no map'), so "
         "the row ends as tool_limit"
     ]
-    for passed in (UnavailableError("no interpreter"), StoppedError()):
+    of_this_machine = (UnavailableError("none"), StoppedError(), MemoryError(), OSError("full"))
+    for passed in of_this_machine:
         environment.observe = raises(passed)  # type: ignore[method-assign]
         with pytest.raises(type(passed)):
             environment.reply(problem, 10, whole, spans, tokenizer)
@@ -356,6 +360,17 @@ def test_rewards_of_turns_are_added_to_that_of_the_answer() -> None:
     for wrong in ({"turn_micro": -1}, {"smallest": 1}, {"largest": 0}):
         with pytest.raises(UserError, match="The guess environment"):
             Guess(wrong, BUDGETS)
+
+
+def test_a_call_with_half_a_character_can_be_written() -> None:
+    tokenizer = chatml_tokenizer()
+    run = synthetic_run(64).model_copy(update={"conversation": HERMES})
+    text = '<tool_call>{"name": "calculator", "arguments": {"input": "\\ud83d"}}</tool_call>'
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    found = openai_messages(run, tokenizer, 10, [], tokens, [len(tokens)])
+    (call,) = found[-1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"input": "\ud83d"}
+    json.dumps(found, ensure_ascii=False).encode()
 
 
 def test_a_row_is_shown_as_messages_of_openai_s_format() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+from contextlib import closing
 
 import pytest
 from orchestrator_world import World, signer
 
 from prime_core.errors import PolicyError
 from prime_core.messages import RelayAnnouncement
+from prime_orchestrator import serve
 from prime_orchestrator.api import publishing
 from prime_orchestrator.api.backend import MOST_RELAYS, RelayFaults
 from prime_orchestrator.store import nodes
@@ -95,31 +97,47 @@ def test_off_local_networks_a_relay_has_a_public_address(
 
 
 @pytest.mark.parametrize(
-    ("audience", "others", "allowed"),
+    ("host", "here", "allowed"),
     [
-        ("http://127.0.0.1:8470", frozenset(), True),
-        ("http://127.0.0.1:8470", frozenset({"https://pool.example.org"}), False),
-        ("https://pool.example.org", frozenset(), False),
+        ("127.0.0.1", True, True),
+        ("127.0.0.1", False, False),
+        ("169.254.169.254", True, False),
+        ("10.0.0.7", True, False),
     ],
 )
 def test_a_pool_of_one_machine_takes_relays_of_that_machine_on_any_chain(
-    world: World, audience: str, others: frozenset[str], allowed: bool
+    world: World, host: str, here: bool, allowed: bool
 ) -> None:
-    """Only callers on this machine can sign in, so only they get the address."""
     place = world.backend.context.deployment.model_copy(update={"chain_id": 84532})
     backend = dataclasses.replace(
         world.backend,
-        audience=audience,
-        also_known_as=others,
+        on_one_machine=here,
         context=dataclasses.replace(world.backend.context, deployment=place),
     )
-    relay = RelayAnnouncement(url="http://127.0.0.1:8480", versions=(0,))
+    relay = RelayAnnouncement(url=f"http://{host}:8480", versions=(0,))
     if allowed:
         publishing.announce_relay(backend, signer(5).address, relay)
         assert [one["url"] for one in world.http.get("/v1/relays").json()] == [relay.url]
     else:
         with pytest.raises(PolicyError, match="announce a public address"):
             publishing.announce_relay(backend, signer(5).address, relay)
+
+
+@pytest.mark.parametrize(
+    ("host", "others", "alone"),
+    [
+        ("127.0.0.1", set(), True),
+        ("127.0.0.1", {"http://localhost:8470"}, True),
+        ("127.0.0.1", {"https://pool.example.org"}, False),
+        ("0.0.0.0", set(), False),
+    ],
+)
+def test_a_pool_is_of_one_machine_if_it_listens_there_and_is_known_by_no_other_name(
+    host: str, others: set[str], alone: bool
+) -> None:
+    with closing(serve.bind(host, 0)) as listener:
+        urls = {serve.address_of(listener), *others}
+        assert serve.on_one_machine(listener, urls) is alone
 
 
 @pytest.mark.parametrize(

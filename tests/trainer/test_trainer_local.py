@@ -515,6 +515,7 @@ class RaisesAtTimes(Reverse):
     """A plugin with an error: it fails on words of an odd length."""
 
     name = "raises_at_times"
+    tools_may_give_up = True  # as of a plugin: here, it is named among those built in
 
     def observe(self, problem: Problem, turns: Any) -> Observation | None:
         if len(turns[-1]) % 2:

@@ -232,6 +232,8 @@ def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
 
     at = talking.plan(honest)[0].problem.index
     broken.observe = raises  # type: ignore[method-assign]
+    broken.plugin = True
+    monkeypatch.setattr(talking.environment, "plugin", True)
     both = type(talking)(talking.run, broken, talking.engine)
     file = both.honest(0)
     ended = [row for row in rows_of(file) if row.finish_reason == "tool_limit"]
@@ -240,7 +242,6 @@ def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
     finding = both.judge(file)
     assert finding.outcome is Outcome.ACCEPTED, finding
     assert finding.units == sum(len(row.model_tokens) for row in rows_of(file))
-    monkeypatch.setattr(talking.environment, "plugin", True)
     for judge, one in ((talking, file), (both, honest)):
         found = judge.judge(one)
         assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS), found

@@ -56,7 +56,7 @@ def append_samples(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     path = folder / SAMPLES
     with writing("the rollouts' texts", path):
         whole_lines(path)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8", errors="replace") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 

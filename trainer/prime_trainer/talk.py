@@ -106,6 +106,8 @@ class Talk:
     index: SearchIndex | None = None
     _messages: list[dict[str, str]] = field(default_factory=list, init=False)
     _tokens: tuple[int, ...] = field(default=(), init=False)
+    _ended: bool = field(default=True, init=False)
+    """Whether the newest turn of the model ended with an end token."""
 
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
         """Yields the turns that answer a question: the model's, and between them the tools'.
@@ -145,9 +147,9 @@ class Talk:
 
     def _append(self, role: str, text: str) -> None:
         """Adds a message between two turns of the model."""
-        tokenizer = self.engine.tokenizer
+        tokenizer, ended_by = self.engine.tokenizer, list(self._tokens[-1:]) if self._ended else []
         end_text = tokenizer.decode(
-            list(self._tokens[-1:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ended_by, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         self._tokens += reply_tokens(self.chat, role, text, end_text, tokenizer)
 
@@ -162,7 +164,8 @@ class Talk:
         (made,) = self.engine.generate([request], self.how.temperature, Discard())
         self._tokens += made.output_tokens
         text = decode_output(self.engine.tokenizer, made.output_tokens)
-        return text, made.finish_reason == "end"
+        self._ended = made.finish_reason == "end"
+        return text, self._ended
 
 
 def answers(talk: Talk, questions: Iterable[str]) -> Iterator[list[tuple[SpanKind, str]]]:

@@ -81,6 +81,8 @@ class Backend:
     """This orchestrator's URL, which session grants name."""
     also_known_as: frozenset[str] = frozenset()
     """Additional URLs of this orchestrator that clients may use."""
+    on_one_machine: bool = False
+    """Whether only programs of this machine reach the API (serve.on_one_machine)."""
     relay_accounts: frozenset[Address] = frozenset()
     """Accounts that may announce a relay without a seat in the pool."""
     now: Callable[[], float] = time.time

@@ -2,7 +2,8 @@
 
 Readers verify what a relay serves, so it needs no trust, but its address is given to every node. It
 must therefore come from an account with a seat in the pool or the operator's permission. It must
-not point into a private network, except on a local chain or where the API serves one machine only.
+not point into a private network, except on a local chain; where the API serves one machine only, it
+may be a loopback address.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def announce_relay(backend: Backend, account: Address, relay: RelayAnnouncement)
     the account may not announce, the address is private, the URL belongs to another account, or the
     account names too many.
     """
-    url = check_url(relay.url, local=is_local(backend))
+    local = backend.context.deployment.chain_id == LOCAL.chain_id
+    here = backend.on_one_machine and is_loopback(relay.url)
+    url = check_url(relay.url, local=local or here)
     if len(relay.versions) > MAX_VERSIONS:
         raise MalformedError(f"a relay lists at most {MAX_VERSIONS} versions")
     now = backend.now()
@@ -132,14 +135,6 @@ def has_leave(connection: Connection, backend: Backend, account: Address) -> boo
     """Whether the account may announce: the pool's own keys, accounts that the operator allows,
     nodes with a seat and their providers."""
     return account in backend.own_accounts or nodes.seated(connection, account)
-
-
-def is_local(backend: Backend) -> bool:
-    """Whether relays may have private addresses: on a local chain, and where the API is known by a
-    loopback address only, so that all its callers are on this machine."""
-    if backend.context.deployment.chain_id == LOCAL.chain_id:
-        return True
-    return is_loopback(backend.audience) and not backend.also_known_as
 
 
 def check_url(url: str, *, local: bool) -> str:

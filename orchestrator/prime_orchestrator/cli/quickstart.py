@@ -51,6 +51,7 @@ def quickstart(
     port: Annotated[int, typer.Option(help="Port of the API.", min=1, max=65_535)] = 8470,
     public_url: Annotated[str, typer.Option(help="How others reach the API.")] = "",
     relay_url: Annotated[str, typer.Option(help="How others reach the relay, on port 8480.")] = "",
+    origin_url: Annotated[str, typer.Option(help="And the trainer's origin, on port 8475.")] = "",
     epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
     validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
     slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
@@ -79,7 +80,7 @@ def quickstart(
         run=run.absolute(), model=model.absolute(),
         deployment=deployment.absolute() if deployment else None, multisig=multisig,
         validators=validators, fund=fund, host=host, port=port, public_url=public_url,
-        relay_url=relay_url,
+        relay_url=relay_url, origin_url=origin_url,
         periods=Periods(
             epoch_length=epoch, validity=validity, slash_window=slash_window,
             dispute_window=dispute_window, reward_delay=reward_delay, unbonding=unbonding,
@@ -87,10 +88,11 @@ def quickstart(
     )  # fmt: skip
     steps = Quickstart(plan, lambda line: typer.echo(f"$ {line}", err=True))
     try:
-        if start and steps.lacks_relay_url:
+        if start and steps.lacks_urls:
             raise UserError(
                 f"others reach the API at {steps.url}, but no relay: nodes would get no policy",
-                hint="add --relay-url https://…, a proxy for port 8480 of this machine",
+                hint="add --relay-url and --origin-url https://…: proxies for port 8480 here, and "
+                "8475 where the trainer runs",
             )
         found = [_said(one, json_output) for one in (steps.look() if check else steps.go())]
         if check:
