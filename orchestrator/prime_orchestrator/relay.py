@@ -33,7 +33,7 @@ from prime_broadcast.sources import SourceBook, normal_url
 from prime_chain.keystore import open_keystore
 from prime_core import ids
 from prime_core.checkpoint import SignedManifest
-from prime_core.command_line import PasswordFd, PasswordFile, Quorum, command
+from prime_core.command_line import AllowPrivate, PasswordFd, PasswordFile, Quorum, command
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UnavailableError, UserError
 from prime_core.folders import make_folder
@@ -122,13 +122,7 @@ def relay(
     requests_per_second: Annotated[
         float, typer.Option(help="Of one reader, on average; 0: unlimited.", min=0)
     ] = 0.0,
-    allow_private: Annotated[
-        bool,
-        typer.Option(
-            "--allow-private",
-            help="Connect to private addresses that the orchestrator names (your own network).",
-        ),
-    ] = False,
+    allow_private: AllowPrivate = None,
     first_answer_seconds: Annotated[
         float, typer.Option(help=FIRST_ANSWER_HELP, min=0)
     ] = FIRST_ANSWER_SECONDS,
@@ -146,7 +140,9 @@ def relay(
         requests_per_second=requests_per_second,
     )
     make_folder(data)
-    with OrchestratorClient(orchestrator, signer, "relay", allow_private=allow_private) as client:
+    with OrchestratorClient(
+        orchestrator, signer, "relay", allow_private=bool(allow_private)
+    ) as client:
         known = data / "relay.json"
         give_up = None if known.exists() else first_answer_seconds
         try:
