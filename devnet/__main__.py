@@ -249,7 +249,7 @@ def faults(
     seconds: Annotated[
         float, typer.Option(min=10, help="How long faults follow each other.")
     ] = 600,
-    quiet: Annotated[float, typer.Option(min=10, help="Seconds without, before and after.")] = 120,
+    quiet: Annotated[float, typer.Option(min=10, help="Fault-free seconds at both ends.")] = 120,
     count: Annotated[int, typer.Option(min=1, help="Faults in that time.")] = 24,
     lasts: Annotated[float, typer.Option(min=1, help="Seconds of one fault.")] = 8,
     seed: Annotated[int, typer.Option(help="Chooses their order and targets.")] = 20,

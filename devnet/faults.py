@@ -283,7 +283,7 @@ class FaultNetwork(Network):
             one.close()
 
     def restart_liars(self, ejected: set[Address]) -> None:
-        """Starts again the liars that ended by themselves, but those that are out."""
+        """Restarts liars that exited on their own, except those already ejected."""
         for node in self.plan.nodes:
             child = self.processes.children.get(node.name) if node.liar else None
             if child is None or child.process.poll() is None:
@@ -637,7 +637,7 @@ class FaultRun:
         return last
 
     def _quiet(self) -> tuple[float, float, int]:
-        """A while without faults. Returns accepted files a second, and the last sample."""
+        """Waits without faults. Returns accepted files a second, and the last sample."""
         self.note(f"{self.network.sizes.quiet:.0f} s without faults")
         since, before = self._sample()
         until, after = self._pass(self.network.sizes.quiet)

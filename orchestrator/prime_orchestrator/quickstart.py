@@ -168,7 +168,7 @@ class Quickstart:
 
     @property
     def lacks_urls(self) -> bool:
-        """Whether others reach the API, which then refuses a relay and an origin on loopback."""
+        """Whether the API is public and relay or origin are not: it refuses loopback addresses."""
         public = self.plan.network is not networks.LOCAL and not is_loopback(self.url)
         return public and not (self.plan.relay_url and self.plan.origin_url)
 

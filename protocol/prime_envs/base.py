@@ -265,7 +265,7 @@ class Environment(ABC):
         try:
             said = self.observe(problem, turns)
         except (PrimeError, StoppedError, MemoryError, OSError):
-            raise  # of this machine, not of the row
+            raise  # a fault of this machine, not of the row
         except Exception as error:
             if not self.tools_may_give_up:
                 raise

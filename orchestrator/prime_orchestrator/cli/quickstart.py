@@ -51,7 +51,9 @@ def quickstart(
     port: Annotated[int, typer.Option(help="Port of the API.", min=1, max=65_535)] = 8470,
     public_url: Annotated[str, typer.Option(help="How others reach the API.")] = "",
     relay_url: Annotated[str, typer.Option(help="How others reach the relay, on port 8480.")] = "",
-    origin_url: Annotated[str, typer.Option(help="And the trainer's origin, on port 8475.")] = "",
+    origin_url: Annotated[
+        str, typer.Option(help="How others reach the trainer, on port 8475.")
+    ] = "",
     epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
     validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
     slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
@@ -90,7 +92,8 @@ def quickstart(
     try:
         if start and steps.lacks_urls:
             raise UserError(
-                f"others reach the API at {steps.url}, but no relay: nodes would get no policy",
+                f"the API is public at {steps.url}, but relay and origin are not: "
+                "nodes would get no policy",
                 hint="add --relay-url and --origin-url https://…: proxies for port 8480 here, and "
                 "8475 where the trainer runs",
             )
