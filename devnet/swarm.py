@@ -36,9 +36,11 @@ END_SECONDS = 60.0
 
 
 class Builder(RolloutBuilder):
-    """A worker's builder that rests between two leases, for `rest` seconds in the mean. It
-    announces no exact class: that would load every policy on every node, hundreds of times on one
-    machine."""
+    """A worker's builder that has one lease at a time and rests between two, for `rest` seconds in
+    the mean. It announces no exact class: that would load every policy on every node, hundreds of
+    times on one machine."""
+
+    concurrent = False
 
     def __init__(self, run: RunDefinition, options: Options, rest: float, stop: StopFlag) -> None:
         super().__init__(run, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,7 @@ def test_files_of_a_node_slowed_fourfold_take_as_long_as_the_others(tmp_path: Pa
     engine = load_engine(MODEL, threads=1)
     medians = {}
     for speed_class, throttle in ((1, 4.0), (2, 1.0)):
-        builder = _Paced(run, Options(tmp_path, tmp_path, tmp_path, throttle=throttle))
-        builder._clock, builder._sleep = builder.clock, lambda _seconds: None
-        builder.tokenizer = engine.tokenizer
-        builder.file = _one_file(run, engine)
-        builder.engines.engine = lambda *_: engine
+        builder = _paced(tmp_path, run, engine, throttle)
         seconds = []
         for number in range(15):
             signed = synthetic_lease(run, number, policy_version=0).signed
@@ -180,6 +177,46 @@ def test_files_of_a_node_slowed_fourfold_take_as_long_as_the_others(tmp_path: Pa
             )
         medians[speed_class] = statistics.median(seconds)
     assert max(medians.values()) <= 1.25 * min(medians.values())
+
+
+@pytest.mark.slow
+def test_a_slowed_node_with_several_leases_makes_one_file_at_a_time(tmp_path: Path) -> None:
+    from prime_verify.calibrate import synthetic_lease
+    from prime_verify.engines import load_engine
+
+    run = define(_values(dict(MENU)), Path("run.toml"), MODEL)
+    builder = _paced(tmp_path, run, load_engine(MODEL, threads=1), 4.0)
+    second, at_once = threading.Event(), []
+
+    def make(job: Job, engine: Any) -> bytes:
+        if made:
+            second.set()
+        made.append(job.lease_digest)
+        return builder.file
+
+    made: list[Digest] = []
+    builder.make = make  # type: ignore[method-assign]
+    builder._sleep = lambda _seconds: at_once.append(second.wait(0.5 if len(made) == 1 else 0))
+    jobs = [
+        Job(synthetic_lease(run, n, policy_version=0).signed, Digest(encoding.sha256(bytes([n]))))
+        for n in range(2)
+    ]
+    threads = [threading.Thread(target=builder.build, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == sorted(job.lease_digest for job in jobs)
+    assert at_once == [False, True], "the second file was begun while the first one slept"
+
+
+def _paced(folder: Path, run: Any, engine: Any, throttle: float) -> Any:
+    builder: Any = _Paced(run, Options(folder, folder, folder, throttle=throttle))
+    builder._clock, builder._sleep = builder.clock, lambda _seconds: None
+    builder.tokenizer = engine.tokenizer
+    builder.file = _one_file(run, engine)
+    builder.engines.engine = lambda *_: engine
+    return builder
 
 
 def _one_file(run: Any, engine: Any) -> bytes:

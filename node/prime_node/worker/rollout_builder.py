@@ -119,6 +119,7 @@ class RolloutBuilder:
         self.engines = FolderEngines(options.policies, load, keep=1)
         self._thread = EngineThread(self._batch_engine)
         self._stopped = threading.Event()
+        self._one_at_a_time = threading.Lock()
         self._clock = clock
         self._sleep = sleep or self._wait
         self._class_of: int | None = None
@@ -127,8 +128,8 @@ class RolloutBuilder:
         self._class_pause = SHORTEST_CLASS_PAUSE
 
     def has_room(self) -> bool:
-        """See worker.loop.Builder. A slowed worker has one lease at a time."""
-        return self.concurrent and self.options.throttle <= 1.0 and self._thread.has_room()
+        """See worker.loop.Builder."""
+        return self.concurrent and self._thread.has_room()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """See worker.loop.Builder."""
@@ -207,18 +208,21 @@ class RolloutBuilder:
         return sum(len(row.places) for row in read_rollout_file(content).rows)
 
     def build(self, job: Job) -> Built:
-        """Makes the file and puts it into the outbox atomically. Waiting for the policy is not
-        throttled, because a slower machine is mainly slower in generation. Raises UnavailableError
-        if the policy is missing, as `make` and `put_file` do, and after `stop`."""
-        version, policy = job.signed.policy_version, job.signed.lease.policy_digest
-        with self._thread.using(version, policy) as engine:
-            started = self._clock()
-            content = self.make(job, engine)
-            tokens = self.count(content)
-            seconds = self._clock() - started
-        if self.options.throttle > 1.0:
-            self._sleep(seconds * (self.options.throttle - 1.0))
-            seconds *= self.options.throttle
+        """Makes the file and puts it into the outbox atomically. A throttled worker makes one file
+        at a time. Waiting for the policy is not throttled, because a slower machine is mainly
+        slower in generation. Raises UnavailableError if the policy is missing, as `make` and
+        `put_file` do, and after `stop`."""
+        slow = self.options.throttle > 1.0
+        with self._one_at_a_time if slow else contextlib.nullcontext():
+            version, policy = job.signed.policy_version, job.signed.lease.policy_digest
+            with self._thread.using(version, policy) as engine:
+                started = self._clock()
+                content = self.make(job, engine)
+                tokens = self.count(content)
+                seconds = self._clock() - started
+            if slow:
+                self._sleep(seconds * (self.options.throttle - 1.0))
+                seconds *= self.options.throttle
         name = file_name(job.lease_digest)
         put_file(self.options.outbox, name, content)
         return Built(self.options.outbox / name, tokens, seconds)
