@@ -182,8 +182,11 @@ def page(data: dict[str, Any]) -> str:
         ),
         "<h2>Target lengths</h2>",
         _table(
-            ("target", "leases asked", "accepted", "groups trained recently"),
-            ((t["target"], t["asked"], t["accepted"], t["trained"]) for t in data["targets"]),
+            ("target", "leases asked", "accepted", "groups sealed", "groups trained recently"),
+            (
+                (t["target"], t["asked"], t["accepted"], t["sealed"], t["trained"])
+                for t in data["targets"]
+            ),
         ),
         "<h2>Slashes</h2>",
         _table(

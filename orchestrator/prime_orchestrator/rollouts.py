@@ -71,13 +71,13 @@ _TOKENIZER_FILES = frozenset(
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     }
 )  # fmt: skip
-GroupState = Literal["trained", "waiting", "dropped", "held out"]
+GroupState = Literal["trained", "sealed", "waiting", "dropped", "held out"]
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group of an accepted file. `batch`: the step that took it; `why`: why it waits or was
-    dropped."""
+    """One group of an accepted file. `batch`: the step that took it (state "sealed" until a trainer
+    has trained that batch); `why`: why it waits or was dropped."""
 
     group: int
     rows: int
@@ -191,13 +191,13 @@ def facts(
     names = [row.digest for row in rows]
     known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
     known |= {one.submission.digest: list(one.groups) for one in archived}
-    run = runs.at(next_step)
+    run, trained_below = runs.at(next_step), batches.trained_below(connection)
     return [
         _file_facts(
             row,
             runs.at(row.step).environment.name,
             [
-                _group_facts(group, run, next_step, planted=row.digest in planted)
+                _group_facts(group, run, next_step, trained_below, planted=row.digest in planted)
                 for group in known.get(row.digest, ())
             ],
         )
@@ -206,14 +206,14 @@ def facts(
 
 
 def _group_facts(
-    group: GroupRow, run: RunDefinition, next_step: int, *, planted: bool
+    group: GroupRow, run: RunDefinition, next_step: int, trained_below: int, *, planted: bool
 ) -> GroupFacts:
     step = next_step if group.batch_step is None else group.batch_step
     state: GroupState = "dropped"
     if group.batch_step == groups.HELD_OUT:
         state, step, why = "held out", group.policy_version, "an evaluation's problem"
     elif group.batch_step is not None:
-        state, why = "trained", ""
+        state, why = "trained" if step < trained_below else "sealed", ""
     elif not group.informative:
         why = "equal rewards: every advantage is zero"
     elif planted:
@@ -227,7 +227,7 @@ def _group_facts(
         rows=group.rows,
         reward=group.reward_micro_sum / group.rows / MICRO,
         state=state,
-        batch=group.batch_step if state == "trained" else None,
+        batch=group.batch_step if state in ("trained", "sealed") else None,
         staleness=step - group.policy_version,
         why=why,
     )
@@ -236,14 +236,14 @@ def _group_facts(
 def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts]) -> FileFacts:
     rows = sum(group.rows for group in found)
     judged = row.status != "submitted"
-    trained = [group.staleness for group in found if group.state == "trained"]
+    taken = [group.staleness for group in found if group.batch is not None]
     return FileFacts(
         id=row.digest,
         node=row.node,
         received_at=row.received_at,
         step=row.step,
         policy=row.policy_version,
-        staleness=max(trained, default=row.step - row.policy_version),
+        staleness=max(taken, default=row.step - row.policy_version),
         environment=environment,
         rows=row.signed().submission.rows,
         reward=sum(group.reward * group.rows for group in found) / rows if rows else None,

@@ -622,13 +622,16 @@ class TargetShare(Answer):
     accepted: int
     """Leases among those whose files were accepted."""
     trained: int
-    """Groups in the latest sealed batches."""
+    """Groups in the latest trained batches."""
     starving: bool
-    """Whether its share of accepted or trained work is below half of the run's minimum share."""
+    """Whether its share of accepted leases, or of the groups in batches, is below half of the run's
+    minimum share."""
     expired: int = 0
     """Leases among those issued that expired without a file, through their nodes' fault."""
     expiring: bool = False
     """Whether its leases expire more than twice as often as those of the other targets."""
+    sealed: int = 0
+    """Groups in sealed batches that are not trained yet."""
 
 
 class EvaluationInfo(Answer):
@@ -669,7 +672,8 @@ class Status(Answer):
     shadow_files: dict[str, int] = Field(default_factory=dict)
     """The same for shadow nodes' files, which are only judged."""
     batches: tuple[dict[str, int | str], ...]
-    """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at."""
+    """Newest last, at most 200: step, rows, mean_reward_micro, staleness_max, sealed_at, and state:
+    "trained" once a policy with a version above its step is published, before that "sealed"."""
     transactions: tuple[dict[str, int | str], ...]
     """Newest last, at most 20: kind, hash, status, at."""
     slashes: tuple[dict[str, int | str], ...]

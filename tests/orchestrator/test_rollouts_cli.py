@@ -192,7 +192,7 @@ def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     assert (line["node"], line["environment"]) == (one.account.address, "reverse")
     assert (line["policy"], line["staleness"]) == (0, 1)
     first, second = line["groups"]
-    assert (first["state"], first["batch"], first["staleness"]) == ("trained", 1, 1)
+    assert (first["state"], first["batch"], first["staleness"]) == ("sealed", 1, 1)
     assert (second["state"], second["reward"]) == ("dropped", 0.0)
     assert "zero" in second["why"]
     assert [group["state"] for group in found[stale]["groups"]] == ["waiting", "waiting"]
@@ -201,6 +201,8 @@ def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     assert (found[broken]["verdict"], found[broken]["reason"]) == ("void", "malformed")
     assert (found[waits]["verdict"], found[waits]["reward"]) == ("submitted", None)
 
+    assert "1 equal rewards, 1 sealed in 1" in pool.run("list")
+    pool.world.publish(2)  # the policy that batch 1 makes
     pool.seal(2)
     text = pool.run("list")
     assert "1 equal rewards, 1 trained in 1" in text
@@ -341,6 +343,7 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     pool.send(pool.world.member(3), b"no Parquet file")
     pool.judge(Reason.MALFORMED)
     pool.seal(0, (first, 0))
+    pool.world.publish(1)
     monkeypatch.setattr(rollouts, "ROW_GROUP_BYTES", 1)  # a file's rows are written at once
     monkeypatch.setattr(rollouts, "_AT_ONCE", 1)
     out = tmp_path / "set"

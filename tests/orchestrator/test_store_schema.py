@@ -239,8 +239,8 @@ def test_a_store_with_history_gets_what_status_shows_of_it(
             )
     empty_database.migrate()
     with empty_database.read() as connection:
-        assert groups.by_target(connection, 0) == {2: 6, 6: 6}
-        assert groups.by_target(connection, 1) == {2: 4, 6: 4}
+        assert groups.by_target(connection, 0, 9) == {2: 6, 6: 6}
+        assert groups.by_target(connection, 1, 9) == {2: 4, 6: 4}
         found = {row.validator: (row.opinions, row.overruled)
                  for row in opinions.track_records(connection)}  # fmt: skip
         assert found == {"a": (12, 3), "b": (12, 3), "c": (12, 0)}

@@ -13,7 +13,8 @@ from prime_core.encoding import sha256
 from prime_orchestrator.api.status import status
 from prime_orchestrator.cli.status import text
 from prime_orchestrator.manager import targets
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import batches, schema
+from prime_orchestrator.store.batches import BatchRow
 
 
 def given(world: World, target: int, count: int, state: str) -> None:
@@ -85,6 +86,28 @@ def test_a_target_whose_leases_expire_more_than_others_is_shown_logged_and_measu
     metrics = world.http.get("/metrics").text
     assert 'prime_target_leases{state="expired",target="6"} 4.0' in metrics
     assert 'prime_target_expiring{target="6"} 1.0' in metrics
+
+
+def test_groups_are_sealed_until_the_policy_of_their_batch_is_published(world: World) -> None:
+    with world.backend.store.begin() as connection:
+        for step in range(3):
+            row = BatchRow(step, sha256(b"%d" % step), "{}", 8, 500_000, 0, world.clock())
+            assert batches.add(connection, row)
+            taken = {"step": step, "target": 2, "groups": 4}
+            connection.execute(sa.insert(schema.batch_targets).values(taken))
+
+    def shown() -> tuple[list[tuple[int, int]], list[int | str]]:
+        found = status(world.backend)
+        counts = [(share.sealed, share.trained) for share in found.targets]
+        return counts, [batch["state"] for batch in found.batches]
+
+    world.publish(1)
+    assert shown() == ([(8, 4), (0, 0)], ["trained", "sealed", "sealed"])
+    lines = [line.split() for line in text(status(world.backend)).splitlines()]
+    assert ["0", "8", "0.500", "0", "trained"] in lines
+    assert ["2", "8", "0.500", "0", "sealed"] in lines
+    world.publish(3)
+    assert shown() == ([(0, 12), (0, 0)], ["trained"] * 3)
 
 
 def test_little_work_starves_no_target(world: World) -> None:

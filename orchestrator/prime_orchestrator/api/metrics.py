@@ -152,12 +152,12 @@ class PoolMetrics:
             for batch in batches.latest(connection, 1):
                 yield GaugeMetricFamily(
                     "prime_batch_mean_reward",
-                    "Mean reward of the newest batch. Unit: reward.",
+                    "Mean reward of the newest sealed batch. Unit: reward.",
                     batch.mean_reward_micro / 1e6,
                 )
                 yield GaugeMetricFamily(
                     "prime_batch_staleness_max",
-                    "Age of the oldest row in the newest batch. Unit: policy versions.",
+                    "Age of the oldest row in the newest sealed batch. Unit: policy versions.",
                     batch.staleness_max,
                 )
             yield CounterMetricFamily(
@@ -208,7 +208,7 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
             leases.add_metric([str(share.target), state], getattr(share, state))
     yield leases
     for name, about in (
-        ("starving", "1: too little of this target length is accepted or trained. Unit: 0 or 1."),
+        ("starving", "1: too little of this length is accepted or put in batches. Unit: 0 or 1."),
         ("expiring", "1: leases of this length expire twice as often as others. Unit: 0 or 1."),
     ):
         values = {str(share.target): int(getattr(share, name)) for share in shares}

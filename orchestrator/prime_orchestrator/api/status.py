@@ -93,6 +93,7 @@ def status(backend: Backend) -> Status:
         published = policies.newest(connection, 1)
         versions = sorted(policies.newest_versions(connection, MAX_VERSIONS))
         sealed = batches.latest(connection, MAX_BATCHES)
+        trained_below = batches.trained_below(connection)
         run = revisions.current(connection, context)
         money = funding(connection)
         activity, since = _activity(
@@ -109,7 +110,7 @@ def status(backend: Backend) -> Status:
             files=submissions.counts(connection),
             expired_unjudged=submissions.expired_unjudged(connection),
             shadow_files=submissions.counts(connection, shadow=True),
-            batches=tuple(map(_batch, sealed)),
+            batches=tuple(_batch(row, trained_below) for row in sealed),
             transactions=tuple(_transactions(connection)),
             slashes=tuple(_slashes(connection)),
             reach=tuple(reach.picture(connection)),
@@ -263,13 +264,14 @@ def _infos(
     return found
 
 
-def _batch(row: BatchSummary) -> dict[str, int | str]:
+def _batch(row: BatchSummary, trained_below: int) -> dict[str, int | str]:
     return {
         "step": row.step,
         "rows": row.rows,
         "mean_reward_micro": row.mean_reward_micro,
         "staleness_max": row.staleness_max,
         "sealed_at": int(row.sealed_at),
+        "state": "trained" if row.step < trained_below else "sealed",
     }
 
 

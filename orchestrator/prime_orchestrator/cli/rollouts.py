@@ -95,9 +95,11 @@ def _became(one: FileFacts) -> str:
     if one.shadow:
         return "shadow: judged only"
     said = Counter(
-        {"trained": f"trained in {found.batch}", "waiting": "waiting"}.get(
-            found.state, found.why.partition(":")[0]
-        )
+        f"{found.state} in {found.batch}"
+        if found.batch is not None
+        else "waiting"
+        if found.state == "waiting"
+        else found.why.partition(":")[0]
         for found in one.groups
     )
     return ", ".join(f"{count} {what}" for what, count in sorted(said.items()))
@@ -186,8 +188,8 @@ def _file_text(one: FileFacts, detail: str, damage: str) -> str:
         lines.append(f"  its rows cannot be shown: {printable(damage)}")
     for found in one.groups:
         became = f"{found.state} ({found.why})"
-        if found.state == "trained":
-            became = f"trained in batch {found.batch} ({found.staleness} old)"
+        if found.batch is not None:
+            became = f"{found.state} in batch {found.batch} ({found.staleness} old)"
         lines.append(f"  group {found.group}: reward {found.reward:.3f}, {became}")
     return "\n".join(lines)
 

@@ -54,19 +54,18 @@ def text(status: Status) -> str:
             f"{node.node:44}{node.status:13}{node.speed_class:>5}{version:>8}"
             f"{node.accepted:>10}{node.rejected:>10}"
         )
-    lines += ["", f"{'step':>8}{'rows':>8}{'reward':>9}{'staleness':>11}"]
+    lines += ["", f"{'step':>8}{'rows':>8}{'reward':>9}{'staleness':>11}  batch"]
     for batch in status.batches[-STEPS_SHOWN:]:
         reward = int(batch["mean_reward_micro"]) / 1e6
         lines.append(
             f"{batch['step']:>8}{batch['rows']:>8}{reward:>9.3f}{batch['staleness_max']:>11}"
+            f"  {batch.get('state', '')}"
         )
-    totals = [
-        max(1, sum(getattr(share, name) for share in status.targets))
-        for name in ("asked", "accepted", "trained")
-    ]
-    lines += ["", f"{'target':>8}{'asked':>13}{'accepted':>13}{'trained':>13}{'expired':>13}"]
+    names = ("asked", "accepted", "sealed", "trained")
+    totals = [max(1, sum(getattr(share, name) for share in status.targets)) for name in names]
+    lines += ["", f"{'target':>8}{''.join(f'{name:>13}' for name in (*names, 'expired'))}"]
     for share in status.targets:
-        counts = (share.asked, share.accepted, share.trained)
+        counts = [getattr(share, name) for name in names]
         late = f"{share.expired:>6} ({share.expired / max(1, share.asked):4.0%})"
         alarms = f"{'  STARVES' if share.starving else ''}{'  EXPIRES' if share.expiring else ''}"
         cells = "".join(

@@ -1,7 +1,7 @@
 """Recent shares of each target length in leases, accepted files and trained groups.
 
 The scheduler picks targets by `counts_of`; status, page and warnings show `shares_of`. A target
-starves while its share of the accepted leases, or of the trained groups, is below half of its
+starves while its share of the accepted leases, or of the groups in batches, is below half of its
 minimum (`budgets.min_share`) over the window. It is expiring while its leases expire more than
 twice as often as those of the other targets: nodes may be dropping what they do not like.
 """
@@ -19,7 +19,7 @@ from prime_orchestrator.store import Connection, batches, groups, leases
 log = logging.getLogger(__name__)
 
 BATCHES = 8
-"""Latest sealed batches whose groups count as recently trained."""
+"""Latest trained batches whose groups count as recently trained."""
 ENOUGH = 4
 """How many times the smallest share must fit into the total before a target can starve."""
 
@@ -40,12 +40,15 @@ def counts_of(
 
 def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[TargetShare, ...]:
     """Returns the shares of every target of the run, ascending: leases requested and accepted
-    within the scheduler's window, and groups trained in the latest BATCHES batches."""
+    within the scheduler's window, groups of the latest BATCHES trained batches, and groups of
+    sealed batches that are not trained yet."""
     counts = counts_of(connection, run, now=now)
-    in_batches = groups.by_target(connection, batches.next_step(connection) - BATCHES)
+    first_sealed = batches.trained_below(connection)
+    trained = groups.by_target(connection, first_sealed - BATCHES, first_sealed)
+    sealed = groups.by_target(connection, first_sealed, batches.next_step(connection))
     least = run.budgets.min_share
     accepted = sum(count.accepted for count in counts.values())
-    trained = sum(in_batches.values())
+    in_batches = sum(trained.values()) + sum(sealed.values())
 
     def expiring(target: int, count: TargetCounts) -> bool:
         others = [other for at, other in counts.items() if at != target]
@@ -62,10 +65,11 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
             target=target,
             asked=(count := counts.get(target, TargetCounts())).asked,
             accepted=count.accepted,
-            trained=in_batches.get(target, 0),
+            trained=(done := trained.get(target, 0)),
+            sealed=(waiting := sealed.get(target, 0)),
             expired=count.expired,
             expiring=expiring(target, count),
-            starving=below(count.accepted, accepted) or below(in_batches.get(target, 0), trained),
+            starving=below(count.accepted, accepted) or below(done + waiting, in_batches),
         )
         for target in run.budgets.targets
     )
@@ -85,10 +89,11 @@ def warn(connection: Connection, run: RunDefinition, now: float) -> None:
         if share.starving:
             log.warning(
                 "target %d starves: %d of its latest leases accepted, %d of its groups in the "
-                "latest %d batches; its least share is %.3g",
+                "latest %d trained batches and %d in sealed ones; its least share is %.3g",
                 share.target,
                 share.accepted,
                 share.trained,
                 BATCHES,
+                share.sealed,
                 run.budgets.min_share / MICRO,
             )

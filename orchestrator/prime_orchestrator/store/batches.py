@@ -71,6 +71,15 @@ def next_step(connection: Connection) -> int:
     return max(0 if highest is None else int(highest) + 1, version or 0)
 
 
+def trained_below(connection: Connection) -> int:
+    """Returns the step below which sealed batches count as trained: the newest policy's version.
+
+    Batch s makes policy s + 1. After a crash the trainer gives later versions to policies of
+    batches that it trains again (docs/adr/0014), so a batch may then count a little too early.
+    """
+    return policies.latest_version(connection) or 0
+
+
 def latest(connection: Connection, limit: int) -> list[BatchSummary]:
     """Returns the newest batches, oldest first."""
     columns = (_batches[field.name] for field in fields(BatchSummary))

@@ -99,11 +99,11 @@ def take(connection: Connection, chosen: Sequence[tuple[Digest, int]], step: int
     return taken
 
 
-def by_target(connection: Connection, first_step: int) -> dict[int, int]:
-    """Returns the number of groups in batches from `first_step` on, by target length."""
+def by_target(connection: Connection, first_step: int, end: int) -> dict[int, int]:
+    """Returns the number of groups in the batches first_step … end - 1, by target length."""
     query = (
         sa.select(_targets.target, sa.func.sum(_targets.groups))
-        .where(_targets.step >= first_step)
+        .where(_targets.step >= first_step, _targets.step < end)
         .group_by(_targets.target)
     )
     return {int(target): int(count) for target, count in connection.execute(query)}

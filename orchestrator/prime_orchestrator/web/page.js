@@ -150,7 +150,7 @@ function drawTargets(targets) {
   at("targets").replaceChildren(...targets.map((one) => {
     const row = document.createElement("tr");
     row.append(element("td", one.target));
-    for (const name of ["asked", "accepted", "trained"]) row.append(element("td", share(one, name)));
+    for (const name of ["asked", "accepted", "sealed", "trained"]) row.append(element("td", share(one, name)));
     row.append(element("td", one.starving ? "starves" : "", "bad"));
     return row;
   }));
