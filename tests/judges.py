@@ -42,7 +42,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import draws
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, epoch_at
 from prime_orchestrator.manager.judging import Judge
-from prime_orchestrator.store import chain, runs
+from prime_orchestrator.store import chain, meta, runs
 from prime_orchestrator.store.engine import Store
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
@@ -56,7 +56,8 @@ _blocks = itertools.count(500_000)
 
 
 def appoint(store: Store, pool: int, validator: Address, on: bool = True) -> None:
-    """The chain shows that the manager appoints (or dismisses) a validator."""
+    """The chain, which is read to its end, shows that the manager appoints (or dismisses) a
+    validator."""
     block = next(_blocks)
     name = encoding.sha256(f"appoint {block}".encode())
     with store.begin() as connection:
@@ -64,6 +65,7 @@ def appoint(store: Store, pool: int, validator: Address, on: bool = True) -> Non
             connection, block_hash=name, log_index=0, block=block, block_time=1, tx_hash=name,
             name="ValidatorSet", args={"pool": pool, "validator": validator, "on": on},
         )  # fmt: skip
+        meta.put_once(connection, meta.CHAIN_READ, "1")
 
 
 def commit_draws(

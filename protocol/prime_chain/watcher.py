@@ -109,6 +109,8 @@ class Watcher:
         self._confirmations = network.confirmations if confirmations is None else confirmations
         self._max_span = max_span
         self._span = min(500, max_span)
+        self.top = 0
+        """The newest block that may be reported, as of the last `poll`."""
 
     @property
     def start(self) -> BlockRef:
@@ -122,7 +124,7 @@ class Watcher:
         endpoint answers or the chain changes faster than it can be read: poll again later.
         """
         cursor = trail[-1] if trail else self.start
-        top = self._client.block_number() - self._confirmations
+        self.top = top = self._client.block_number() - self._confirmations
         suspect = top <= cursor.number  # else the next block's parent shows whether it stands
         for _ in range(MAX_STEPS):
             if suspect and not self._holds(cursor, top):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from anvil_kit import needs_anvil
 from chain_kit import World
 from money_kit import RUN
 from walk_kit import HONEST
 
+from prime_chain import watcher as chain_watcher
+from prime_chain.watcher import Watcher
+from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.loops import BUSY_SECONDS, Pace
-from prime_orchestrator.store import chain
+from prime_orchestrator.store import chain, meta
+from prime_orchestrator.store.chain import STATE_EVENTS
 
 pytestmark = needs_anvil
 
@@ -52,3 +57,23 @@ def test_events_are_read_every_idle_seconds_unless_a_transaction_or_event_is_exp
     assert read(), "the root's transaction is awaited"
     clock.time += 1
     assert read(), "its event is recent, or it is still awaited"
+
+
+def test_the_chain_counts_as_read_once_its_newest_block_is(
+    members: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mgr = members.mgr
+    with mgr.store.begin() as connection:
+        meta.drop(connection, meta.CHAIN_READ)
+    members.anvil.mine(3)
+    monkeypatch.setattr(chain_watcher, "MAX_STEPS", 1)
+    watcher = Watcher(
+        members.client, members.deployment, max_span=1, pool=mgr.context.pool, of_all=STATE_EVENTS
+    )
+
+    def is_read() -> bool:
+        run_indexer_tick(mgr.store, mgr.context, watcher, mgr.now)
+        with mgr.store.read() as connection:
+            return meta.get(connection, meta.CHAIN_READ) is not None
+
+    assert [is_read() for _ in range(3)] == [False, False, True]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
+from judges import appoint
 from orchestrator_world import AUDIENCE, VERSIONED, Session, World, signer
 
 from prime_core.encoding import sha256
@@ -16,7 +17,7 @@ from prime_core.node import SessionRevocation
 from prime_core.signing import LocalSigner
 from prime_core.transport.signatures import sign_headers
 from prime_orchestrator.api.app import create_app
-from prime_orchestrator.store import chain, schema, sessions
+from prime_orchestrator.store import chain, meta, schema, sessions
 
 BEAT = b'{"policy_version":null}'
 
@@ -69,6 +70,19 @@ def test_a_grant_that_does_not_hold_opens_nothing(
     request = world.grant(Session(signer(1)), scope, **changes)
     code, detail = problem(world.post("/v1/sessions", request))
     assert (code, complaint in detail) == (status, True), detail
+
+
+def test_no_one_is_called_not_appointed_before_the_chain_is_read(world: World) -> None:
+    store = world.backend.store
+    with store.begin() as connection:
+        meta.drop(connection, meta.CHAIN_READ)
+    request = world.grant(Session(signer(1)), "validator")
+    code, detail = problem(world.post("/v1/sessions", request))
+    assert (code, "has not read from the chain yet" in detail) == (503, True), detail
+    appoint(store, world.backend.context.pool, signer(1).address)
+    assert world.post("/v1/sessions", request).status_code == 200
+    code, detail = problem(world.post("/v1/sessions", world.grant(Session(signer(2)), "validator")))
+    assert (code, "not appointed" in detail) == (403, True), detail
 
 
 def test_a_grant_with_a_changed_field_or_signature_is_refused(world: World) -> None:

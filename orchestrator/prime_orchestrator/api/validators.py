@@ -62,6 +62,7 @@ from prime_orchestrator.store import (
     jobs,
     leases,
     lock,
+    meta,
     opinions,
     row_marks,
     submissions,
@@ -104,8 +105,14 @@ Answered = TypeVar("Answered")
 
 
 def require_appointed(backend: Backend, connection: Connection, account: Address) -> None:
-    """Raises PolicyError unless the account is a validator of the pool on chain."""
+    """Raises PolicyError unless the account is a validator of the pool on chain, UnavailableError
+    while the chain is not read far enough to know."""
     if account not in chain.appointed(connection, backend.context.pool):
+        if meta.get(connection, meta.CHAIN_READ) is None:
+            raise UnavailableError(
+                f"the orchestrator has not read from the chain yet whether {account} is appointed "
+                "as a validator"
+            )
         raise _not_appointed(backend, account)
 
 

@@ -87,6 +87,8 @@ def run_indexer_tick(
                 ]
                 chain.fold(connection, others, step.block.number)
                 chain.add_step(connection, step.block.number, step.block.hash)
+                if step.block.number >= watcher.top:
+                    meta.put_once(connection, meta.CHAIN_READ, "1")
                 meta.put(connection, CHAIN_BLOCK, str(step.block.number))
                 meta.put(connection, CHAIN_TIME, str(time))
                 taken += mine
@@ -135,6 +137,8 @@ def _go_back(
     )
     target = watcher.start if too_far else block
     rows = chain.forget_all(connection) if too_far else chain.retract(connection, block.number + 1)
+    if too_far:
+        meta.drop(connection, meta.CHAIN_READ)
     forget_unsent(connection, target.number)
     checks.go_back(connection, target.number)
     log.warning("the chain went back to block %d; %d events are gone", target.number, len(rows))
@@ -242,6 +246,7 @@ def _note_seen(store: Store, now: float) -> None:
     if seen is None or now - int(seen) >= SEEN_SECONDS:
         with store.begin() as connection:
             meta.put(connection, meta.CHAIN_SEEN_AT, str(int(now)))
+            meta.put_once(connection, meta.CHAIN_READ, "1")
 
 
 def derive(

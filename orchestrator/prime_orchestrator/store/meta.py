@@ -14,6 +14,8 @@ RUN = "run"
 """The bytes of the pool's first run definition, as text."""
 CHAIN_SEEN_AT = "chain_seen_at"
 """Unix seconds (decimal text) of the indexer's last successful read of the chain."""
+CHAIN_READ = "chain_read"
+"""Present once the indexer has read the chain up to its newest confirmed block."""
 CHAIN_GAPS = "chain_gaps"
 """How many times events were missing from RPC endpoints' answers."""
 URL_SECRET = "url_secret"  # noqa: S105 (a key)
