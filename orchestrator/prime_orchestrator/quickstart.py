@@ -3,8 +3,9 @@
     network → keys → ether → contracts → run → pool → bonds → funds → settings
 
 Each step looks at files and chain to see whether it is done, so a run that was interrupted, or that
-waits for ether, goes on when it is typed again. Steps that send use the commands that a person
-would type; their journals lie in the same folder.
+waits for ether, goes on when it is typed again. The contracts, whose code never changes, are
+compared in full once and by `look`; afterwards one request shows that they are still there. Steps
+that send use the commands that a person would type; their journals lie in the same folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_broadcast.files import write_whole
-from prime_chain import deployer, flows, networks
+from prime_chain import codec, deployer, flows, networks
 from prime_chain.amounts import ETHER, ether, parse_amount, prime
 from prime_chain.chain_session import open_session
 from prime_chain.client import ChainClient
@@ -35,7 +36,8 @@ from prime_chain.deployment_check import check_deployment
 from prime_chain.errors import RpcError
 from prime_chain.keystore import create_keystore, named_address
 from prime_core import ids
-from prime_core.deployment import Deployment, Periods
+from prime_core.deployment import SOLIDITY_NAMES, Deployment, Periods
+from prime_core.encoding import sha256
 from prime_core.errors import FatalError, PrimeError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
@@ -90,6 +92,8 @@ class Quickstart:
         self.plan, self._report = plan, report
         self.folder = plan.folder
         self.client = ChainClient(plan.rpc, plan.network.chain_id)
+        self._in_full = False
+        """Whether the contracts are compared again even if they were compared before."""
         self.judges = ["validator", *(f"validator-{n}" for n in range(2, plan.validators + 1))]
         self.roles = [
             *([] if plan.deployment else ["deployer"]), "manager", *self.judges, "relay", "trainer",
@@ -113,6 +117,7 @@ class Quickstart:
 
     def look(self) -> Iterator[Found]:
         """Yields every step's state and the checks of machine and network; changes nothing."""
+        self._in_full = True
         chain = self._network()
         yield chain
         if chain.state != "failed":
@@ -182,7 +187,6 @@ class Quickstart:
 
     def _network(self) -> Found:
         try:
-            self.client.check()
             block = self.client.block("latest")
         except PrimeError as error:
             return Found("network", "failed", str(error))
@@ -215,15 +219,15 @@ class Quickstart:
 
     def needs(self) -> dict[str, int]:
         """Role → wei that its account lacks."""
-        fee, lacking = self.client.fees().max_fee, {}
+        lacking = {}
         made = (self.folder / "pool.json").exists()
+        fee = 0 if made else self.client.fees().max_fee
         for role in self.roles:
             gas = GAS.get(role.partition("-")[0], 0)
             if role == "deployer" and (self.folder / "deployment.json").exists():
                 continue
             needed = min(gas, 1) if made else gas * fee
-            held = self.client.balance(self._address(role))
-            if held < needed:
+            if needed and (held := self.client.balance(self._address(role))) < needed:
                 lacking[role] = needed - held
         return lacking
 
@@ -246,12 +250,28 @@ class Quickstart:
         if not file.exists():
             what = "copy --deployment" if self.plan.deployment else "deploy the contracts"
             return Found("contracts", "to do", what)
+        done = Found("contracts", "done", "the chain holds what deployment.json says")
+        record, compared = self.folder / "contracts.checked", self._what_is_compared()
+        if not self._in_full and record.exists() and record.read_text() == compared:
+            return done
         wrong = [
             one for one in check_deployment(self.client, self._place) if not one.ok and one.fault
         ]
         if wrong:
             return Found("contracts", "failed", f"{wrong[0].name}: {wrong[0].found}")
-        return Found("contracts", "done", "the chain holds what deployment.json says")
+        if not self._in_full:
+            write_whole(record, compared.encode())
+        return done
+
+    def _what_is_compared(self) -> str:
+        """Digest of what the comparison of the contracts depends on: the file, this program's
+        contracts, and the code of one of them as it is on chain, so that another chain shows."""
+        parts = [
+            (self.folder / "deployment.json").read_bytes(),
+            self.client.code(self._place.address("pools")),
+            *(codec.artifact(name).digest.encode() for name in SOLIDITY_NAMES.values()),
+        ]
+        return sha256(b"".join(sha256(part).encode() for part in parts))
 
     def _deploy(self) -> None:
         if self.plan.deployment is not None:
@@ -316,10 +336,10 @@ class Quickstart:
 
     def _short(self) -> dict[str, int]:
         """Validator → wei of the token that its bond lacks."""
-        needed, now = self._calls.slasher.validator_bond(), self.client.block("latest").time
+        needed = self._calls.slasher.validator_bond()
         found = {}
         for judge in self.judges:
-            active = flows.stake_view(self._calls, self._address(judge), now).active
+            active = self._calls.vault.active(self._address(judge))
             if active < needed:
                 found[judge] = needed - active
         return found

@@ -90,9 +90,16 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
         done = typed(code=0)
         assert set(states(done).values()) == {"done"}
         sent = [transactions(chain, file) for file in keys]
+        answered = rpc.asked.total() - rpc.injected["rate"]
         assert states(typed(code=0)) == states(done), "typed again, it does nothing"
+        assert rpc.asked.total() - rpc.injected["rate"] - answered <= 11, rpc.asked
         assert [transactions(chain, file) for file in keys] == sent
         assert set(states(typed("--check", code=0)).values()) <= {"done", "note"}
+        pools = json.loads((folder / "deployment.json").read_text())["contracts"]["pools"]
+        code = chain.rpc("eth_getCode", pools, "latest")
+        chain.rpc("anvil_setCode", pools, "0x")  # another chain, or one that was started again
+        assert typed(code=64)[-1]["said"].startswith("code of Pools: there is no Pools")
+        chain.rpc("anvil_setCode", pools, code)
 
         with (tmp_path / "started.log").open("w") as log:
             started = subprocess.Popen([*words, "--start"], stdout=log, stderr=log)
