@@ -451,7 +451,7 @@ def _balance(client: ChainClient, account: Address, store: Store | None) -> Iter
         with store.read() as connection:
             mined = intents.mined_since(connection, time.time() - DAY_SECONDS, 5_000)
         some = mined[:: max(1, len(mined) // SAMPLED)][:SAMPLED]
-        fees = [fee for _, tx in some if (fee := client.paid_fee(tx)) is not None]
+        fees = [fee.total for _, tx in some if (fee := client.paid_fee(tx)) is not None]
         day = len(mined) * sum(fees) // len(fees) if fees else 0
     said = f"{account} has {ether(held)}"
     said += f"; the last day's transactions cost about {ether(day)}" if day else ""

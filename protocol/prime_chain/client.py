@@ -87,6 +87,16 @@ class TxReceipt:
 
 
 @dataclass(frozen=True)
+class PaidFee:
+    """What a mined transaction cost its sender, in wei: gas used times the effective price, and on
+    an OP-stack chain the L1 data fee, which `l1` names (zero elsewhere)."""
+
+    sender: Address
+    total: int
+    l1: int
+
+
+@dataclass(frozen=True)
 class Fees:
     """EIP-1559 fees in wei per gas."""
 
@@ -348,15 +358,15 @@ class ChainClient:
             tip = 10**9
         return Fees(base, max(tip, 1), 2 * base + max(tip, 1))
 
-    def paid_fee(self, tx_hash: Digest) -> int | None:
-        """The fee that a mined transaction cost, in wei: gas used times the effective price, and on
-        an OP-stack chain the L1 data fee. None while the endpoint has no receipt of it."""
+    def paid_fee(self, tx_hash: Digest) -> PaidFee | None:
+        """What a mined transaction cost whom. None while the endpoint has no receipt of it."""
 
-        def parse(raw: Any) -> int | None:
+        def parse(raw: Any) -> PaidFee | None:
             if raw is None:
                 return None
             l1_fee = number(raw["l1Fee"]) if raw.get("l1Fee") else 0
-            return number(raw["gasUsed"]) * number(raw["effectiveGasPrice"]) + l1_fee
+            gas_fee = number(raw["gasUsed"]) * number(raw["effectiveGasPrice"])
+            return PaidFee(ids.address(raw["from"]), gas_fee + l1_fee, l1_fee)
 
         return self.request("eth_getTransactionReceipt", tx_hash, parse=parse)
 

@@ -5,11 +5,13 @@ OP-stack chain (Base) the L1 data fee next to it.
                     └─ an endpoint without it: each estimated alone, what depends on another unknown
 
 L1 data fee: `GasPriceOracle.getL1Fee(unsigned RLP transaction)` at its predeploy address
-(specs.optimism.io, Predeploys). A chain without that contract charges none.
+(specs.optimism.io, Predeploys); for a transaction of which only the size is known,
+`getL1FeeUpperBound(size)`. A chain without that contract charges none.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,12 @@ _GET_L1_FEE = codec.Item(
     ({"name": "_data", "type": "bytes"},),
     ({"name": "", "type": "uint256"},),
     bytes.fromhex("49948e0e"),
+)
+_GET_L1_FEE_UPPER_BOUND = codec.Item(
+    "getL1FeeUpperBound",
+    ({"name": "_unsignedTxSize", "type": "uint256"},),
+    ({"name": "", "type": "uint256"},),
+    bytes.fromhex("f1c7a58b"),
 )
 
 
@@ -62,8 +70,24 @@ def l1_fee(client: ChainClient, call: Call, nonce: int, gas: int, fees: Fees) ->
     Raises RpcError or ChainRevertedError where there is no such contract; see `has_l1_fee`.
     """
     raw = unsigned_transaction(call, client.chain_id, nonce, gas, fees)
-    ask = Call(GAS_PRICE_ORACLE, codec.encode_call(_GET_L1_FEE, [raw]), 0, "the L1 data fee")
-    return client.read(ask, lambda data: int(codec.decode(_GET_L1_FEE.outputs, data)[0]))
+    return _ask_oracle(client, _GET_L1_FEE, raw)
+
+
+def l1_fee_at_most(client: ChainClient, size: int) -> int:
+    """Wei that the chain charges at most for an unsigned transaction of `size` bytes on L1, by its
+    GasPriceOracle now. A chain before the Fjord upgrade is asked for bytes that do not compress.
+
+    Raises RpcError or ChainRevertedError where there is no such contract; see `has_l1_fee`.
+    """
+    try:
+        return _ask_oracle(client, _GET_L1_FEE_UPPER_BOUND, size)
+    except ChainRevertedError:
+        return _ask_oracle(client, _GET_L1_FEE, random.Random(size).randbytes(size))
+
+
+def _ask_oracle(client: ChainClient, function: codec.Item, argument: bytes | int) -> int:
+    ask = Call(GAS_PRICE_ORACLE, codec.encode_call(function, [argument]), 0, "the L1 data fee")
+    return client.read(ask, lambda data: int(codec.decode(function.outputs, data)[0]))
 
 
 def rehearse(client: ChainClient, calls: Sequence[Call], sender: Address) -> list[Cost]:

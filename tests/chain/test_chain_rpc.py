@@ -14,7 +14,7 @@ import pytest
 from devnet.chain import CHAIN_ID, free_port
 from devnet.deployed import Deployed
 from prime_chain import rpc
-from prime_chain.client import Call, ChainClient
+from prime_chain.client import Call, ChainClient, PaidFee
 from prime_chain.errors import (
     BadAnswerError,
     ChainRevertedError,
@@ -201,9 +201,11 @@ def test_a_rate_limit_is_reported_once_a_minute(caplog: pytest.LogCaptureFixture
 
 
 def test_a_paid_fee_includes_the_l1_data_fee(serve: Serve) -> None:
-    receipt = {"gasUsed": "0x10", "effectiveGasPrice": "0x3", "l1Fee": "0x5"}
+    receipt = {
+        "from": ZERO_ADDRESS, "gasUsed": "0x10", "effectiveGasPrice": "0x3", "l1Fee": "0x5",
+    }  # fmt: skip
     client = ChainClient([serve(_always({"result": receipt})).url], CHAIN_ID)
-    assert client.paid_fee(ZERO_DIGEST) == 53
+    assert client.paid_fee(ZERO_DIGEST) == PaidFee(ZERO_ADDRESS, 53, 5)
     client.close()
 
 

@@ -322,5 +322,16 @@ def test_costs_are_the_fees_that_the_manager_paid(members: World) -> None:
     assert int(after["wei"]) - int(before["wei"]) == held - world.client.balance(MANAGER.address)
     assert int(after["wei_a_day"]) == 2 * int(after["wei"])
     assert {"root", "propose"} <= after["kinds"].keys()
-    assert after["files"] == 1
+    assert (after["files"], after["l1_wei"], after["others"]) == (1, "0", {})
     assert "for 1 files" in said()
+
+    world.sender(VALIDATOR)  # which funds it
+    manager, held = (world.client.balance(one.address) for one in (MANAGER, VALIDATOR))
+    world.send(VALIDATOR, world.contracts.work.announce_mirror(1, "https://mirror.example"))
+    world.ticks()
+    paid = held - world.client.balance(VALIDATOR.address)
+    found = json.loads(said("--json"))
+    assert found["others"] == {"validators": {"transactions": 1, "wei": str(paid)}}
+    spent = manager - world.client.balance(MANAGER.address)
+    assert int(found["wei"]) - int(after["wei"]) == spent, "the validator's is not the manager's"
+    assert "validators, paid by themselves" in said()

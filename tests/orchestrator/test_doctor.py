@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from devnet.chain import Anvil
 from devnet.deployed import Deployed, deploy_local
 from devnet.s3 import BUCKET, SECRET_KEY, S3Server
+from prime_chain.client import PaidFee
 from prime_chain.keystore import save_keystore
 from prime_core.doctor import DoctorCheck
+from prime_core.ids import ZERO_ADDRESS
 from prime_core.storage.signing import load_secret
 from prime_orchestrator import doctor
 from prime_orchestrator.cli.main import app
@@ -223,7 +225,8 @@ def test_an_account_without_a_day_s_ether_is_found(
     store.migrate()
 
     def outcome(held: int) -> str:
-        client: Any = SimpleNamespace(balance=lambda _: held, paid_fee=lambda _: 10)
+        fee = PaidFee(ZERO_ADDRESS, 10, 0)
+        client: Any = SimpleNamespace(balance=lambda _: held, paid_fee=lambda _: fee)
         [check] = doctor._balance(client, ready.deployed.accounts[1].address, store)
         return check.outcome
 

@@ -144,6 +144,18 @@ def events_of(connection: Connection, tx_hash: Digest) -> list[EventRow]:
     return records(EventRow, connection.execute(query).mappings().all())
 
 
+def naming(
+    connection: Connection, accounts: Collection[Address], since: float, limit: int
+) -> list[Digest]:
+    """Returns the transactions since a time (Unix seconds) that caused an event which names one of
+    `accounts`, at most `limit` of them."""
+    named = sa.or_(sa.false(), *(_events.args.contains(account) for account in accounts))
+    query = (
+        sa.select(_events.tx_hash).where(_events.block_time >= since, named).distinct().limit(limit)
+    )
+    return [Digest(tx_hash) for tx_hash in connection.execute(query).scalars()]
+
+
 def has_event(connection: Connection, block_hash: Digest, log_index: int) -> bool:
     """Whether the event at this place is stored."""
     query = sa.select(_events.log_index).where(
@@ -372,6 +384,18 @@ def set_cursor(connection: Connection, name: str, block: int, block_hash: Digest
 def appointed(connection: Connection, pool: int) -> frozenset[Address]:
     """Returns the pool's validators according to the stored events."""
     return frozenset(appointed_at(connection, pool))
+
+
+def ever_appointed(connection: Connection) -> frozenset[Address]:
+    """Returns every account that was a validator of the pool at some time."""
+    found = events(connection, "ValidatorSet")
+    return frozenset(Address(event.arguments()["validator"]) for event in found)
+
+
+def trainers(connection: Connection) -> frozenset[Address]:
+    """Returns the pool's trainer; nothing before the pool's creation is read."""
+    found = events(connection, "PoolCreated")
+    return frozenset(Address(event.arguments()["trainer"]) for event in found)
 
 
 def appointed_at(connection: Connection, pool: int) -> dict[Address, tuple[int, int]]:
