@@ -9,7 +9,17 @@ S3_KEYS=${PRIME_S3_KEYS:-/s3-keys}
 EXAMPLES=${PRIME_EXAMPLES:-/opt/prime}
 RPC=${PRIME_RPC:-http://chain:8545}
 S3=${PRIME_S3:-http://s3:8333}
+TRIES=${PRIME_SETUP_TRIES:-120}
 cd "$KEYS"
+
+retry() { # runs a command until it works, once a second, TRIES times at most
+  for _ in $(seq "$TRIES"); do
+    if "$@"; then return; fi
+    sleep 1
+  done
+  echo "setup.sh: $1 failed $TRIES times; its last error is above" >&2
+  return 1
+}
 
 secret() { # writes a new secret into a file, once
   [ -s "$1" ] || { head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$1.part" && mv "$1.part" "$1"; }
@@ -45,6 +55,7 @@ END
 bucket() { # makes the bucket "pools" with the lifecycle rule of docs/storage.md for pool 1
   AWS_SHARED_CREDENTIALS_FILE=aws python - "$S3" <<'END'
 import json, sys, boto3
+from botocore.exceptions import ClientError
 
 s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
 if "pools" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
@@ -52,16 +63,21 @@ if "pools" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
 made = json.load(open("deployment.json"))
 prefix = f"{made['chain_id']}/{made['contracts']['pools']}/1/"
 rule = {"ID": "parts", "Status": "Enabled", "Filter": {"Prefix": prefix}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
-s3.put_bucket_lifecycle_configuration(Bucket="pools", LifecycleConfiguration={"Rules": [rule]})
+try:
+    s3.put_bucket_lifecycle_configuration(Bucket="pools", LifecycleConfiguration={"Rules": [rule]})
+except ClientError as error:
+    if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (405, 501):
+        raise
+    print("warning: this S3 server has no lifecycle rules: parts of uploads that broke off stay in the bucket", file=sys.stderr)
 END
 }
 
 pool() {
   [ ! -e ready ] || return 0
-  until ether; do sleep 1; done
+  retry ether
   [ -s deployment.json ] || orchestrator deployment deploy --network local --rpc "$RPC" --wallet deployer.json --password-file password \
     --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
-  until bucket; do sleep 1; done
+  retry bucket
   sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
     "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
   [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json
@@ -77,4 +93,4 @@ pool() {
   : >ready
 }
 
-"$1"
+"$@"

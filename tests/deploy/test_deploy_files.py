@@ -16,7 +16,9 @@ import time
 import tomllib
 from collections.abc import Mapping
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -225,6 +227,66 @@ def documented_lifecycle(deployment: Path) -> Any:
     assert "84532/0x…/1/" in rules
     place = place_of(Deployment.load(deployment), 1)
     return json.loads(rules.replace("84532/0x…/1", place))["Rules"]
+
+
+class NoLifecycle(BaseHTTPRequestHandler):
+    """An S3 server with buckets and without lifecycle rules; refuses all if `server.down`."""
+
+    def do_GET(self) -> None:
+        self._answer(200, "<ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>")
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", "0")))
+        if "lifecycle" in self.path:
+            self._answer(501, "<Error><Code>NotImplemented</Code><Message>no</Message></Error>")
+        else:
+            self._answer(200, "")
+
+    def _answer(self, status: int, text: str) -> None:
+        if getattr(self.server, "down", False):
+            status, text = 403, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+def test_a_bucket_without_lifecycle_rules_is_a_warning_and_no_endless_loop(tmp_path: Path) -> None:
+    (tmp_path / "aws").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    contracts = {"chain_id": 31337, "contracts": {"pools": "0x1"}}
+    (tmp_path / "deployment.json").write_text(json.dumps(contracts))
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoLifecycle) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("AWS_")
+        } | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_PROXY": "127.0.0.1",
+            "PRIME_KEYS": str(tmp_path), "PRIME_S3": f"http://127.0.0.1:{server.server_port}",
+            "PRIME_SETUP_TRIES": "2",
+        }  # fmt: skip
+
+        def made() -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                ["bash", COMPOSE / "setup.sh", "retry", "bucket"], env=environment, text=True,
+                capture_output=True, timeout=100, check=False,
+            )  # fmt: skip
+
+        done = made()
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines() == [
+            "warning: this S3 server has no lifecycle rules: parts of uploads that broke off stay "
+            "in the bucket"
+        ]
+        server.down = True  # type: ignore[attr-defined]
+        done = made()
+        assert done.returncode == 1
+        assert done.stderr.endswith("setup.sh: bucket failed 2 times; its last error is above\n"), (
+            done.stderr
+        )
+        server.shutdown()
 
 
 @pytest.mark.slow
