@@ -286,7 +286,7 @@ def leave(
 ) -> None:
     """Stop the agent here, take the node out of the pool, end its sessions.
 
-    The agent first gives its open lease back and delivers what is finished.
+    The agent first gives its open leases back and delivers what is finished.
     With an owner's wallet it takes all nodes of the owner out, or the one of --node.
     """
     from prime_core import ids

@@ -1,19 +1,23 @@
 """Leaving a pool. The agent is stopped first, because a running one would join again: it gives its
-open lease back and delivers what is finished."""
+open leases back and delivers what is finished."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
+from prime_core import ids
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Address
-from prime_core.messages import RevokeRequest
+from prime_core.messages import LeaseInfo, RevokeRequest
 from prime_core.node import SessionRevocation
 from prime_core.signing import LocalSigner
+from prime_core.times import utc
 from prime_core.transport.client import Empty, OrchestratorClient
+from prime_node.api import NodeApi
 from prime_node.config import Settings
 from prime_node.link import Link
 from prime_node.nodes import nodes_of
@@ -59,7 +63,9 @@ def leave_pool(
     if dry_run:
         return rows
     signer, data = open_wallet(settings), DataFolder(settings.data)
-    stop_agent(data, tell)
+    status = data.read_status()
+    works = account if status is None else ids.address(status.node)
+    stop_agent(data, tell, lambda: _open_leases(settings, works))
     if account in named:
         _revoke(settings.need_orchestrator(), signer)
     if not calls:
@@ -77,19 +83,22 @@ def leave_pool(
 def stop_agent(
     data: DataFolder,
     tell: Callable[[str], None],
+    open_leases: Callable[[], Sequence[LeaseInfo] | None],
     *,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """Stops the agent that uses `data`, if any, and waits until it has ended, however long it makes
-    progress. Raises UnavailableError if it makes none for STOP_SECONDS."""
+    progress. `open_leases` returns its open leases, None where they are not known. Raises
+    UnavailableError if it makes no progress for STOP_SECONDS."""
     holder = data.holder()
     if holder is None:
         return
-    left = waiting_in(data.spool)
+    left, held = waiting_in(data.spool), open_leases()
     tell(
-        f"the agent (process {holder}) is asked to stop: it gives its open lease back and delivers "
-        f"its finished files ({left} waiting)"
+        f"the agent (process {holder}) is asked to stop: it gives its open leases back"
+        f"{'' if held is None else f' ({len(held)})'} and delivers its finished files "
+        f"({left} waiting)"
     )
     os.kill(holder, signal.SIGTERM)
     end = clock() + STOP_SECONDS
@@ -103,8 +112,25 @@ def stop_agent(
                 f"it with: kill {holder}, then type prime-node leave again"
             )
         pause(POLL_SECONDS)
-    left = waiting_in(data.spool)
-    tell("the agent has ended" + f"; {left} finished file(s) were not delivered" * bool(left))
+    left, held = waiting_in(data.spool), open_leases()
+    said = "the agent has ended"
+    if left:
+        said += f"; {left} finished file(s) were not delivered"
+    if held:
+        until = utc(max(lease.deadline for lease in held))
+        said += f"; {len(held)} lease(s) that it gave back run out by {until}"
+    tell(said)
+
+
+def _open_leases(settings: Settings, node: Address) -> list[LeaseInfo] | None:
+    """Returns the node's open leases; None if no orchestrator is named or it does not answer."""
+    if not settings.orchestrator:
+        return None
+    try:
+        with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
+            return [one for one in api.leases(node) if one.status == "open"]
+    except UnavailableError:
+        return None
 
 
 def _revoke(orchestrator: str, signer: LocalSigner) -> None:

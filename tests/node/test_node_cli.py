@@ -21,6 +21,8 @@ from devnet.chain import free_port
 from prime_chain.amounts import ETHER
 from prime_chain.keystore import create_keystore, load_keystore
 from prime_core.errors import PolicyError, UnavailableError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.messages import LeaseInfo
 from prime_core.node import Gpu, Hardware, Requirements
 from prime_core.verdict import Reason
 from prime_node import config, leave
@@ -356,6 +358,7 @@ class Stopping:
     def __init__(self, folder: Path, waiting: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         self.data, self.waiting, self.time = DataFolder(folder), waiting, 0.0
         self.said: list[str] = []
+        self.leases: list[LeaseInfo] | None = None
         self.signals: list[tuple[int, int]] = []
         monkeypatch.setattr(self.data, "holder", lambda: 77 if self.step < len(waiting) else None)
         monkeypatch.setattr(
@@ -371,7 +374,10 @@ class Stopping:
         self.time += seconds
 
     def stop(self) -> None:
-        leave.stop_agent(self.data, self.said.append, clock=lambda: self.time, pause=self.pause)
+        leave.stop_agent(
+            self.data, self.said.append, lambda: self.leases,
+            clock=lambda: self.time, pause=self.pause,
+        )  # fmt: skip
 
 
 def test_leaving_waits_for_an_agent_as_long_as_it_delivers(
@@ -382,7 +388,7 @@ def test_leaving_waits_for_an_agent_as_long_as_it_delivers(
     assert agent.signals == [(77, signal.SIGTERM)]
     assert agent.time > 3 * leave.STOP_SECONDS
     first, *progress, last = agent.said
-    assert "gives its open lease back and delivers its finished files (3 waiting)" in first
+    assert "gives its open leases back and delivers its finished files (3 waiting)" in first
     assert [line.split(":")[1] for line in progress] == [
         f" {left} finished file(s) wait to be delivered" for left in (2, 1, 0)
     ]
@@ -401,6 +407,28 @@ def test_leaving_ends_where_an_agent_makes_no_progress(
     agent = Stopping(tmp_path, [1], monkeypatch)
     agent.stop()
     assert agent.said[-1] == "the agent has ended; 1 finished file(s) were not delivered"
+
+
+def test_leaving_says_how_many_leases_are_open_and_until_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Stopping(tmp_path, [0], monkeypatch)
+    agent.leases = [
+        LeaseInfo(
+            digest=ZERO_DIGEST, step=1, index=number, policy_version=1, status="open",
+            created_at=0, deadline=1_763_688_400 + number, target=2,
+        )
+        for number in (25, 5)
+    ]  # fmt: skip
+    agent.stop()
+    assert "gives its open leases back (2) and delivers" in agent.said[0]
+    assert agent.said[-1] == (
+        "the agent has ended; 2 lease(s) that it gave back run out by 2025-11-21 01:27:05Z"
+    )
+    agent.time, agent.leases, agent.said = 0.0, [], []
+    agent.stop()
+    assert "gives its open leases back (0) and delivers" in agent.said[0]
+    assert agent.said[-1] == "the agent has ended"
 
 
 def test_a_node_that_left_learns_where_to_withdraw_its_stake(wallet: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert second.wait(120) == 0
     stopping, _, ended = left.stderr.partition("the agent has ended")
     assert f"the agent (process {second.pid}) is asked to stop" in stopping
+    assert re.search(r"gives its open leases back \(\d+\)", stopping), stopping
     assert ended
     assert "it may be withdrawn from" in left.stdout
     assert not contracts.pools.is_member(chain.pool, NODE.address)
