@@ -378,5 +378,7 @@ def test_alarms_name_the_number_and_its_bound(model: Path, tmp_path: Path) -> No
     assert alarms_of(quiet, settings) == []
     assert alarms_of({**quiet, "ratio_max": 148.4}, settings) == ["ratio_max 148.4 above 50"]
     assert alarms_of({**quiet, "kl_mismatch": 0.7}, settings) == ["kl_mismatch 0.7 above 0.5"]
+    stale = {**quiet, "kl_mismatch_stale": {"1": 0.1, "2": 0.8}}
+    assert alarms_of(stale, settings) == ["kl_mismatch_stale/2 0.8 above 0.5"]
     assert alarms_of({**quiet, "entropy": 0.01}, settings) == ["entropy 0.01 below 0.1"]
     assert len(alarms_of({**quiet, "kl_old": "nan", "applied": False}, settings)) == 2

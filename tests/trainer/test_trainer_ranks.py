@@ -76,6 +76,16 @@ def test_two_ranks_give_the_gradient_of_one(both: tuple[Path, dict, dict]) -> No
 
 
 @pytest.mark.slow
+def test_two_ranks_score_stale_rows_by_the_policy_that_generated_them(
+    both: tuple[Path, dict, dict],  # type: ignore[type-arg]
+) -> None:
+    for found in both[1:]:
+        own, present = found["stale"]
+        assert own < 1e-9
+        assert present > 1e-5
+
+
+@pytest.mark.slow
 def test_checkpoints_are_named_by_global_rank_and_load_into_another_number_of_ranks(
     both: tuple[Path, dict, dict],  # type: ignore[type-arg]
     model: Path,

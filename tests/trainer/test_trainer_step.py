@@ -115,6 +115,48 @@ def test_a_step_computes_with_the_weights_that_nodes_have_and_steps_from_its_own
     assert any(not torch.equal(m, m.to(torch.bfloat16).to(m.dtype)) for m in masters.values())
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"round_weights": True}, {"lora_rank": 4}], ids=["plain", "rounded", "lora"]
+)
+def test_stale_rows_are_compared_with_the_policy_that_generated_them(
+    model: Path, tmp_path: Path, world: World, changes: dict[str, object]
+) -> None:
+    learner = kit.learner(model, tmp_path, world, mismatch_every=1, **changes)
+    without = kit.learner(model, tmp_path, world, mismatch_every=0, **changes)
+    rows: dict[int, list[kit.Rollout]] = {}
+    for step in range(5):
+        rows[step] = kit.answered(learner, step, seed=step)
+        ages = range(min(step, 2) + 1)
+        mixed = [row for age in ages for row in rows[step - age][4 * age : 4 * age + 4]]
+        found = replace(batch(mixed), step=Step(step))
+        line = train_step(learner, found, Stopwatch())
+        assert line["kl_mismatch"] < 1e-10
+        stale = line.get("kl_mismatch_stale", {})
+        assert set(stale) == {str(age) for age in ages if age}
+        assert all(value < 1e-10 for value in stale.values())
+        if step:
+            assert line["kl_old"] > 1e-5, "the present policy gives stale rows other values"
+        train_step(without, found, Stopwatch())
+    one, two = full_state(learner.policy), full_state(without.policy)
+    assert all(torch.equal(one[name], two[name]) for name in one)  # scoring changes no training
+    mistaken = [replace(row, policy_version=4) for row in rows[3]]
+    line = train_step(learner, replace(batch(mistaken), step=Step(5)), Stopwatch())
+    assert line["kl_mismatch_stale"]["1"] > 1e-5
+
+
+def test_only_weights_that_a_batch_will_need_are_kept(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(model, tmp_path, world, mismatch_every=4)
+    kept = []
+    for step in range(9):
+        rows = kit.rows(version=max(0, step - 1))
+        line = train_step(learner, replace(batch(rows), step=Step(step)), Stopwatch())
+        assert ("kl_mismatch_stale" in line) == (step in (4, 8))
+        kept.append([version for version in range(step + 1) if version in learner.past])
+    assert kept == [[], [], [2], [2, 3], [3], [], [6], [6, 7], [7]]
+
+
 def test_the_line_of_metrics_tells_staleness_rewards_and_every_wait(
     model: Path, tmp_path: Path, world: World
 ) -> None:
@@ -125,7 +167,9 @@ def test_the_line_of_metrics_tells_staleness_rewards_and_every_wait(
     assert line["staleness"] == {"2": 12}
     assert line["rows"] == 12
     assert line["version"] == 3
-    assert set(watch.seconds) == {"plan", "collate", "forward_backward", "statistics", "optimizer"}
+    assert set(watch.seconds) == {
+        "mismatch", "plan", "collate", "forward_backward", "statistics", "optimizer",
+    }  # fmt: skip
     for name in ("loss", "ratio", "ratio_max", "clipped", "entropy", "kl_old", "gradient_norm"):
         assert math.isfinite(line[name]), name
 

@@ -24,7 +24,7 @@ from prime_core.verdict import VerdictRow, VerdictTable
 from prime_engine.tiny import write_tiny_model
 from prime_trainer.config import Settings
 from prime_trainer.data import BatchRules
-from prime_trainer.learner import Learner, make_learner
+from prime_trainer.learner import Learner, as_published, make_learner, proximal_logprobs
 from prime_trainer.loading import load_policy
 from prime_trainer.model import PAD, Policy
 from prime_trainer.parallel import World, shard
@@ -154,6 +154,17 @@ def rows(
                 )
             )
     return found
+
+
+def answered(learner_: Learner, version: int, seed: int = 0) -> list[Rollout]:
+    """Rows of policy `version`, which the learner's present weights are, with the log-probabilities
+    that an exact engine gives."""
+    found = rows(seed=seed, version=version)
+    with as_published(learner_):
+        scored = proximal_logprobs(learner_, found)
+    return [
+        replace(row, logprobs=tuple(part.tolist())) for row, part in zip(found, scored, strict=True)
+    ]
 
 
 def conversations(found: Sequence[Rollout]) -> list[Rollout]:

@@ -37,7 +37,7 @@ def main() -> None:
         # Five rows on two ranks: one rank has a micro-batch more than the other.
         learner = kit.learner(
             model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30,
-            cpu_offload=offload,
+            cpu_offload=offload, mismatch_every=1,
         )  # fmt: skip
         statistics = backward(learner, kit.rows())
         gradients = kit.gradients(learner.policy)
@@ -52,8 +52,15 @@ def main() -> None:
         checkpoint.save(data, state, learner.policy, learner.optimizer, world)
         files = sorted(p.name for p in (data / "checkpoints" / "2").iterdir())
         weights = full_state(learner.policy)
+        rows = kit.answered(learner, 2)
+        for step in (2, 3):
+            groups = tuple(tuple(rows[i : i + 4]) for i in range(0, len(rows), 4))
+            line = train_step(
+                learner, TrainingBatch(Step(step), ZERO_DIGEST, groups, ()), Stopwatch()
+            )
         if world.leads:
             found = {
+                "stale": (line["kl_mismatch_stale"]["1"], line["kl_old"]),
                 "gradients": gradients,
                 "statistics": statistics,
                 "weights": weights,

@@ -170,6 +170,9 @@ class Settings(ChainSettings):
     bad_batch: Literal["stop", "skip"] = "stop"
     """Reaction to a sealed batch that breaks a rule: end the trainer, or publish the weights
     unchanged under the next number. Three in a row always end it."""
+    mismatch_every: int = Field(default=10, ge=0)
+    """Batches between those whose stale rows are scored by the policies that generated them; 0:
+    never. Until then, the weights of at most `max_staleness` policies are kept in host memory."""
     alarm_ratio: float = Field(default=100.0, gt=0)
     """An importance ratio above this in a batch raises an alarm."""
     alarm_kl: float = Field(default=1.0, gt=0)

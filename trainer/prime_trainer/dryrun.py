@@ -44,7 +44,8 @@ class Estimate:
     step: StepPlan
     """Memory and traffic of one rank."""
     host: int
-    """Bytes of the copies that are written and published, in rank 0's host memory."""
+    """Bytes of the copies that are written and published, and of those that stale rows are scored
+    by, in rank 0's host memory."""
     batches: int
     """Bytes of the current batch and the prefetched one."""
     seconds_per_batch: float | None
@@ -126,6 +127,9 @@ def estimate(
     step = plan_step(
         run, settings, ranks=ranks, sample_tokens=asked + run.max_output_tokens, prompt_tokens=asked
     )
+    past = 0
+    if settings.mismatch_every:  # the trained weights meanwhile, and the last policies
+        past = step.trained * (4 + run.max_staleness * (2 if settings.bf16 else 4)) // ranks
     return Estimate(
         parameters=parameters,
         ranks=ranks,
@@ -134,7 +138,7 @@ def estimate(
         tokens_per_batch=length * rows,
         flops_per_batch=flops,
         step=step,
-        host=2 * parameters + step.kept + step.host,
+        host=2 * parameters + step.kept + step.host + past,
         batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of outputs
         seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
         assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "
@@ -264,8 +268,8 @@ def report(
         f"model       {found.parameters:,} weights, {found.step.trained:,} trained",
         f"device      {in_bytes(found.step.peak)} at most on each of {found.ranks}, of which "
         f"{in_bytes(found.step.kept)} are weights, reference and optimizer",
-        f"host        {in_bytes(found.host)} for the copies that are written and published, "
-        f"{in_bytes(found.batches)} for two batches",
+        f"host        {in_bytes(found.host)} for copies to write, to publish and to score stale "
+        f"rows by, {in_bytes(found.batches)} for two batches",
         f"work        {found.flops_per_batch:.3g} operations a batch, "
         + (
             "time unknown: name --peak-tflops"

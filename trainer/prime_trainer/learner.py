@@ -1,5 +1,6 @@
 """Trains on one batch: gradient of the run's objective, clipping, AdamW, a line of metrics.
 
+stale rows scored by their own policies, in some batches (engine–trainer mismatch)
 judge (advantages, samples cut at the limit) ─► proximal log-probabilities, if configured
   for each of `optimizer_steps` shares of the batch's groups:
     a weight for each token of the share ─► plan ─► collate ─► forward, −J, backward … ─► step
@@ -11,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,19 @@ from prime_trainer.config import ObjectiveSettings, Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.loading import empty_policy, fill_weights
 from prime_trainer.lora import add_adapters
-from prime_trainer.loss import policy_loss, token_weights
+from prime_trainer.loss import kl_estimate, policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import objective_of
-from prime_trainer.packing import Extra, Plan, collate, plan, quality
+from prime_trainer.packing import Extra, Plan, collate, generated_logprobs, plan, quality
 from prime_trainer.parallel import World, all_finite, clip_gradients, rounded, shard
+from prime_trainer.past import PastPolicies
+from prime_trainer.samples import spread
 
 log = logging.getLogger(__name__)
+
+MISMATCH_ROWS = 8
+"""Stale rows of a batch that are scored again, at most."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Learner:
     run: RunDefinition
     settings: Settings
     world: World
+    past: PastPolicies = field(default_factory=PastPolicies)
+    """The policies that stale rows of coming batches are scored by."""
 
     @property
     def objective(self) -> ObjectiveSettings:
@@ -300,13 +308,50 @@ def shares_of(groups: int, steps: int) -> list[list[int]]:
     return [list(range(number, groups, steps)) for number in range(steps)]
 
 
+def _rounds(settings: Settings) -> bool:
+    """Whether `round_weights` is set and applies."""
+    return settings.round_weights and not settings.bf16 and not settings.lora_rank
+
+
 def as_published(learner: Learner) -> AbstractContextManager[None]:
     """Rounds the policy's weights to bf16 for the block, if `round_weights` is set and applies."""
-    settings = learner.settings
-    if not settings.round_weights or settings.bf16 or settings.lora_rank:
+    if not _rounds(learner.settings):
         return nullcontext()
     wait_for_write(learner.optimizer)
     return rounded(learner.policy, learner.optimizer)
+
+
+def stale_mismatch(learner: Learner, batch: TrainingBatch) -> dict[str, float]:
+    """KL(π_old ‖ π_θ) of the batch's stale rows by staleness, where π_θ has the weights of the
+    policy that generated them: the difference between engine and trainer. An estimate (k3) over the
+    tokens of at most MISMATCH_ROWS rows; those of policies that are not in `learner.past` are left
+    out. Every rank calls it, with no optimizer step in progress."""
+    rows: dict[int, list[Rollout]] = {}
+    for row in batch.rollouts:
+        if row.policy_version in learner.past:
+            rows.setdefault(row.policy_version, []).append(row)
+    if rows:
+        wait_for_write(learner.optimizer)
+    found = {}
+    for version, of_policy in sorted(rows.items(), reverse=True):
+        chosen = spread(of_policy, MISMATCH_ROWS // len(rows))
+        with learner.past.in_place(version, learner.policy, learner.optimizer):
+            scored = torch.cat(proximal_logprobs(learner, chosen))
+        old = torch.cat([torch.from_numpy(generated_logprobs(row)) for row in chosen])
+        apart = kl_estimate(old.to(scored.device, scored.dtype), scored, "k3")
+        found[str(batch.step - version)] = float(apart.mean())
+    return found
+
+
+def _note_past(learner: Learner, step: int, version: int) -> None:
+    """Keeps the present weights, those of policy `version`, if a batch that scores stale rows may
+    have rows of it, and forgets policies that are too old for the batch after `step`."""
+    settings, oldest = learner.settings, step + 1 - learner.run.max_staleness
+    every = settings.mismatch_every
+    learner.past.forget(oldest)
+    if version >= oldest and every - version % every <= learner.run.max_staleness:
+        width = torch.bfloat16 if settings.bf16 or _rounds(settings) else None
+        learner.past.keep(version, learner.optimizer, width)
 
 
 def train_step(
@@ -326,6 +371,12 @@ def train_step(
     before, after = versions or (batch.step, batch.step + 1)
     size = learner.run.samples_per_group
     shares = shares_of(len(batch.groups), learner.settings.optimizer_steps)
+    stale: dict[str, float] = {}
+    if every := learner.settings.mismatch_every:
+        with watch.timed("mismatch"):
+            if batch.step % every == 0:
+                stale = stale_mismatch(learner, batch)
+            _note_past(learner, batch.step, before)
     proximal = None
     if learner.objective.ratio == "proximal" and len(shares) > 1:
         with watch.timed("proximal"), as_published(learner):
@@ -360,4 +411,6 @@ def train_step(
         "tokens": sum(lengths),
         "flops": learner.shape.training_flops(lengths, outputs),
     }
+    if stale:
+        line["kl_mismatch_stale"] = {age: _number(value) for age, value in stale.items()}
     return {name: _number(value) for name, value in line.items()}

@@ -174,13 +174,12 @@ def alarms_of(line: Mapping[str, Any], settings: Settings) -> list[str]:
     """One phrase for each limit that the step's line exceeds; a non-finite value (stored as text)
     exceeds every limit."""
     found = []
-    for name, limit in (
-        ("ratio_max", settings.alarm_ratio),
-        ("kl_old", settings.alarm_kl),
-        ("kl_mismatch", settings.alarm_kl),
-        ("kl_reference", settings.alarm_kl),
-    ):
-        value = line.get(name)
+    stale = line.get("kl_mismatch_stale", {})
+    values = {name: line.get(name) for name in ("kl_old", "kl_mismatch", "kl_reference")}
+    values |= {f"kl_mismatch_stale/{age}": value for age, value in stale.items()}
+    limited = [("ratio_max", line.get("ratio_max"), settings.alarm_ratio)]
+    limited += [(name, value, settings.alarm_kl) for name, value in values.items()]
+    for name, value, limit in limited:
         if value is not None and (isinstance(value, str) or value > limit):
             found.append(f"{name} {_short(value)} above {limit:g}")
     entropy = line.get("entropy")

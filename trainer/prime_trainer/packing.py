@@ -239,10 +239,7 @@ def collate(
         each = np.array([values[sample] for sample in order], dtype=np.float64)
         return torch.from_numpy(np.repeat(each, counts)).to(device, dtype)
 
-    old = _join(
-        [np.asarray(rollouts[i].logprobs, dtype=np.float64)[_places(rollouts[i])] for i in order],
-        np.float64,
-    )
+    old = _join([generated_logprobs(rollouts[i]) for i in order], np.float64)
     proximal = fresh = None
     if extra is not None and extra.proximal is not None:
         parts = [extra.proximal[sample] for sample in order]
@@ -258,6 +255,12 @@ def collate(
         samples=torch.from_numpy(np.repeat(np.arange(len(order)), counts)).to(device),
     )
     return batch, tokens_of
+
+
+def generated_logprobs(rollout: Rollout) -> np.ndarray:
+    """The file's log-probabilities of the tokens that the model generated, float64 (M,)."""
+    found: np.ndarray = np.asarray(rollout.logprobs, dtype=np.float64)[_places(rollout)]
+    return found
 
 
 def _places(rollout: Rollout) -> np.ndarray:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -176,24 +176,48 @@ def published_state(policy: Policy, world: World) -> dict[str, Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in merged(state, policy.lm).items()}
 
 
+def trained_parts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """This rank's part of each of the optimizer's parameters, in its order; not copies."""
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        data = parameter.detach()
+        yield data.to_local() if isinstance(data, DTensor) else data
+
+
 @contextmanager
-def rounded(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Rounds the optimizer's parameters to bf16, in place, and restores them when the block ends.
-    Keeps a copy of this rank's part of them meanwhile."""
+def replaced(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    values: Iterable[Tensor],
+    copies_on: torch.device | None = None,
+) -> Iterator[None]:
+    """Gives this rank's parts of the optimizer's parameters other `values`, in place, and restores
+    them when the block ends. Keeps copies of them meanwhile, on the device `copies_on` (None: where
+    they are)."""
     kept = []
-    if isinstance(policy, FSDPModule):
-        policy.reshard()  # a forward pass without a backward pass leaves gathered weights
-    with torch.no_grad():
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            kept.append((local, local.clone()))
-            local.copy_(local.to(torch.bfloat16))
     try:
+        _reshard(policy)
+        with torch.no_grad():
+            for part, value in zip(trained_parts(optimizer), values, strict=True):
+                kept.append((part, part.to(copies_on or part.device, copy=True)))
+                part.copy_(value)
         yield
     finally:
+        _reshard(policy)
         with torch.no_grad():
-            for local, whole in kept:
-                local.copy_(whole)
+            for part, own in kept:
+                part.copy_(own)
+
+
+def _reshard(policy: Policy) -> None:
+    """Frees gathered weights, which a forward pass without a backward pass leaves."""
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+
+
+def rounded(policy: Policy, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Rounds the optimizer's parameters to bf16 for a block."""
+    values = (part.to(torch.bfloat16) for part in trained_parts(optimizer))
+    return replaced(policy, optimizer, values)
 
 
 def clip_gradients(policy: nn.Module, limit: float) -> float:
