@@ -29,7 +29,7 @@ from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import MICRO, RunDefinition
 from prime_core.storage.base import ObjectStore
-from prime_core.task import Lease, SignedLease, SubmissionStatus
+from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
 from prime_envs.registry import environment_for
@@ -499,6 +499,7 @@ _CALL = pa.struct(
         ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
     ]
 )
+_PART = pa.struct([("name", pa.string()), ("value", pa.int64())])
 _MESSAGE = pa.struct(
     [
         ("role", pa.string()),
@@ -530,6 +531,8 @@ COLUMNS = pa.schema(
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
         ("claimed_reward", pa.float64()),
+        ("reward_parts", pa.list_(_PART)),
+        ("reward_reason", pa.string()),
         ("prompt", pa.string()),
         ("output", pa.string()),
         ("spans", pa.list_(pa.int32())),
@@ -555,6 +558,7 @@ def export(
     wanted: Wanted,
     *,
     tokenizer: Any = None,
+    grade: bool = False,
     begins: Callable[[int], None] = lambda _total: None,
     went: Callable[[int], None] = lambda _files: None,
 ) -> Exported:
@@ -562,22 +566,23 @@ def export(
     complete. Reads one view of the store, one file at a time, archived ones first. Accepted files
     of evaluations are left out: their problems are held out.
 
-    Args: `begins` is called with the largest possible number of files, `went` after each. Raises
-    UserError if `out` exists or cannot be written; NotFoundError, UntrustedError or MalformedError
-    if an accepted file is missing from the store or damaged.
+    Args: `grade` says to grade each row again, with `tokenizer`; `begins` is called with the
+    largest possible number of files, `went` after each. Raises UserError if `out` exists or cannot
+    be written; NotFoundError, UntrustedError or MalformedError if an accepted file is missing from
+    the store or damaged; with `grade`, the errors of the run's environment.
     """
     make_folder(out.parent)
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        with store.read() as connection:
+        with store.read() as connection, _Reader(objects, tokenizer, grade) as reader:
             place, runs = meta.get(connection, meta.SERVES), runs_of(connection)
             about = {"pool": place or "", "run": str(runs.first.digest())}
             with pq.ParquetWriter(part, COLUMNS.with_metadata(about), compression="zstd") as writer:
                 older = sum(page.files for page in archive.pages(connection, wanted.since))
                 begins(older + files.count(connection, wanted))
-                done = _write(connection, objects, wanted, writer, runs, tokenizer, went)
+                done = _write(connection, wanted, writer, runs, reader, went)
         part.replace(out)
     except OSError as error:
         raise UserError(
@@ -588,13 +593,41 @@ def export(
     return done
 
 
+class _Reader:
+    """What reads an export's files: the store of objects, a tokenizer or None, and, with `grade`,
+    the runs' environments. A context, which closes them."""
+
+    def __init__(self, objects: ObjectStore, tokenizer: Any, grade: bool) -> None:
+        self.objects, self.tokenizer, self._grade = objects, tokenizer, grade
+        self._environments: dict[Digest, Environment] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for environment in self._environments.values():
+            environment.close()
+
+    def grades(
+        self, file: RolloutFile, row: SubmissionRow, lease: SignedLease, run: RunDefinition
+    ) -> list[Grade | None]:
+        """The grades of a file's rows; None for each if none are wanted."""
+        if not self._grade:
+            return [None] * len(file.rows)
+        environment = self._environments.get(run.digest())
+        if environment is None:
+            environment = self._environments[run.digest()] = environment_for(run)
+        nothing = [None] * len(file.rows)
+        asked = samples(file, nothing, range(len(file.rows)), self.tokenizer)
+        return grades(asked, row, lease, run, environment, self.tokenizer)
+
+
 def _write(
     connection: Connection,
-    objects: ObjectStore,
     wanted: Wanted,
     writer: pq.ParquetWriter,
     runs: RunHistory,
-    tokenizer: Any,
+    reader: _Reader,
     went: Callable[[int], None],
 ) -> Exported:
     ready: list[pa.RecordBatch] = []
@@ -605,12 +638,12 @@ def _write(
             writer.write_table(pa.Table.from_batches(ready))
             ready.clear()
 
-    for row, known, lease in _wanted(connection, objects, wanted):
+    for row, known, lease in _wanted(connection, reader.objects, wanted):
         if any(group.state == "held out" for group in known.groups):
             went(1)
             continue
         try:
-            batch = _record_batch(objects, row, known, lease, runs, tokenizer)
+            batch = _record_batch(reader, row, known, lease, runs)
         except FileError as error:
             if row.status == "accepted":
                 raise MalformedError(f"rollout file {row.digest}: {error}") from error
@@ -629,26 +662,25 @@ def _write(
 
 def _wanted(
     connection: Connection, objects: ObjectStore, wanted: Wanted
-) -> Iterator[tuple[SubmissionRow, FileFacts, Lease]]:
+) -> Iterator[tuple[SubmissionRow, FileFacts, SignedLease]]:
     """Yields the submissions, each with its facts and its lease."""
     for one in archive.every(connection, objects, wanted):
         (known,) = facts(connection, [one.submission], [one])
-        yield one.submission, known, one.lease.signed().lease
+        yield one.submission, known, one.lease.signed()
     for page in files.every(connection, wanted, _AT_ONCE):
         for row, known in zip(page, facts(connection, page), strict=True):
-            yield row, known, lease_of(connection, row).lease
+            yield row, known, lease_of(connection, row)
 
 
 def _record_batch(
-    objects: ObjectStore,
-    row: SubmissionRow,
-    known: FileFacts,
-    lease: Lease,
-    runs: RunHistory,
-    tokenizer: Any,
+    reader: _Reader, row: SubmissionRow, known: FileFacts, lease: SignedLease, runs: RunHistory
 ) -> pa.RecordBatch:
-    file, rewards = read_file(objects, row, lease.deadline)
-    run = None if tokenizer is None else runs.of_lease(lease)
+    file, rewards = read_file(reader.objects, row, lease.lease.deadline)
+    tokenizer = reader.tokenizer
+    run = None if tokenizer is None else runs.of_lease(lease.lease)
+    graded: list[Grade | None] = [None] * len(file.rows)
+    if run is not None:
+        graded = reader.grades(file, row, lease, run)
     state = {group.group: group for group in known.groups}
     same = {
         "file": row.digest,
@@ -660,7 +692,7 @@ def _record_batch(
         "step": row.step,
     }
     lines = []
-    for one, reward in zip(file.rows, rewards, strict=True):
+    for one, reward, grade in zip(file.rows, rewards, graded, strict=True):
         group = state.get(one.group)
         prompt, turns = _texts(one, tokenizer)
         lines.append(
@@ -680,6 +712,8 @@ def _record_batch(
                 "finish_reason": one.finish_reason,
                 "reward": reward,
                 "claimed_reward": one.reward,
+                "reward_parts": None if grade is None else _named(grade.parts),
+                "reward_reason": None if grade is None else grade.reason,
                 "prompt": prompt,
                 "output": None if prompt is None else "".join(turns),
                 "spans": one.spans,
@@ -696,3 +730,7 @@ def _record_batch(
             }
         )
     return pa.RecordBatch.from_pylist(lines, schema=COLUMNS)
+
+
+def _named(parts: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [{"name": name, "value": value} for name, value in parts.items()]

@@ -28,6 +28,7 @@ import uvicorn
 from judges import appoint, judge_of
 from judging_kit import MODEL, small_run
 from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, ManagerSide, key, open_manager
+from transformers import AutoTokenizer
 
 from devnet.s3 import BUCKET, S3Server
 from prime_broadcast.manifest import build_manifest, signed_bytes
@@ -53,8 +54,9 @@ from prime_envs.registry import environment_for
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.store import schema
-from prime_trainer.data import BatchRules, assemble
+from prime_trainer.data import BatchRules, assemble, with_problems
 from prime_trainer.feed import fetcher
+from prime_trainer.samples import graded_again
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import load_engine
 
@@ -342,6 +344,16 @@ def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
         batch = assemble(answer.batch, 0, rules, fetch)
         assert len(batch.keys) == mgr.context.run.groups_per_batch
         assert {key[0] for key in batch.keys} <= set(files)
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        environment = environment_for(mgr.context.run)
+        graded = with_problems(batch, answer.problems)
+        for rows, problem in zip(graded.groups, graded.problems, strict=True):
+            assert problem is not None
+            for row in rows:
+                again = graded_again(row, problem, environment, tokenizer)
+                assert again is not None
+                assert again.score == pytest.approx(row.reward, abs=1e-9)
+                assert graded_again(row, problem + 1, environment, tokenizer) is None
     assert carried, "it reads tables and lists of draws"
     assert not {digest_key(name) for name in files} & set(carried), "and no file"
     assert not any(key.startswith("uploads/") for key in carried)

@@ -300,6 +300,7 @@ def test_what_cannot_be_shown_is_one_sentence(
     assert "none of submitted" in refused(UserError, "list", "--verdict", "good")
     assert "address" in refused(UserError, "list", "--node", "0x12")
     assert "tokenizer" in refused(UserError, "show", name, "--grade")
+    assert "tokenizer" in refused(UserError, "export", "--out", str(tmp_path / "x"), "--grade")
     assert "no tokenizer" in refused(UserError, "show", name, "--model", str(tmp_path))
     objects = pool.world.backend.objects
     assert isinstance(objects, DirectoryStore)
@@ -372,10 +373,15 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     with pytest.raises(UserError, match="exists already"):
         pool.run("export", "--out", str(out))
     everything = tmp_path / "all.parquet"
-    done = pool.json("export", "--out", str(everything), "--all")
+    done = pool.json("export", "--out", str(everything), "--all", "--model", str(MODEL), "--grade")
     assert (done["files"], done["rows"], done["unreadable"]) == (3, 12, 1)
     rejected = [row for row in pq.read_table(everything).to_pylist() if row["file"] == lie]
     assert {(row["reward"], row["reason"]) for row in rejected} == {(None, "wrong_sampling")}
+    for row in pq.read_table(everything).to_pylist():
+        parts = {part["name"]: part["value"] for part in row["reward_parts"]}
+        right = row["file"] == lie or row["reward"] == 1.0
+        assert parts == {"task_micro": MICRO * right, "length": 2, "target": 2}
+        assert bool(row["reward_reason"])
     later = tmp_path / "later.parquet"
     pool.run("export", "--out", str(later), "--since", "2027-01-15T08:00:01")
     assert {row["file"] for row in pq.read_table(later).to_pylist()} == {second}

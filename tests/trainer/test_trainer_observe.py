@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,8 +16,16 @@ import trainer_kit as kit
 from tensorboardX.proto.event_pb2 import Event
 
 from prime_core.errors import UserError
+from prime_core.ids import ZERO_DIGEST, Step
+from prime_core.rollout import Rollout
+from prime_core.run import MICRO
+from prime_envs.registry import environment_for
+from prime_trainer.data import TrainingBatch, with_problems
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.observe import WAITS, Bar, MetricsServer, Observers, flat, peak_flops
+from prime_trainer.parallel import World
+from prime_trainer.samples import samples_text
+from prime_trainer.train import Trainer
 
 
 def records(data: bytes) -> Iterator[Event]:
@@ -42,8 +51,9 @@ def test_tensorboard_gets_each_steps_numbers(tmp_path: Path) -> None:
 
 
 SAMPLE = {
-    "step": 20, "prompt": "1 | 2\n<b>", "turns": ["three", "four"], "tokens": 5,
-    "finish": "end", "reward": 0.25, "parts": {"task_micro": 1, "length": 5},
+    "step": 20, "verdict": "accepted", "staleness": 2, "prompt": "1 | 2\n<b>",
+    "turns": ["three", "four"], "tokens": 5, "finish": "end", "reward": 0.25,
+    "parts": {"task_micro": 1, "length": 5},
 }  # fmt: skip
 
 
@@ -60,7 +70,10 @@ def test_tensorboard_shows_texts_every_few_steps(tmp_path: Path) -> None:
         for one in records(file.read_bytes())
         if one.summary.value
     ]
-    row = "| 0.250 | length 5, task_micro 1 | end | 5 | 1 &#124; 2<br>&lt;b> | three<br><br>four |"
+    row = (
+        "| 0.250 | length 5, task_micro 1 | accepted | 2 | end | 5 | 1 &#124; 2<br>&lt;b> "
+        "| three<br><br>four |"
+    )
     assert [(step, text.splitlines()[-1]) for step, text in shown] == [(20, row)]
 
 
@@ -97,7 +110,8 @@ def test_a_tracker_gets_settings_numbers_and_texts(
         observers.step({"time": 2.0, "step": 20, "seconds": {"fetch": 0.25}})
         observers.texts(20, [SAMPLE])
     row = {
-        "reward": "0.250", "parts": "length 5, task_micro 1", "finish": "end", "tokens": "5",
+        "reward": "0.250", "parts": "length 5, task_micro 1", "verdict": "accepted",
+        "staleness": "2", "finish": "end", "tokens": "5",
         "prompt": "1 | 2\n<b>", "turns": "three\n\nfour",
     }  # fmt: skip
     numbers = {"time": 2.0, "step": 20.0, "seconds/fetch": 0.25}
@@ -171,7 +185,7 @@ def test_every_wait_is_announced_before_it_begins() -> None:
 
 def test_the_bar_has_a_word_for_each_of_the_loops_waits() -> None:
     assert {"wait_batch", "share", "plan", "collate", "forward_backward", "statistics",
-            "optimizer", "wait_kept", "snapshot", "proximal"} == set(WAITS)  # fmt: skip
+            "optimizer", "wait_kept", "snapshot", "proximal", "mismatch"} == set(WAITS)  # fmt: skip
     bar = Bar(10)
     bar.say("wait_batch")
     bar.step({"step": 3, "version": 4, "reward": 0.25})
@@ -179,3 +193,41 @@ def test_the_bar_has_a_word_for_each_of_the_loops_waits() -> None:
     assert task.completed == 4
     assert task.fields["waits"] == WAITS["wait_batch"]
     assert "0.250" in task.fields["reward"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_texts_of_a_batch_are_graded_again_if_wanted(
+    model: Path, tmp_path: Path, world: World, wanted: bool
+) -> None:
+    learner = kit.learner(model, tmp_path, world, grade_texts=wanted)
+    run, environment = learner.run, environment_for(learner.run)
+    info = SimpleNamespace(pool=kit.POOL, manager=kit.MANAGER.address)
+    facts = SimpleNamespace(run=run, info=info, domain=lambda _: kit.DOMAIN)
+    trainer = Trainer(learner, facts, None, None, threading.Event())  # type: ignore[arg-type]
+    groups = []
+    for group, index in enumerate((3, 5)):
+        problem = environment.problem(index)
+        prompt = environment.prompt_tokens(problem, 2, trainer.tokenizer)
+        texts = [f"..={problem.answer}", "..=zzz", "..=zzz", "..=zzz"]
+        groups.append(
+            tuple(
+                Rollout(
+                    problem.problem_id, group, sample, prompt, tokens, [-0.5] * len(tokens), 2,
+                    "end", 9, float(sample == 0),
+                )
+                for sample, tokens in enumerate(map(trainer.tokenizer.encode, texts))
+            )
+        )  # fmt: skip
+    batch = TrainingBatch(
+        Step(10), ZERO_DIGEST, tuple(groups), ((ZERO_DIGEST, 0), (ZERO_DIGEST, 1))
+    )
+    lines = trainer.texts(with_problems(batch, {ZERO_DIGEST: (3, 6)}), 10)
+    trainer.keeper.shutdown()
+    assert [line["verdict"] for line in lines] == ["accepted"] * 8
+    assert {line["staleness"] for line in lines} == {1}
+    first = [line["parts"].get("task_micro") for line in lines[:4]]
+    assert first == ([MICRO, 0, 0, 0] if wanted else [None] * 4)
+    assert all(not line["parts"] for line in lines[4:]), "it is another problem's answer"
+    shown = samples_text(lines[:1], lambda text, _: text)
+    assert shown.startswith("step 10, policy 9 (1 old), accepted, ")
+    assert ("task_micro 1000000" in shown) is wanted

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from prime_core import encoding
@@ -82,6 +82,9 @@ class TrainingBatch:
     alike: int = 0
     submissions: tuple[Digest, ...] = ()
     """Submissions of its files."""
+    problems: tuple[int | None, ...] = ()
+    """The environment's problem of each group, as the orchestrator says (None: it does not); on
+    rank 0 only, and not verified."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -96,6 +99,12 @@ class TrainingBatch:
             raise UntrustedError(
                 f"batch {self.step} holds group {number} of {sha256}, trained before"
             )
+
+
+def with_problems(batch: TrainingBatch, problems: Mapping[str, Sequence[int]]) -> TrainingBatch:
+    """The batch with the problem of each group; `problems`: those of each file, by its SHA-256."""
+    found = [dict(enumerate(problems.get(sha256, ()))).get(group) for sha256, group in batch.keys]
+    return replace(batch, problems=tuple(found))
 
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:

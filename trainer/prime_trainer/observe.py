@@ -54,7 +54,7 @@ WAITS = {
     "wait_kept": "waiting for the last checkpoint and publication",
     "snapshot": "copying the weights",
 }
-COLUMNS = ("reward", "parts", "finish", "tokens", "prompt", "turns")
+COLUMNS = ("reward", "parts", "verdict", "staleness", "finish", "tokens", "prompt", "turns")
 """Columns of the table of rollout texts, fields of a line of samples.jsonl."""
 TABLE = "rollouts"
 
@@ -137,6 +137,8 @@ def table_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         [
             f"{sample['reward']:.3f}",
             ", ".join(f"{name} {value}" for name, value in sorted(sample["parts"].items())),
+            str(sample["verdict"]),
+            str(sample["staleness"]),
             str(sample["finish"]),
             str(sample["tokens"]),
             str(sample["prompt"]),

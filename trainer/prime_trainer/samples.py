@@ -11,7 +11,7 @@ from prime_core.errors import UserError
 from prime_core.printing import printable
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
-from prime_envs.base import Grade, texts_of
+from prime_envs.base import Environment, Grade, texts_of
 from prime_envs.samples import Style, openai_messages, reward_text, sample_text
 from prime_envs.tools import TOOL_ERROR
 from prime_trainer.disk import whole_lines, writing
@@ -23,12 +23,20 @@ Row = TypeVar("Row")
 
 
 def sample_line(
-    step: int, rollout: Rollout, run: RunDefinition, tokenizer: Any, grade: Grade | None
+    step: int,
+    rollout: Rollout,
+    run: RunDefinition,
+    tokenizer: Any,
+    grade: Grade | None,
+    verdict: str = "",
 ) -> dict[str, Any]:
-    """A line of samples.jsonl. Without `grade` it has the reward and not its parts."""
+    """A line of samples.jsonl. Without `grade` it has the reward and not its parts. `verdict` on
+    its file; empty if no validator judges."""
     return {
         "step": step,
         "policy": rollout.policy_version,
+        "staleness": step - rollout.policy_version,
+        "verdict": verdict,
         "problem": rollout.problem_id,
         "target": rollout.target_length,
         "prompt": tokenizer.decode(list(rollout.prompt_tokens)),
@@ -43,6 +51,20 @@ def sample_line(
         "parts": dict(grade.parts) if grade else {},
         "reason": grade.reason if grade else "",
     }  # fmt: skip
+
+
+def graded_again(
+    row: Rollout, problem: int, environment: Environment, tokenizer: Any
+) -> Grade | None:
+    """The grade of a row that answers `problem` of the environment; None if the row asks something
+    else. Raises the errors of the environment."""
+    asked = environment.problem(problem)
+    prompt = environment.prompt_tokens(asked, row.target_length, tokenizer)
+    if (asked.problem_id, prompt) != (row.problem_id, list(row.prompt_tokens)):
+        return None
+    return environment.grade_output(
+        asked, row.target_length, row.output_tokens, tokenizer, row.spans
+    )
 
 
 def spread(rows: Sequence[Row], wanted: int) -> Sequence[Row]:
@@ -102,7 +124,10 @@ def chosen_samples(
 def samples_text(samples: Sequence[Mapping[str, Any]], style: Style) -> str:
     """The samples as text, separated by blank lines."""
     return "\n\n".join(
-        f"step {sample['step']}, policy {sample['policy']}, {printable(sample['problem'])}: "
+        f"step {sample['step']}, policy {sample['policy']} "
+        f"({sample['step'] - sample['policy']} old), "
+        + (f"{sample['verdict']}, " if sample.get("verdict") else "")
+        + f"{printable(sample['problem'])}: "
         f"{reward_text(sample['reward'], sample['parts'], sample['reason'])}\n"
         + sample_text(
             sample["prompt"],

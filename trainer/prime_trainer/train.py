@@ -48,8 +48,11 @@ from prime_core.errors import (
 )
 from prime_core.ids import Step
 from prime_core.messages import SubmissionInfo
+from prime_core.rollout import Rollout
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
+from prime_envs.base import Environment, Grade
+from prime_envs.registry import environment_for
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import Saving, TrainerState
 from prime_trainer.data import (
@@ -61,13 +64,14 @@ from prime_trainer.data import (
     decode_message,
     encode_message,
     verify_statement,
+    with_problems,
 )
 from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_batch
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of
 from prime_trainer.observe import Observers
 from prime_trainer.publish import Publisher, Publishing, publish_state, take_part
-from prime_trainer.samples import append_samples, sample_line, spread, tool_figures
+from prime_trainer.samples import append_samples, graded_again, sample_line, spread, tool_figures
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +111,10 @@ class Trainer:
         self.unsaved = 0
         """Batches since the last checkpoint."""
         self.recent: set[GroupKey] = set()
+        self.environment: Environment | None = None
+        """Grades samples again, if `grade_texts` is set."""
+        if self.world.leads and learner.settings.grade_texts:
+            self.environment = environment_for(facts.run)
         self.keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         self.kept: Future[Stopwatch] | None = None
         self.prefetcher: Prefetcher | None = None
@@ -148,6 +156,8 @@ class Trainer:
             if self.prefetcher is not None:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
+            if self.environment is not None:
+                self.environment.close()
         return state
 
     @property
@@ -208,7 +218,9 @@ class Trainer:
             with watch.timed("fetch"):
                 number = Step(verify_statement(answer.batch, step, self.rules).step)
                 fetch = fetcher(self.client, answer.urls, self.stop)
-                return assemble(answer.batch, step, self.rules, fetch)
+                return with_problems(
+                    assemble(answer.batch, step, self.rules, fetch), answer.problems
+                )
         except (MalformedError, UntrustedError, PolicyError) as error:
             return self.bad(number, error)
 
@@ -318,8 +330,25 @@ class Trainer:
         every = self.learner.settings.texts_every
         if isinstance(found, BadBatch) or not every or step % every or not self.world.leads:
             return []
-        rows = spread(found.rollouts, SAMPLES)
-        return [sample_line(step, row, self.learner.run, self.tokenizer, None) for row in rows]
+        run, rows = self.learner.run, found.rollouts
+        lines = []
+        for number in spread(range(len(rows)), SAMPLES):
+            row, problems = rows[number], found.problems
+            problem = problems[number // run.samples_per_group] if problems else None
+            grade = self.graded(row, problem)
+            lines.append(sample_line(step, row, run, self.tokenizer, grade, "accepted"))
+        return lines
+
+    def graded(self, row: Rollout, problem: int | None) -> Grade | None:
+        """Grades a row again, if `grade_texts` is set; None if its problem is not known, or is not
+        what the row answers. `problem`: its number in the environment."""
+        if self.environment is None or problem is None:
+            return None
+        try:
+            return graded_again(row, problem, self.environment, self.tokenizer)
+        except PrimeError as error:
+            log.warning("a sample is not graded again: %s", error)
+            return None
 
     def take_part(self, training: str) -> Part:
         """This rank's part of the present weights; a collective operation."""

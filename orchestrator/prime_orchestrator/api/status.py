@@ -8,6 +8,8 @@ from itertools import islice, pairwise
 from typing import Literal
 
 from prime_chain.networks import NETWORKS
+from prime_core import seeds
+from prime_core.batch import BatchManifest
 from prime_core.errors import NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
@@ -226,6 +228,30 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
         )
         for row, outcome in rows
     ]
+
+
+def batch_problems(backend: Backend, manifest: BatchManifest) -> dict[str, tuple[int, ...]]:
+    """Returns the environment's problem of each group of a batch's files, by the file's SHA-256;
+    files of archived leases are left out."""
+    with backend.store.read() as connection:
+        runs = revisions.history(connection, backend.context)
+        named = [Digest(file.submission_digest) for file in manifest.files]
+        files = submissions.those(connection, named)
+        known = leases.those(connection, [row.lease_digest for row in files.values()])
+    found = {}
+    for row in files.values():
+        lease = known.get(row.lease_digest)
+        if lease is not None:
+            run, opening = runs.at(lease.step), lease.signed().opening
+            seed = None if opening is None else opening.problems
+            found[str(row.sha256)] = tuple(
+                seeds.problem_indices(
+                    seed or seeds.lease_seed(lease.digest),
+                    run.groups_per_lease,
+                    run.environment.train_size,
+                )
+            )
+    return found
 
 
 def _infos(

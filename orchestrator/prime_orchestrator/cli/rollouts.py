@@ -41,6 +41,15 @@ Model = Annotated[
     Path | None, typer.Option(help="Model folder of the run, whose tokenizer decodes the texts.")
 ]
 
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--grade",
+        help="Grade again by the run's environment, to show what rewards are made of; answers that "
+        "are programs run in its sandbox.",
+    ),
+]
+
 
 @app.command("list")
 @with_objects
@@ -113,13 +122,7 @@ def show(
     row: Annotated[int | None, typer.Option(min=0, help="Only this row.")] = None,
     most: Annotated[int, typer.Option(min=1, max=4096, help="At most so many rows.")] = 8,
     model: Model = None,
-    grade: Annotated[
-        bool,
-        typer.Option(
-            help="Grade again by the run's environment, to show what rewards are made of; answers "
-            "that are programs run in its sandbox."
-        ),
-    ] = False,
+    grade: Again = False,
     json_output: Json = False,
 ) -> None:
     """A rollout file: its verdict, what became of its groups, texts and rewards of its rows."""
@@ -128,8 +131,7 @@ def show(
     from prime_orchestrator.store import backup
     from prime_verify.rollout_file import FileError
 
-    if grade and model is None:
-        raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
+    _require_model(grade, model)
     with options.pool() as (settings, store):
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
@@ -172,6 +174,11 @@ def show(
         typer.echo(f"\n{rows - len(samples)} more rows: --row N or --most {rows}")
     if tokenizer is None and samples:
         typer.echo("\nTexts need the run's tokenizer: --model FOLDER")
+
+
+def _require_model(grade: bool, model: Path | None) -> None:
+    if grade and model is None:
+        raise UserError("--grade needs the run's tokenizer", hint="add --model FOLDER")
 
 
 def _file_text(one: FileFacts, detail: str, damage: str) -> str:
@@ -220,12 +227,14 @@ def export(
         bool, typer.Option("--accepted/--all", help="Accepted files, or those of any verdict.")
     ] = True,
     model: Model = None,
+    grade: Again = False,
     json_output: Json = False,
 ) -> None:
     """Rollouts as one Parquet file (columns: docs/tutorial.md), with texts if --model is given."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
+    _require_model(grade, model)
     wanted = _wanted(since, "accepted" if accepted else None, node)
     target = out / "rollouts.parquet" if out.is_dir() else out
     with options.pool() as (settings, store):
@@ -241,6 +250,7 @@ def export(
                 target.absolute(),
                 wanted,
                 tokenizer=tokenizer,
+                grade=grade,
                 begins=lambda total: bar.update(task, total=total),
                 went=lambda files: bar.advance(task, files),
             )

@@ -134,14 +134,15 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
     def batch(step: str, request: Signed = trainer) -> Response:
         """The first sealed batch from number `step` on, with a signed URL for each of its
-        objects."""
+        objects, and its groups' problems."""
         signed = _sealed(backend, step, batches.first_from).signed()
         expires = int(backend.now()) + BATCH_URL_SECONDS
         names = {name for file in signed.manifest.files for name in (file.sha256, file.table)}
         urls: dict[str, str] = {
             name: backend.objects.signed_get(digest_key(name), expires) for name in sorted(names)
         }
-        return answer(BatchAnswer(batch=signed, urls=urls))
+        problems = status.batch_problems(backend, signed.manifest)
+        return answer(BatchAnswer(batch=signed, urls=urls, problems=problems))
 
     @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
     def manifest(step: str) -> Response:
