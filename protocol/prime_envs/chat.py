@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,21 @@ def _compiled(text: str) -> Template:
         raise UserError(f"the chat template cannot be parsed: {error}", hint=_HINT) from error
 
 
-def render(text: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
+def render(
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Renders the conversation as text, up to where the model's answer begins.
 
-    `text` is the template; `special` the tokenizer's special tokens by name (bos_token …). Raises
-    UserError if the template is not deterministic or cannot render these messages.
+    `text` is the template; `special` the tokenizer's special tokens by name (bos_token …); `tools`
+    are schemas in OpenAI's format. Raises UserError if the template is not deterministic or cannot
+    render these messages.
     """
     try:
         return _compiled(text).render(
-            **special, messages=messages, tools=None, documents=None, add_generation_prompt=True
+            **special, messages=messages, tools=tools, documents=None, add_generation_prompt=True
         )
     except UserError:
         raise
@@ -172,6 +178,47 @@ def prompt_tokens(chat: Chat, question: str, target_length: int, tokenizer: Any)
 def _plain(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text whose special tokens are not parsed."""
     return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Code points that Unicode keeps out of texts."""
+_NO_CHARACTER = re.compile(f"[\ud800-\udfff{_BEGIN}{_END}]")
+_MARKED = re.compile(f"[^{_BEGIN}{_END}]*(?:{_BEGIN}[^{_BEGIN}{_END}]*{_END}[^{_BEGIN}{_END}]*)*")
+
+
+def tokens_with_plain_words(
+    written: Callable[[Callable[[str], str]], str], tokenizer: Any
+) -> tuple[int, ...]:
+    """The tokens of a text that contains words of others, whose special tokens are not parsed.
+
+    `written(mark)` is the text, in which `mark` was applied to all words of others. Raises
+    UserError if they contain a code point that is no character, or if the text around words with
+    special tokens depends on them (other than by trimming).
+    """
+
+    def checked(words: str) -> str:
+        if _NO_CHARACTER.search(words):
+            raise UserError("a text has a code point that is no character")
+        return words
+
+    def marked(words: str) -> str:
+        parsed = tokenizer.encode(words, add_special_tokens=False)
+        return words if _plain(tokenizer, words) == parsed else f"{_BEGIN}{words}{_END}"
+
+    whole = written(checked)
+    for mark in (marked, lambda words: marked(words.strip())):
+        pieces = re.split(f"[{_BEGIN}{_END}]", text := written(mark))
+        if "".join(pieces) == whole and _MARKED.fullmatch(text):
+            return tuple(
+                token
+                for number, piece in enumerate(pieces)
+                for token in (
+                    _plain(tokenizer, piece)
+                    if number % 2
+                    else tokenizer.encode(piece, add_special_tokens=False)
+                )
+            )
+    raise UserError("the chat template's text around a message depends on it", hint=_HINT)
 
 
 _ANSWER, _OBSERVATION = "the-answer-of-the-model", "the-words-of-the-environment"

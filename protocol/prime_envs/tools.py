@@ -69,8 +69,8 @@ def first_call(text: str, conversation: Conversation) -> ToolCall | None:
     if conversation.calls == "hermes-1":
         return _hermes_call(text)
     if conversation.calls == "fence-1":
-        return _fenced_call(text, _word(conversation.tools[0])) if conversation.tools else None
-    return _tagged_call(text, [_word(name) for name in conversation.tools])
+        return _fenced_call(text, tool_word(conversation.tools[0])) if conversation.tools else None
+    return _tagged_call(text, [tool_word(name) for name in conversation.tools])
 
 
 def answer(
@@ -81,7 +81,7 @@ def answer(
     calls = [first_call(turn, conversation) for turn in turns]
     if calls[-1] is None:
         return None
-    names = {_word(name): name for name in conversation.tools}
+    names = {tool_word(name): name for name in conversation.tools}
     last = calls[-1]
     problem = _problem(last, names)
     if problem:
@@ -125,7 +125,7 @@ def load_tools(conversation: Conversation) -> SearchIndex | None:
     remote = () if conversation.gateway is None else conversation.gateway.tools
     known = sorted({*TOOLS, SEARCH, *remote})
     for name in remote:
-        if name not in conversation.tools or name in {*TOOLS, SEARCH} or not _word(name):
+        if name not in conversation.tools or name in {*TOOLS, SEARCH} or not tool_word(name):
             raise UserError(
                 f"conversation.gateway.tools names {name!r}, which must be one of "
                 "conversation.tools, have a version, and be no built-in tool",
@@ -142,7 +142,7 @@ def load_tools(conversation: Conversation) -> SearchIndex | None:
         from prime_envs.python_wasm import require_python
 
         require_python()
-    words = [_word(name) for name in conversation.tools]
+    words = [tool_word(name) for name in conversation.tools]
     if len(set(words)) < len(words):
         raise UserError("conversation.tools names one tool in two versions")
     if (SEARCH in conversation.tools) != (conversation.corpus is not None):
@@ -153,7 +153,7 @@ def load_tools(conversation: Conversation) -> SearchIndex | None:
     return None if conversation.corpus is None else load_index(conversation.corpus)
 
 
-def _word(name: str) -> str:
+def tool_word(name: str) -> str:
     """The tool name that the model writes, without the version."""
     return name.rpartition("-")[0]
 

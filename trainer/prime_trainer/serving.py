@@ -23,104 +23,34 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UserError
-from prime_core.run import Chat, RunDefinition
+from prime_core.run import Chat, Conversation, RunDefinition
 from prime_core.waiting import StoppedError
 from prime_engine.base import Engine, Generation, GenerationRequest
 from prime_envs.base import decode_output
-from prime_envs.chat import messages_of
 from prime_trainer.loading import require_model_folder
-from prime_trainer.talk import chat_of, rendered
+from prime_trainer.openai_requests import (
+    SEEDS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingRequest,
+    calls_in,
+    chat_tokens,
+)
+from prime_trainer.talk import chat_of
 
 LEAST_TEMPERATURE = 0.01
-SEEDS = 1 << 62
 GRACE_SECONDS = 5
-_NEUTRAL: dict[str, Any] = {
-    "top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
-    "repetition_penalty": 1, "logit_bias": {}, "logprobs": False, "echo": False, "best_of": 1,
-    "suffix": "", "tools": [], "functions": [], "response_format": {"type": "text"},
-}  # fmt: skip
-"""Parameters of the API that are not supported, and the value that asks for nothing."""
-
-
-class _Sampling(BaseModel):
-    """Parameters that both kinds of completion have. Unknown parameters are ignored, but a known
-    one that would change the answer is refused."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=100)
-    seed: int | None = Field(default=None, ge=0, lt=SEEDS)
-    n: int = Field(default=1, ge=1, le=128)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: dict[str, bool] | None = None
-
-    @model_validator(mode="after")
-    def _supported(self) -> _Sampling:
-        for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                raise ValueError(f"{name} is not supported: sampling is by temperature only")
-        return self
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings that are not empty."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
-
-
-class Part(BaseModel):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[Part]
-
-    def plain(self) -> dict[str, str]:
-        """As the chat template expects it."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
-
-
-class ChatRequest(_Sampling):
-    """Body of /v1/chat/completions. `budget` is an extension: tokens of thinking to ask for."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    budget: int | None = Field(default=None, ge=0)
-
-
-class CompletionRequest(_Sampling):
-    """Body of /v1/completions."""
-
-    prompt: str | list[int] | list[str] | list[list[int]]
-
-    def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, each as text or tokens. Raises MalformedError if there are none."""
-        given = self.prompt
-        if not given:
-            raise MalformedError("the prompt is empty")
-        if isinstance(given, str):
-            return [given]
-        return [given] if isinstance(given[0], int) else given
+Calls = Callable[[str], list[Any]]
+"""The text of an answer → the calls of tools in it, in OpenAI's format."""
 
 
 @dataclass
@@ -224,7 +154,8 @@ class Spoken:
 @dataclass(frozen=True)
 class Served:
     """The policy that is served and how it is asked. `chat` is None for a model without a chat
-    template; `budget` None leaves the sentence about the budget out."""
+    template; `conversation` is the run's, whose tools the policy may know; `budget` None leaves the
+    sentence about the budget out."""
 
     name: str
     engine: Engine
@@ -232,6 +163,7 @@ class Served:
     chat: Chat | None = None
     budget: int | None = None
     max_tokens: int = 512
+    conversation: Conversation | None = None
 
     def require(self, model: str | None) -> None:
         """Raises NotFoundError if a request names another model."""
@@ -239,20 +171,12 @@ class Served:
             raise NotFoundError(f"the model {model!r} is not served here; {self.name!r} is")
 
     def chat_prompt(self, asked: ChatRequest) -> tuple[int, ...]:
-        """The tokens that ask a conversation. A system message replaces the run's system prompt;
-        the budget's sentence is added to either. Raises UserError, MalformedError."""
-        chat, messages = self.chat, [message.plain() for message in asked.messages]
-        if chat is None:
+        """The tokens that ask a conversation; see openai_requests.chat_tokens. Raises its errors,
+        and UserError for a model without a chat template."""
+        if self.chat is None:
             raise UserError("the model has no chat template", hint="ask /v1/completions")
-        if messages[0]["role"] == "system":
-            chat = chat.model_copy(update={"system": messages.pop(0)["content"]})
-        if not messages or messages[0]["role"] != "user":
-            raise MalformedError("a conversation begins with a system or a user message")
         budget = self.budget if asked.budget is None else asked.budget
-        if budget is None:
-            chat = chat.model_copy(update={"budget": ""})
-        first = messages_of(chat, messages[0]["content"], budget or 0)
-        return rendered(self.engine.tokenizer, first + messages[1:])
+        return chat_tokens(asked, self.chat, self.conversation, budget, self.engine.tokenizer)
 
     def raw_prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
         """The tokens of raw prompts, without special tokens, as runs encode them."""
@@ -262,7 +186,7 @@ class Served:
             for one in asked.prompts()
         ]
 
-    def jobs(self, prompts: Sequence[tuple[int, ...]], asked: _Sampling) -> list[_Listener]:
+    def jobs(self, prompts: Sequence[tuple[int, ...]], asked: SamplingRequest) -> list[_Listener]:
         """Passes `n` rows per prompt to the engine; returns their listeners in order."""
         limit = asked.max_tokens or self.max_tokens
         greedy = asked.temperature < LEAST_TEMPERATURE
@@ -342,7 +266,11 @@ def application(served: Served) -> FastAPI:
     async def chat(asked: ChatRequest) -> Response:
         served.require(asked.model)
         asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
-        return await _answer(served, [served.chat_prompt(asked)], asked, "chat.completion")
+
+        def calls(text: str) -> list[Any]:
+            return calls_in(text, asked, served.conversation)
+
+        return await _answer(served, [served.chat_prompt(asked)], asked, "chat.completion", calls)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest) -> Response:
@@ -354,6 +282,10 @@ def application(served: Served) -> FastAPI:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
         return _refusal(400, f"{where}: {first['msg']}" if where else first["msg"])
+
+    @app.exception_handler(HTTPException)
+    async def _no_such_page(request: Request, error: HTTPException) -> JSONResponse:
+        return _refusal(error.status_code, str(error.detail))
 
     @app.exception_handler(PrimeError)
     async def _expected(request: Request, error: PrimeError) -> JSONResponse:
@@ -391,9 +323,13 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 async def _answer(
-    served: Served, prompts: Sequence[tuple[int, ...]], asked: _Sampling, kind: str
+    served: Served,
+    prompts: Sequence[tuple[int, ...]],
+    asked: SamplingRequest,
+    kind: str,
+    calls: Calls = lambda _text: [],
 ) -> Response:
-    """The response to one request; `kind` is its `object`."""
+    """The response to one request; `kind` is its `object`, `calls` finds the calls in an answer."""
     if asked.stream and len(prompts) * asked.n > 1:
         raise MalformedError("a stream has one answer: ask with n = 1 and one prompt")
     listeners = served.jobs(prompts, asked)
@@ -408,21 +344,30 @@ async def _answer(
         pieces = listeners[0].pieces()
         first = await anext(pieces)  # a refused request is an error status, not a stream
         usage = bool((asked.stream_options or {}).get("include_usage"))
-        events = _events(first, pieces, head, read if usage else None)
+        events = _events(first, pieces, head, read if usage else None, calls)
         return StreamingResponse(events, media_type="text/event-stream")
     spoken = await asyncio.gather(*(listener.whole() for listener in listeners))
     choices = [
-        {"index": number, **_text(kind, one.text), "finish_reason": one.finish, "logprobs": None}
+        {"index": number, **_choice(kind, one, calls(one.text)), "logprobs": None}
         for number, one in enumerate(spoken)
     ]
     usage_of = _usage(read, sum(one.tokens for one in spoken))
     return JSONResponse({**head, "choices": choices, "usage": usage_of})
 
 
-def _text(kind: str, text: str) -> dict[str, Any]:
+def _choice(kind: str, spoken: Spoken, calls: list[Any]) -> dict[str, Any]:
+    """An answer, and why it ended."""
     if kind == "text_completion":
-        return {"text": text}
-    return {"message": {"role": "assistant", "content": text}}
+        return {"text": spoken.text, "finish_reason": spoken.finish}
+    message = {"role": "assistant", "content": spoken.text}
+    return {
+        "message": {**message, **({"tool_calls": calls} if calls else {})},
+        "finish_reason": _finish(spoken, calls),
+    }
+
+
+def _finish(spoken: Spoken, calls: list[Any]) -> str | None:
+    return "tool_calls" if calls and spoken.finish == "stop" else spoken.finish
 
 
 def _usage(read: int, written: int) -> dict[str, int]:
@@ -434,18 +379,31 @@ def _usage(read: int, written: int) -> dict[str, int]:
 
 
 async def _events(
-    first: Spoken, rest: AsyncIterator[Spoken], head: dict[str, Any], read: int | None
+    first: Spoken,
+    rest: AsyncIterator[Spoken],
+    head: dict[str, Any],
+    read: int | None,
+    calls: Calls,
 ) -> AsyncIterator[str]:
-    """The server-sent events of a streamed answer; `read`: prompt tokens, if usage is wanted."""
+    """The server-sent events of a streamed answer; `read`: prompt tokens, if usage is wanted. Calls
+    are in the last piece."""
     chat = head["object"] == "chat.completion"
     head = {**head, "object": "chat.completion.chunk" if chat else head["object"]}
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
+    said: list[str] = []
+
     def choice(piece: Spoken, role: dict[str, str]) -> list[dict[str, Any]]:
-        text = {"delta": {**role, "content": piece.text}} if chat else {"text": piece.text}
-        return [{"index": 0, **text, "finish_reason": piece.finish}]
+        said.append(piece.text)
+        if not chat:
+            return [{"index": 0, "text": piece.text, "finish_reason": piece.finish}]
+        found = calls("".join(said)) if piece.finish is not None else []
+        delta: dict[str, Any] = {**role, "content": piece.text}
+        if found:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(found)]
+        return [{"index": 0, "delta": delta, "finish_reason": _finish(piece, found)}]
 
     last = first
     yield event(choice(first, {"role": "assistant"}))
@@ -527,7 +485,8 @@ def serve(
         try:
             template = engine.tokenizer.chat_template is not None
             chat = chat_of(run, engine, system) if template else None
-            served = Served(name, engine, Batcher(engine), chat, budget, max_tokens)
+            talk = None if run is None else run.conversation
+            served = Served(name, engine, Batcher(engine), chat, budget, max_tokens, talk)
             with listening(served, address):
                 shown = f"[{host}]" if ":" in host else host
                 say(f"http://{shown}:{address.getsockname()[1]}/v1", served)

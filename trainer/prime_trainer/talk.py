@@ -32,7 +32,11 @@ def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Ch
     return chat if system is None else chat.model_copy(update={"system": system})
 
 
-def rendered_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def rendered_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """A conversation in the model's own template, up to where its answer begins. Raises UserError
     if the template cannot render it."""
     special = {
@@ -40,7 +44,7 @@ def rendered_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
         for name, token in tokenizer.special_tokens_map.items()
         if not isinstance(token, list)
     }
-    return render(tokenizer.chat_template, messages, special)
+    return render(tokenizer.chat_template, messages, special, tools)
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
