@@ -5,7 +5,7 @@ seconds of a change, the fewest of several changes. `node_death_s`: from a node'
 its ejection from scheduling, next to nodes that go on beating. `rpc_calls_min_idle`: requests of an
 idle `orchestrator serve` to its RPC endpoint, on a chain with a block every two seconds and with
 the pauses that are the default on Base. `rpc_calls_min_node`: those of a node that works, after its
-first accepted file.
+first accepted file. Epochs take an hour, as on a public chain.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from devnet.network import Network
 from devnet.plan import NodePlan, Plan
 from devnet.processes import Child
 from prime_chain.networks import BASE
+from prime_core.deployment import Periods
 from prime_core.messages import Heartbeat
 from prime_envs.definition import DEATH_SECONDS
 from prime_orchestrator.store import schema
@@ -159,7 +160,7 @@ def rpc_rows(quick: bool) -> list[Row]:
     seconds = 24.0 if quick else IDLE_SECONDS
     node = NodePlan("honest-1")
     with tempfile.TemporaryDirectory(prefix="bench-idle-") as folder:
-        network = _Counted(Plan(root=Path(folder), nodes=(node,), validators=1))
+        network = _Counted(Plan(root=Path(folder), nodes=(node,), validators=1, periods=Periods()))
         try:
             network.start_chain()
             network.create_pool()
@@ -186,7 +187,7 @@ def rpc_rows(quick: bool) -> list[Row]:
         Row("rpc_calls_min_idle", idle, "RPC requests a minute of an idle serve",
             bar=None if quick else 60),
         Row("rpc_calls_min_node", working,
-            "RPC requests a minute of a node that works: it looks whether its work is paid",
+            "RPC requests a minute of a node that works, between two reads of what is owed to it",
             bar=None if quick else 0),
     ]  # fmt: skip
 

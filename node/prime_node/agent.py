@@ -222,7 +222,10 @@ class Agent:
         if link is None:
             return None
         read = BackingReader(link, self._new_api, self._signer.address)
-        return UnpaidWork(spool, self._signer.address, self._settings.max_unpaid_wei, read)
+        return UnpaidWork(
+            spool, self._signer.address, self._settings.max_unpaid_wei, read,
+            calm_seconds=link.deployment.periods.epoch_length / 4,
+        )  # fmt: skip
 
     def _pool_is_checked(self, link: Link, api: NodeApi) -> bool:
         """Checks the orchestrator's statements about the pool against the chain; returns False if

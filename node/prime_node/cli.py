@@ -135,7 +135,7 @@ def join(
     worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
-    """Join the pool and work until stopped (Ctrl-C or SIGTERM ends it cleanly)."""
+    """Join the pool and work until SIGTERM or Ctrl-C."""
     from prime_node.agent import Agent
     from prime_node.fingerprint import use_gpus
     from prime_node.wallet import open_provider, open_wallet
@@ -168,7 +168,7 @@ def plan(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say whether a model fits on cards in bf16, and with which settings. Needs no card.
+    """Say whether a model fits on cards, and with which settings. In bf16; needs no card.
 
     Exit status 64 if it fits on none of them.
     """
@@ -201,7 +201,7 @@ def doctor(
     runtime: Annotated[str | None, typer.Option(help="docker or process.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check what this machine has and lacks; every failure names its fix."""
+    """Check this machine. Every failure names its fix."""
     from prime_core.doctor import show
     from prime_node.doctor import examine
 
@@ -224,7 +224,7 @@ def verify(
     dtype: ReplayDtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """What a validator would find in a rollout file, by the validator's own code; sends nothing."""
+    """Judge a rollout file as a validator would. Sends nothing."""
     from prime_node.preflight import verify as preflight
 
     found = preflight(
@@ -253,7 +253,7 @@ def status(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What the agent in this data folder does, and what the pool counts of its node."""
+    """Show what the agent does and what the pool counts of its node."""
     from prime_chain.amounts import prime
     from prime_node.overview import fetch_sentence, overview
 
@@ -284,7 +284,7 @@ def status(
 def leave(
     settings: Settings, node: NodeFlag = None, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
-    """Stop the agent here, take the node out of the pool, end its sessions.
+    """Stop the agent and take the node out of the pool. Ends its sessions.
 
     The agent first gives its open leases back and delivers what is finished.
     With an owner's wallet it takes all nodes of the owner out, or the one of --node.

@@ -267,8 +267,8 @@ def dispute(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Dispute a slash proposal about a node of this owner: three jurors of the court judge it, or
-    the arbiter while fewer than seven jurors count.
+    """Dispute a slash proposal. Three jurors of the court judge it, or the arbiter while
+    fewer than seven jurors count.
 
     Costs a deposit, which is lost if they find the same. First: prime-node audit replay. The court
     needs what an --orchestrator or a mirror named on chain serves; if none serves it, --arbiter
@@ -304,8 +304,8 @@ def appeal(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Ask the arbiter to have a file of this owner's node paid that was rejected, void or not
-    judged. Once a file, within validity and slash window after its root; no deposit.
+    """Ask the arbiter to have an unpaid file paid. It was rejected, void or not judged. Once a
+    file, within validity and slash window after its root; no deposit.
 
     See why it was not paid: prime-node audit show SUBMISSION. Granted amounts come with the next
     reward root. Against a slash: prime-node dispute.

@@ -6,7 +6,8 @@
 
 A reward root on chain that gives the node less in all than its own files earned is logged once.
 
-The chain is read in a thread. While it cannot be read, the limits are unknown and work goes on.
+A thread reads the chain: each CHECK_SECONDS while more than half of a limit is owed, and seldom
+otherwise. While the chain cannot be read, the limits are unknown and work goes on.
 """
 
 from __future__ import annotations
@@ -75,10 +76,17 @@ def shortfall(cumulative: int, own: int) -> str:
 
 
 class UnpaidWork:
-    """Thread-safe. `read` reads the chain; it raises PrimeError if it cannot. `limit` in wei."""
+    """Thread-safe. `read` reads the chain; it raises PrimeError if it cannot. `limit` in wei.
+    `calm_seconds`: between two reads while at most half of a limit is owed."""
 
     def __init__(
-        self, spool: Spool, node: Address, limit: int | None, read: Callable[[], Backing]
+        self,
+        spool: Spool,
+        node: Address,
+        limit: int | None,
+        read: Callable[[], Backing],
+        *,
+        calm_seconds: float = CHECK_SECONDS,
     ) -> None:
         self._spool = spool
         self._node = node
@@ -88,12 +96,16 @@ class UnpaidWork:
         self._backing: Backing | None = None
         self._paused = False
         self._lock = threading.Lock()
+        self._calm_seconds = max(calm_seconds, CHECK_SECONDS)
+        self._read_soon = threading.Event()
+        """Set while the limits are unknown or more than half of one is owed, and by `stop`."""
         self._stop = threading.Event()
         self.thread = WatchedThread("unpaid", self._work)
 
     def stop(self, timeout: float) -> None:
         """Stops the thread after the current read, waiting at most `timeout` seconds."""
         self._stop.set()
+        self._read_soon.set()
         if self.thread.is_alive():
             self.thread.join(timeout)
 
@@ -111,6 +123,8 @@ class UnpaidWork:
         if backing is not None:
             owed = self._spool.worth_since(backing.settled_until)
             why = objection(owed, self._limit, backing.money)
+            if objection(2 * owed, self._limit, backing.money):
+                self._read_soon.set()
         with self._lock:
             changed, self._paused = self._paused != bool(why), bool(why)
         if changed:
@@ -121,6 +135,7 @@ class UnpaidWork:
         """Reads the chain once."""
         try:
             backing = self._backing = self._read()
+            self._read_soon.clear()
             why = shortfall(
                 backing.cumulative, self._spool.worth_before(backing.included_until, self._node)
             )
@@ -128,6 +143,7 @@ class UnpaidWork:
             if self._backing is not None:
                 log.warning("unpaid work is not compared with the chain: %s; work goes on", error)
             self._backing = None
+            self._read_soon.set()
             return
         if why and why != self._short:
             log.warning("%s", why)
@@ -136,7 +152,8 @@ class UnpaidWork:
     def _work(self) -> None:
         while not self._stop.is_set():
             self.check()
-            self._stop.wait(CHECK_SECONDS)
+            if not self._stop.wait(CHECK_SECONDS):
+                self._read_soon.wait(self._calm_seconds - CHECK_SECONDS)
 
 
 class BackingReader:

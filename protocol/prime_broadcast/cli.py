@@ -65,7 +65,8 @@ def serve_command(
     once: Annotated[bool, typer.Option(help="Publish and end without serving.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Publish FOLDER as the next version (unless it is the last one) and serve all versions."""
+    """Publish FOLDER as the next version, and serve all versions. A folder equal to the last
+    version is not published again."""
     from prime_broadcast.bars import work_bar
     from prime_broadcast.manifest import total_size
     from prime_broadcast.publish import publish_next
@@ -110,7 +111,7 @@ def relay_command(
     pool: PoolNumber = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Serve what UPSTREAM serves, chunk by chunk as it arrives, after checking it."""
+    """Serve what UPSTREAM serves. Each chunk is served as soon as it is checked."""
     from prime_broadcast.client import read_index
     from prime_broadcast.relay import Relay, RelayEvent
     from prime_broadcast.server import Serving
@@ -157,7 +158,7 @@ def fetch_command(
     patience: Annotated[float, typer.Option(help="Seconds without progress.", min=1)] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a version into DEST/<version>: by deltas from versions there where that is cheaper."""
+    """Fetch a version into DEST/<version>. By deltas where that is cheaper."""
     from prime_broadcast.bars import transfer_bar
     from prime_broadcast.chunks import PER_SOURCE
     from prime_broadcast.client import fetch, look_up

@@ -22,7 +22,8 @@ def new(
     light: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a new key and write it, encrypted, to a keystore v3 file (never overwritten)."""
+    """Write a new key to an encrypted keystore v3 file. An existing file is never
+    overwritten."""
     from prime_chain.keystore import create_keystore, read_password
     from prime_core.errors import UserError
 

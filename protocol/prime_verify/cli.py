@@ -64,7 +64,7 @@ def prove(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Generate the rows of a lease, prove them, and write the rollout file."""
+    """Generate and prove the rows of a lease into a rollout file."""
     from prime_envs.registry import environment_for
     from prime_verify.build import build_rollout_file
     from prime_verify.engines import load_engine
@@ -92,7 +92,7 @@ def verify(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Judge a rollout file: every check that a pool's validator makes, on freshly drawn rows."""
+    """Judge a rollout file. Makes every check of a pool's validator, on freshly drawn rows."""
     from prime_core.ids import digest
     from prime_core.rollout import MAX_FILE_BYTES
     from prime_core.verdict import Outcome

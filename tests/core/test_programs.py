@@ -64,6 +64,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 def test_every_command_has_short_help(
     program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     app = importlib.import_module(program.module).app
     found = set(commands(typer.main.get_command(app))) - HANDED_ON
     for words in sorted(found):
@@ -71,6 +72,8 @@ def test_every_command_has_short_help(
         shown = capsys.readouterr()
         assert shown.out.lstrip().startswith(f"Usage: {' '.join([program.name, *words])}"), words
         assert shown.err == ""
+        lines = shown.out.partition("Commands:\n")[2].splitlines()
+        assert not [line for line in lines if line.endswith("...")], "cut at 80 columns"
 
 
 @pytest.mark.parametrize(

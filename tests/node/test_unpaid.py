@@ -147,6 +147,35 @@ def test_a_chain_that_cannot_be_read_stops_no_work(
     assert asked(kit).lease is not None
 
 
+def test_the_chain_is_read_again_soon_once_half_of_a_limit_is_owed(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_node.unpaid.CHECK_SECONDS", 0.0)
+    reads = threading.Semaphore(0)
+
+    def read() -> Backing:
+        reads.release()
+        return Backing(0, 2 * WORTH)
+
+    unpaid = UnpaidWork(kit.spool, NODE.address, None, read, calm_seconds=3600.0)
+    unpaid.check()
+    assert reads.acquire(blocking=False)
+    unpaid.thread.start()
+    assert reads.acquire(timeout=60)
+    delivered(kit)
+    assert not unpaid.why_not()
+    assert not unpaid._read_soon.is_set(), "half of the pool's money is owed"
+    delivered(kit)
+    for _ in range(600):
+        assert not unpaid.why_not(), "the money covers it"
+        if reads.acquire(timeout=0.1):
+            break
+    else:
+        pytest.fail("the chain was not read again")
+    unpaid.stop(60)
+    assert not unpaid.thread.is_alive(), "it ends also while it waits for the next read"
+
+
 def test_a_file_that_was_not_accepted_is_not_owed(kit: Kit) -> None:
     unpaid, _ = limited(kit, Backing(0, ETHER), limit=1)
     received_at = delivered(kit)

@@ -164,7 +164,7 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
 ) -> None:
-    """Train until stopped (SIGTERM ends cleanly; killed, it resumes exactly).
+    """Train until SIGTERM. A killed run resumes exactly.
 
     `trainer run @ FILE` is `trainer run --config FILE`; flag > environment > file > default.
     """
@@ -195,7 +195,7 @@ def plan(
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Memory, traffic and computing time of a training step, simulated without weights or GPUs."""
+    """Plan memory, traffic and time of a step. Simulated without weights or GPUs."""
     from prime_core.run_file import read_run
     from prime_trainer.config import load
     from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans, plan_table
@@ -247,7 +247,7 @@ def local(
     ] = False,
     cassette: CassetteFile = None,
 ) -> None:
-    """Train from a run's TOML in this process: no chain, no keys, no pool.
+    """Train in this process, without chain, keys or pool.
 
     Ctrl-C keeps the state and ends with exit code 130; a second one ends at once.
     """
@@ -281,7 +281,7 @@ def samples(
     count: Annotated[int, typer.Option(min=1, help="At most so many.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Prompts and answers of a run with rewards and, of a local run, their parts."""
+    """Show a run's prompts and answers with their rewards."""
     from prime_envs.samples import styled
     from prime_trainer.samples import chosen_samples, samples_text
 
@@ -307,7 +307,7 @@ def chat(
     device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a question.")] = False,
 ) -> None:
-    """Talk to a policy: one question a line from the terminal or standard input."""
+    """Talk to a policy. One question a line, from the terminal or standard input."""
     from prime_core.printing import printable
     from prime_envs.samples import styled
     from prime_trainer.talk import Answering, answers, start
@@ -348,7 +348,7 @@ def serve(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Serve a policy with an OpenAI-compatible API, until SIGTERM or Ctrl-C.
+    """Serve a policy with an OpenAI-compatible API.
 
     It asks for no key: bind an address other than the loopback one only behind a proxy that does.
     """
@@ -433,7 +433,8 @@ def evaluate(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Reward, pass@1 and pass@k on held-out problems, by environment and budget, with intervals.
+    """Measure reward and pass@k on held-out problems. By environment and budget, with
+    intervals.
 
     With --answers, the same command goes on where an earlier one stopped.
     """
@@ -493,7 +494,8 @@ def benchmark(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """A model's score on a public benchmark, whose file you supply, next to published figures.
+    """Score a model on a public benchmark. You supply its file; published figures are shown
+    next to it.
 
     With --answers, the same command goes on where an earlier one stopped. See docs/benchmarks.md.
     """
@@ -545,7 +547,7 @@ def follow(
     tensorboard: TensorBoard = None,
     tracker: Tracker = None,
 ) -> None:
-    """Evaluate a pool's policies on held-out problems while it trains, on any machine.
+    """Evaluate a pool's policies while it trains, on any machine.
 
     Needs no key. Ctrl-C ends it; the same command goes on where it stopped.
     """
@@ -594,7 +596,8 @@ def filter_(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Keep the tasks that a model solves sometimes: a dataset of its own, named by its digest.
+    """Keep the tasks that a model solves sometimes. They are a dataset of its own, named by
+    its digest.
 
     With --answers, the same command goes on where an earlier one stopped.
     """
@@ -631,7 +634,8 @@ def export(
     data: DataFolder = Path("var/trainer"),
     version: Annotated[int | None, typer.Option(min=0, help="Policy (default: newest).")] = None,
 ) -> None:
-    """Write a finished run as a Hugging Face folder with model card, run definition and curve."""
+    """Write a finished run as a Hugging Face folder. With model card, run definition and
+    curve."""
     from prime_trainer.finished import export_run
 
     print(f"{out}: policy {export_run(data, out, version)}")
@@ -660,7 +664,7 @@ def publish(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Sign a folder as a policy by hand and serve it (`run` does so after each step by itself)."""
+    """Sign a folder as a policy and serve it. `run` does so after each step."""
     flags: dict[str, object] = dict(locals())
     from prime_trainer.config import load
     from prime_trainer.run import publish_by_hand

@@ -127,7 +127,7 @@ def run(
     mirror_gb: Annotated[float | None, typer.Option(help="Largest size of the copy (20).")] = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Judge the files that are assigned to this validator (may use a GPU) until SIGTERM."""
+    """Judge the files assigned to this validator until SIGTERM. May use a GPU."""
     flags: dict[str, object] = dict(locals())
     from prime_core.settings import load_settings, settings_file
     from prime_validator.run import run as judge
@@ -152,7 +152,7 @@ def doctor(
     dtype: Dtype = None,
     json_output: Json = False,
 ) -> None:
-    """Check machine, network, appointment and bond; needs no password. Exits with 1 if the
+    """Check machine, network, appointment and bond. Needs no password. Exits with 1 if the
     validator could not judge."""
     flags: dict[str, object] = dict(locals())
     from prime_core.settings import load_settings, settings_file
@@ -175,7 +175,7 @@ def doctor(
 @app.command()
 @sends_transactions
 def bond(session: ChainSession, amount: Tokens) -> Done:
-    """Put stake behind the verdicts that this account will give."""
+    """Bond stake for this account's verdicts."""
     from prime_chain import flows
 
     wei = parse_amount(amount)
@@ -187,7 +187,7 @@ def bond(session: ChainSession, amount: Tokens) -> Done:
 @app.command()
 @sends_transactions
 def unbond(session: ChainSession, amount: Tokens) -> Done:
-    """Start to take the bond out; it stays slashable until it is withdrawn."""
+    """Start to take the bond out. It stays slashable until it is withdrawn."""
     session.perform([session.contracts.vault.unbond(parse_amount(amount))])
     return _stake_facts(session)
 
@@ -211,7 +211,7 @@ def withdraw(session: ChainSession) -> Done:
 @app.command()
 @sends_transactions
 def resign(session: ChainSession, pool: PoolNumber) -> Done:
-    """Give up the role in a pool; proposals that are open stay open."""
+    """Give up the role in a pool. Open proposals stay open."""
     session.perform([session.contracts.pools.resign(pool)])
     facts = {"pool": pool, "validator": session.account, "on": False}
     return Done(facts, f"{session.account} judges no longer in pool {pool}")
@@ -224,7 +224,8 @@ def announce_mirror(
     pool: PoolNumber,
     url: Annotated[str, typer.Argument(help="URL of the mirror; empty takes it back.")],
 ) -> Done:
-    """Say on chain where this validator serves its copy of the pool's evidence and tables."""
+    """Announce this validator's mirror on chain. It serves a copy of the pool's evidence
+    and tables."""
     session.perform([session.contracts.work.announce_mirror(pool, url)])
     said = f"pool {pool} names {url}" if url else f"pool {pool} names no mirror"
     return Done(
@@ -242,7 +243,7 @@ def status(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Whether the account may judge, what its bond is, which proposals wait for a word."""
+    """Show appointment, bond and open proposals."""
     from prime_chain.contracts import Binding
 
     target = ids.address(account)
@@ -300,7 +301,7 @@ def sign_table(
     pool: PoolNumber,
     settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
 ) -> Done:
-    """Sign what the pool owes, for `orchestrator rewards post-table`; sends nothing.
+    """Sign the table of what the pool owes. For `orchestrator rewards post-table`; sends nothing.
 
     Checks that the settlement is of this pool and adds up, not that the files earned it.
     """
@@ -325,7 +326,7 @@ def rewards(
     deployment: Contract = None,
     json_output: Json = False,
 ) -> None:
-    """What the account earned by judging files, and with an RPC what of it was paid."""
+    """Show what the account earned by judging files. With an RPC, also what of it was paid."""
     from prime_chain.link import deployment_for
     from prime_core.messages import RewardInfo
     from prime_core.transport.client import OrchestratorClient
@@ -362,7 +363,7 @@ def rewards(
 @juror_app.command("register")
 @sends_transactions
 def juror_register(session: ChainSession, verification_class: Class = None) -> Done:
-    """Bond for the court: from now on this account can be drawn for disputes of other pools.
+    """Bond for the court. From now on this account can be drawn for disputes of other pools.
 
     A drawn juror that does not vote loses a tenth of the bond: keep `validator juror run` running.
     """
@@ -389,7 +390,7 @@ def juror_leave(session: ChainSession, verification_class: Class = None) -> Done
 @juror_app.command("withdraw")
 @sends_transactions
 def juror_withdraw(session: ChainSession, verification_class: Class = None) -> Done:
-    """Take the bond back, once this account has left and its cases are settled."""
+    """Take the bond back after leaving. The account's cases must be settled."""
     name = _class(verification_class)
     bond = session.contracts.court.juror_of(name, session.account).bond
     session.perform([session.contracts.court.withdraw(name)])
@@ -462,8 +463,7 @@ def juror_run(
     allow_private: AllowPrivate = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Replay the disputed slashes that this juror is drawn for (may use a GPU), vote, and collect
-    the pay, until SIGTERM."""
+    """Replay drawn disputes, vote and collect pay until SIGTERM. May use a GPU."""
     flags: dict[str, object] = dict(locals())
     from prime_core.settings import load_settings, settings_file
     from prime_validator.juror import run as judge

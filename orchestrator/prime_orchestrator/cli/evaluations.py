@@ -18,7 +18,7 @@ from prime_core.errors import NotFoundError, UserError
 from prime_core.times import utc
 from prime_orchestrator.cli.storage import StoreOptions, progress, with_database, with_objects
 
-app = group("Ask held-out problems of a policy, answered by the pool's nodes.")
+app = group("Evaluate a policy by the pool's nodes, on held-out problems.")
 
 
 @app.command()

@@ -30,11 +30,11 @@ from prime_orchestrator.cli.storage import StoreOptions, with_database, with_obj
 _ELSEWHERE = {
     "quickstart": (
         "prime_orchestrator.cli.quickstart",
-        "From nothing to a running pool, step by step; or check what is there.",
+        "Set up a running pool from nothing, step by step.",
     ),
     "doctor": (
         "prime_orchestrator.cli.doctor",
-        "Check a configured or running orchestrator; every failure names its fix.",
+        "Check an orchestrator. Every failure names its fix.",
     ),
     "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
     "costs": ("prime_orchestrator.cli.costs", "What the manager's transactions cost a day."),
@@ -46,7 +46,7 @@ _ELSEWHERE = {
     ),
     "gateway": (
         "prime_orchestrator.cli.gateway",
-        "Answer tool calls that need a network; export them as a cassette.",
+        "Answer tool calls that need a network. Export them as a cassette.",
     ),
     "wallet": ("prime_chain.wallet_cli", "Make and name the keys that sign."),
     "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     ),
     "evaluations": (
         "prime_orchestrator.cli.evaluations",
-        "Ask held-out problems of a policy, answered by the pool's nodes.",
+        "Evaluate a policy by the pool's nodes, on held-out problems.",
     ),
     "env": ("prime_orchestrator.cli.env", "Contribute, check and review environments."),
     "pool": ("prime_orchestrator.cli.pool", "Create, fund, show and end a pool; its members."),
@@ -87,7 +87,7 @@ app.add_typer(store_app, name="store")
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def validate(context: typer.Context) -> None:
-    """Judge submitted files: the same as `validator run`, which is a program of its own."""
+    """Judge submitted files. The same as `validator run`."""
     words = [sys.executable, "-m", "prime_validator.cli", "run", *context.args]
     os.execv(sys.executable, words)  # noqa: S606
 
@@ -156,7 +156,7 @@ def serve(
     ] = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Serve the API and run its loops (chain, batches, settlement) until SIGTERM."""
+    """Serve the API and run its loops until SIGTERM."""
     flags: dict[str, object] = dict(locals())
     from prime_orchestrator.serve import run as run_server
 
@@ -174,7 +174,7 @@ def serve(
 @store_app.command()
 @with_database
 def migrate(options: StoreOptions) -> None:
-    """Bring the database's schema up to date (`serve` does it by itself)."""
+    """Bring the database's schema up to date. `serve` does it by itself."""
     with options.opened() as (_, store):
         store.migrate()
     typer.echo("the schema is up to date")
@@ -188,7 +188,8 @@ def check(
         bool, typer.Option("--read", help="Check each object's SHA-256, not only that it is there.")
     ] = False,
 ) -> None:
-    """Look for every object that the database names; exit code 1 if one is absent or damaged."""
+    """Look for every object that the database names. Exit code 1 if one is absent or
+    damaged."""
     from prime_orchestrator.store import backup
 
     with options.opened() as (settings, store):
@@ -208,7 +209,7 @@ def save(
     options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
 ) -> None:
-    """Copy database and objects into a folder, while `serve` goes on."""
+    """Copy database and objects into a folder. `serve` goes on meanwhile."""
     from prime_orchestrator.store import backup
 
     with options.opened() as (settings, store):
@@ -223,7 +224,7 @@ def restore(
     options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="What `store backup` made.")],
 ) -> None:
-    """Fill an empty database and an object store (of any kind) from a backup."""
+    """Fill an empty database and object store from a backup."""
     from prime_orchestrator.store import backup
 
     saved = backup.open_backup(folder.absolute())
@@ -239,7 +240,7 @@ def restore(
 @store_app.command("rotate-secret")
 @with_database
 def rotate_secret(options: StoreOptions) -> None:
-    """Make a new secret of signed URLs; each `serve` takes it when it is started again."""
+    """Make a new secret of signed URLs. Each `serve` takes it when it is started again."""
     from prime_core.storage.signing import SECRET_BYTES
     from prime_orchestrator.store import meta
 
@@ -261,7 +262,7 @@ def prune(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete old rows that nothing depends on (docs/retention.md), while `serve` goes on."""
+    """Delete old rows that nothing depends on. See docs/retention.md; `serve` goes on meanwhile."""
     from prime_orchestrator.store import backup, retention
 
     with options.opened() as (_, store):
@@ -277,7 +278,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="New folder.")],
     json_output: Json = False,
 ) -> None:
-    """Write the tables, but for secrets, as Parquet files for analysis."""
+    """Write the tables, without secrets, as Parquet files."""
     from prime_orchestrator.store import backup, retention
 
     with options.opened() as (_, store):
