@@ -78,7 +78,7 @@ def add(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Take a node in (registers the wallet as a provider first, if it is none)."""
+    """Take a node in. Registers the wallet as a provider first, if it is none."""
     from prime_chain import flows
     from prime_chain.amounts import parse_amount
     from prime_node.nodes import check_owner, read_consent
@@ -108,7 +108,7 @@ def move(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Give a node a new key, whose consent this is: seats and history go with it.
+    """Give a node a new key, whose consent this is. Seats and history go with it.
 
     What it earned under the old key stays claimable there.
     """
@@ -150,8 +150,8 @@ def revoke(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """End a node's sessions for good, on chain: a stolen session key is worth nothing. By the node
-    or its owner."""
+    """End a node's sessions for good, on chain. A stolen session key is worth nothing then.
+    By the node or its owner."""
     target = node_account(settings, node)
 
     def calls(context: OwnerContext) -> list[Call]:
@@ -170,7 +170,7 @@ def allow(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Agree that --pool seats this owner's nodes, and so commits its stake."""
+    """Allow --pool to seat this owner's nodes. Each seat commits stake."""
     send_calls(
         settings,
         lambda context: [context.link.contracts.pools.allow(context.link.pool, not off)],

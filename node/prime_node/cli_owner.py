@@ -193,7 +193,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
 def stake_add(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
-    """Deposit stake (registers the wallet as a provider first, if it is none)."""
+    """Deposit stake. Registers the wallet as a provider first, if it is none."""
     from prime_chain import flows
     from prime_chain.amounts import parse_amount, prime
 
@@ -333,7 +333,7 @@ def rewards_explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Why the node got what it got: each file, what it earned or why it did not.
+    """Show what each file earned, or why nothing.
 
     Exits with 1 if the files do not add up to what the reward root on chain gives.
     """
@@ -361,7 +361,7 @@ def work_list(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Receipts of the agent in this data folder, and whether the chain holds their files."""
+    """List receipts, and whether the chain holds their files."""
     from prime_node.state import DataFolder
     from prime_node.work import read_receipts, received_since, standing
 
@@ -400,7 +400,7 @@ def work_post(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Root a file that the manager receipted and then ignored for an epoch. Any account may."""
+    """Root a file that the manager ignored for an epoch. It has a receipt. Any account may."""
     from prime_core import ids
     from prime_node.state import DataFolder
     from prime_node.work import pick, post_call, read_receipts, standing

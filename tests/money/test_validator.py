@@ -33,6 +33,7 @@ from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder
+from prime_validator.judging import LATER_SECONDS
 from prime_verify import replay
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
@@ -313,6 +314,23 @@ def test_a_full_disk_of_the_manager_only_delays_the_verdict(
             judge.tick()
     assert panel.mgr.row(row.digest).status == "submitted"
     assert judge.tick() == [row.digest]
+    assert panel.mgr.row(row.digest).status == "accepted"
+
+
+def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing(
+    panel: JudgedPool,
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    assert panel.validator.validator is not None
+    folder = panel.validator.validator._folder
+    folder._run("INSERT INTO opinions VALUES ('', '', zeroblob(4000), NULL, 1)")
+    folder._run("PRAGMA max_page_count = 1")  # no page is left, as on a full disk
+    with pytest.raises(UnavailableError, match=r"validator.sqlite is refused: .* full"):
+        panel.validator.validator.judge_some(1)
+    assert status_of(panel, row) == ("open", "assigned"), "delayed, as by other trouble of its own"
+    folder._run("PRAGMA max_page_count = 1000000")
+    panel.mgr.now.time += LATER_SECONDS
+    assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "accepted"
 
 

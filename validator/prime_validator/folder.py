@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_core.errors import UnavailableError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.verdict import SignedOpinion
@@ -61,25 +64,34 @@ class KeptVote:
 
 
 class Folder:
-    """The database in `path`. Thread-safe."""
+    """The database in `path`. Thread-safe. Every method raises UnavailableError if the disk is full
+    or refuses."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_folder(path)
         path.chmod(0o700)
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(
-            path / "validator.sqlite", timeout=30, check_same_thread=False, isolation_level=None
-        )
-        for pragma in ("journal_mode=WAL", "synchronous=FULL"):
-            self._db.execute(f"PRAGMA {pragma}")
-        self._db.executescript(_TABLES)
+        self._database = path / "validator.sqlite"
+        with self._refused():
+            self._db = sqlite3.connect(
+                self._database, timeout=30, check_same_thread=False, isolation_level=None
+            )
+        for sql in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", *_TABLES.split(";")):
+            self._run(sql)
 
     def close(self) -> None:
         self._db.close()
 
     def _run(self, sql: str, *values: object) -> list[tuple[object, ...]]:
-        with self._lock:
+        with self._refused(), self._lock:
             return self._db.execute(sql, values).fetchall()
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise UnavailableError(f"{self._database} is refused: {error}") from error
 
     # -- draw secrets --------------------------------------------------------------------------
 

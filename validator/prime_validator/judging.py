@@ -194,7 +194,11 @@ class Validator:
             log.warning("abstains from %s: %s: %s", digest, error.reason.name, error)
             self._api.abstain(digest, error.reason, str(error))
             return
-        self._folder.keep_opinion(sealed)
+        try:
+            self._folder.keep_opinion(sealed)
+        except UnavailableError as error:  # the disk is full: others may have the file
+            self._api.delay(digest, Reason.OUT_OF_RESOURCES, str(error), LATER_SECONDS)
+            raise
         try:
             if self._api.seal(digest, sealed.signed.seal()):
                 self.hand_in(digest)

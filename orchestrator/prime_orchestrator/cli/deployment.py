@@ -89,7 +89,7 @@ def deploy(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Deploy every contract, or finish a deployment that was interrupted.
+    """Deploy every contract, or finish an interrupted deployment.
 
     Roles are given by the constructors: --arbiter and --governor name who gets them, else
     --multisig gets both, and without any of these the deployer's own key does.
@@ -160,7 +160,7 @@ def check(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Read a deployment back: code, constructor arguments, wiring, parameters, roles.
+    """Check a deployment: code, arguments, wiring, parameters, roles.
 
     Exits with 1 if anything is wrong; what is only worth knowing is marked by "!".
     """
@@ -192,7 +192,7 @@ def check(
 def sources(
     out: Annotated[Path, typer.Option(help="File to write.")],
 ) -> None:
-    """Write the compiler's standard-JSON input of these sources, for an explorer's verification."""
+    """Write the compiler's standard-JSON input. An explorer verifies the contracts with it."""
     from prime_chain.deployment_check import standard_input
 
     out.write_bytes(standard_input(ROOT))

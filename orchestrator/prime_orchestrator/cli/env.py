@@ -169,7 +169,7 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to make; its name na
 
 @app.command(name="check")
 def check_command(source: Source, json_output: Json = False) -> None:
-    """Grade its gold answers, its wrong ones and every known trick, twice each."""
+    """Grade gold answers, wrong answers and known tricks, twice each."""
     with tempfile.TemporaryDirectory(prefix="prime-env-") as scratch:
         path, _data = _packed(source, Path(scratch))
         report = check(path)
@@ -184,7 +184,7 @@ def harbor(
     out: Annotated[Path, typer.Option("--out", help="The dataset to write (.jsonl).")],
     json_output: Json = False,
 ) -> None:
-    """Turn Harbor task packages into a dataset, after grading their solutions."""
+    """Turn Harbor task packages into a dataset. Their solutions are graded first."""
     if out.suffix != ".jsonl":
         raise UserError(f"{out} is not a name for a dataset", hint="end it with .jsonl")
     made = rows(source)
@@ -203,7 +203,7 @@ def harbor(
 
 @app.command()
 def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: Json = False) -> None:
-    """Check it, pack it into one file, and put it into the review queue."""
+    """Check it, pack it, and put it into the review queue."""
     with tempfile.TemporaryDirectory(prefix="prime-env-") as scratch:
         path, data = _packed(source, Path(scratch))
         report = check(path)

@@ -33,7 +33,7 @@ def start(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Have the pool's nodes answer held-out problems by a policy; the answers are paid."""
+    """Have the pool's nodes answer held-out problems. The answers are paid."""
     from prime_orchestrator.rollouts import runs_of
     from prime_orchestrator.store import evaluations, policies
 
@@ -109,7 +109,7 @@ def grade(
     ],
     json_output: Json = False,
 ) -> None:
-    """Grade an evaluation's accepted answers again: the share of correct ones, pass@1 and pass@k.
+    """Grade an evaluation's accepted answers again. Shows pass@1 and pass@k.
 
     Answers that are programs run in the environment's sandbox.
     """

@@ -43,7 +43,8 @@ def export(
     config: ConfigFile = None,
     data: GatewayData = None,
 ) -> None:
-    """Write every recorded answer to a cassette for `trainer local`, while `serve` goes on."""
+    """Write every recorded answer to a cassette. For `trainer local`; `serve` goes on
+    meanwhile."""
     from prime_orchestrator.gateway.service import Settings
     from prime_orchestrator.store.engine import open_store, sqlite_url
     from prime_orchestrator.store.gateway_records import Records

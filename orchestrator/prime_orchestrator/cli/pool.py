@@ -67,7 +67,7 @@ def create(
         bool, typer.Option("--faucet", help="Take 10,000 test tokens first (test networks).")
     ] = False,
 ) -> Done:
-    """Create a pool for a run definition and appoint its validators; prints its number.
+    """Create a pool and appoint its validators. Prints its number.
 
     Typed again with the same arguments it finishes or repeats its answer; for a second pool of the
     same run, name another --journal. Warns of each cheat that the run's prices, stake and sampling
@@ -154,7 +154,7 @@ def fund(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
 @app.command()
 @sends_transactions
 def bond(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
-    """Add to the bond that pays the pool's work if its manager does not. Anyone may.
+    """Add to the bond that pays work if the manager does not. Anyone may.
 
     It comes back by `refund` alone, when the pool has ended and its last work is paid.
     """
@@ -177,7 +177,7 @@ def show(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """What the chain says of a pool: who runs it, its members, its money."""
+    """Show a pool on chain: who runs it, members, money."""
     from prime_chain import history
 
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
@@ -240,8 +240,8 @@ def end(session: ChainSession, pool: PoolNumber) -> Done:
 @app.command()
 @sends_transactions
 def refund(session: ChainSession, pool: PoolNumber) -> Done:
-    """Take back the bond of an ended pool and the funds that it owes to no one; a year later also
-    what was not claimed.
+    """Take back the bond and unowed funds of an ended pool. A year later also what was not
+    claimed.
 
     Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """

@@ -45,7 +45,8 @@ def invite(
     out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
     seconds: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = INVITE_SECONDS,
 ) -> Done:
-    """Sign an invite for a node; anyone carries it by `pool join` or `prime-node`. Sends nothing.
+    """Sign an invite for a node. Anyone sends it by `pool join` or `prime-node`. Sends
+    nothing.
 
     `orchestrator serve` does this by itself for every machine that solves its challenge.
     """
@@ -73,7 +74,7 @@ def join(
     session: ChainSession,
     file: Annotated[Path, typer.Argument(help="Invite as `pool invite --out` wrote it.")],
 ) -> Done:
-    """Carry a signed invite to the chain: the node takes its seat. Anyone may."""
+    """Send a signed invite: the node takes its seat. Anyone may."""
     from prime_chain import flows
 
     signed = read_invite(file)
@@ -94,7 +95,7 @@ def eject(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
 
 @sends_transactions
 def ban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
-    """Bar a node from coming back; one that sits in the pool is ejected first."""
+    """Bar a node from coming back. One that sits in the pool is ejected first."""
     target = ids.address(node)
     pools = session.contracts.pools
     if pools.is_member(pool, target):
@@ -113,7 +114,7 @@ def unban(session: ChainSession, node: NodeAddress, pool: PoolNumber) -> Done:
 
 @sends_transactions
 def pause(session: ChainSession, pool: PoolNumber) -> Done:
-    """Stop admitting nodes for now; members of the pool go on working."""
+    """Stop admitting nodes for now. Members of the pool go on working."""
     session.perform([session.contracts.pools.pause(pool)])
     return Done({"pool": pool, "paused": True}, f"no node can join pool {pool} until it is started")
 
@@ -131,7 +132,7 @@ def list_only(
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Let any provider in again.")] = False,
 ) -> Done:
-    """Let only listed providers in (the pool's own choice: the network asks for stake alone)."""
+    """Let only listed providers in. The network itself asks for stake alone."""
     session.perform([session.contracts.pools.set_allow_list(pool, not off)])
     whom = "any provider" if off else "listed providers only"
     return Done({"pool": pool, "list_only": not off}, f"pool {pool} lets in {whom}")
@@ -144,7 +145,7 @@ def allow(
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Take it off the list.")] = False,
 ) -> Done:
-    """Put providers on the pool's list, or take them off it by --off."""
+    """Put providers on the pool's list. With --off they are taken off."""
     providers = [ids.address(one) for one in provider]
     session.perform([session.contracts.pools.set_listed(pool, one, not off) for one in providers])
     said = f"{len(providers)} provider(s) {'off' if off else 'on'} the list of pool {pool}"
@@ -173,8 +174,8 @@ def reject(
     opinions: Annotated[Path, typer.Argument(help="File with the opinions (JSON list).")],
     orchestrator: Annotated[str, typer.Option(help="URL that serves the list of leaves.")],
 ) -> Done:
-    """Strike a submission from pay within its validity; takes no stake. Anyone may who has the
-    opinions of the pool's quorum."""
+    """Reject a submission within its validity. It is not paid; no stake is taken. Anyone may
+    who has the opinions of the pool's quorum."""
     from prime_chain import history
     from prime_chain.leaves import find_leaf
     from prime_core.transport.client import OrchestratorClient

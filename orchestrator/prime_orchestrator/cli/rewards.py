@@ -81,7 +81,8 @@ def rebuild(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Rebuild a reward root, and all that it builds on, and compare them with the chain's.
+    """Rebuild a reward root and compare it with the chain's. Rebuilds all that it builds on,
+    too.
 
     Exits with 1 if they differ. Warns of files that their nodes posted themselves and that no
     settlement has.
@@ -121,7 +122,7 @@ def explain_node(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Why a node got what it got: each of its files, what it earned or why it did not.
+    """Show what each of a node's files earned, or why nothing.
 
     Exits with 1 if the files do not add up to what the root gives.
     """
@@ -153,7 +154,7 @@ def settle_epoch(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Compute the settlement that a silent manager did not publish, for `validator sign-table`.
+    """Compute the settlement of a silent manager. For `validator sign-table`.
 
     --orchestrator may be a mirror (`prime-node audit mirror`). Every signer must get the same
     digest, so use the same --epoch and --as-of-block. A settlement of more than 10,000 files is a
@@ -194,7 +195,8 @@ def post_table(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
     signature: Annotated[list[str], typer.Argument(help="As `validator sign-table` gives it.")],
 ) -> Done:
-    """Post the validators' table in the place of a manager that posts no reward root. Anyone may.
+    """Post the validators' table for a silent manager. In the place of a reward root. Anyone
+    may.
 
     Paid from the pool's free funds, then from the manager's bond.
     """
@@ -223,7 +225,7 @@ def claim(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
     account: Annotated[str, typer.Argument(help="Node or validator.")],
 ) -> Done:
-    """Have a node or validator paid from a copy of the settlement, without the orchestrator."""
+    """Have a node or validator paid without the orchestrator. From a copy of the settlement."""
     from prime_chain.claims import checked_claim
     from prime_chain.contracts import Claim
 

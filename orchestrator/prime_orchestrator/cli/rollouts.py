@@ -64,7 +64,8 @@ def list_files(
     node: Node = None,
     json_output: Json = False,
 ) -> None:
-    """The newest rollout files: verdict, reward, staleness, why groups were dropped."""
+    """List the newest rollout files. With verdict, reward, staleness and why groups were
+    dropped."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 
@@ -125,7 +126,7 @@ def show(
     grade: Again = False,
     json_output: Json = False,
 ) -> None:
-    """A rollout file: its verdict, what became of its groups, texts and rewards of its rows."""
+    """Show a rollout file: verdict, groups, texts and rewards."""
     from prime_envs.registry import environment_for
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
@@ -230,7 +231,8 @@ def export(
     grade: Again = False,
     json_output: Json = False,
 ) -> None:
-    """Rollouts as one Parquet file (columns: docs/tutorial.md), with texts if --model is given."""
+    """Export rollouts as one Parquet file. Columns: docs/tutorial.md; with texts if --model
+    is given."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 

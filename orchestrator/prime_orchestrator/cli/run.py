@@ -34,7 +34,7 @@ def new(
     out: Annotated[Path, typer.Option(help="Run definition to write.")],
     json_output: Json = False,
 ) -> None:
-    """Write a run definition, its environment and base model pinned by digest."""
+    """Write a run definition. Its environment and base model are pinned by digest."""
     from prime_envs.definition import read_toml, unsaid
 
     if out.exists():
@@ -54,7 +54,7 @@ def show(
     file: Annotated[Path, typer.Argument(help="Run definition.")],
     json_output: Json = False,
 ) -> None:
-    """The digest of a run definition, what it says, and which cheats would pay."""
+    """Show a run definition: digest, contents, cheats that pay."""
     _show(read_run(file, exact=True), file, json_output)
 
 
@@ -71,7 +71,8 @@ def revise(
     ] = 1800.0,
     json_output: Json = False,
 ) -> None:
-    """Revise image, prices, environment, budgets or requirements of a running pool.
+    """Revise the run of a running pool. Its image, prices, environment, budgets or
+    requirements change.
 
     Leases that are given already keep their revision: they are judged and paid by it. The step must
     not be leased yet. Its leases wait until the revision is final on chain, so name a step some

@@ -64,7 +64,7 @@ def list_slashes(
 @app.command()
 @sends_transactions
 def execute(session: ChainSession, proposal: Proposal) -> Done:
-    """Carry out an undisputed proposal whose window has closed. Anyone may."""
+    """Execute an undisputed proposal after its window. Anyone may."""
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.execute(leaf)])
     return Done({"proposal": leaf, "state": "executed"}, f"the slash for {leaf} is executed")
@@ -73,7 +73,7 @@ def execute(session: ChainSession, proposal: Proposal) -> Done:
 @app.command()
 @sends_transactions
 def lapse(session: ChainSession, proposal: Proposal) -> Done:
-    """End a dispute that was not judged in time: the deposit goes back. Anyone may."""
+    """End a dispute that was not judged in time. The deposit goes back. Anyone may."""
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.lapse(leaf)])
     return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} has lapsed")
@@ -95,7 +95,8 @@ def disable(
     pool: PoolNumber,
     epoch: Annotated[int, typer.Option(help="Epoch of the reward root.", min=0)],
 ) -> Done:
-    """Void a reward root that cannot be claimed yet, and all later ones. By the arbiter.
+    """Disable an unclaimable reward root and all later ones. One that cannot be claimed yet.
+    By the arbiter.
 
     Check it first: orchestrator rewards rebuild --epoch N.
     """
@@ -107,8 +108,7 @@ def disable(
 @app.command()
 @sends_transactions
 def confirm(session: ChainSession, proposal: Proposal) -> Done:
-    """Find the same as the authors of a stopped slash: it is carried out, the deposit lost. By the
-    arbiter.
+    """Confirm a disputed slash. It is executed, and the deposit is lost. By the arbiter.
 
     Judge first: prime-node audit replay TRANSACTION.
     """
@@ -120,7 +120,8 @@ def confirm(session: ChainSession, proposal: Proposal) -> Done:
 @app.command()
 @sends_transactions
 def overturn(session: ChainSession, proposal: Proposal) -> Done:
-    """Find otherwise: the deposit goes back, the authors pay from their bonds. By the arbiter.
+    """Overturn a slash. The deposit goes back, the authors pay from their bonds. By the
+    arbiter.
 
     Judge first: prime-node audit replay TRANSACTION.
     """
@@ -163,8 +164,8 @@ def restore(
     submission: Annotated[str, typer.Argument(help="Digest of the appealed submission.")],
     amount: Annotated[str, typer.Option(help="What the file earns, in PRIME, for example 0.25.")],
 ) -> Done:
-    """Have an appealed file paid: the next reward root adds the amount, at most what the run pays
-    for the largest file. By the arbiter.
+    """Have an appealed file paid. The next reward root adds the amount, at most what the run
+    pays for the largest file. By the arbiter.
 
     Judge first: prime-node audit replay SUBMISSION.
     """
@@ -180,8 +181,8 @@ def announce_arbiter(
     session: ChainSession,
     account: Annotated[str, typer.Argument(help="Address of the next arbiter.")],
 ) -> Done:
-    """Announce another arbiter; `apply-arbiter` puts it in force one unbonding period later. By the
-    arbiter or the governor."""
+    """Announce another arbiter. `apply-arbiter` puts it in force one unbonding period later.
+    By the arbiter or the governor."""
     target = ids.address(account)
     session.perform([session.contracts.slasher.announce_arbiter(target)])
     return Done({"arbiter": target, "announced": True}, f"{target} is announced as arbiter")
@@ -199,7 +200,7 @@ def apply_arbiter(session: ChainSession) -> Done:
 def arbiter(
     rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None
 ) -> None:
-    """Who judges disputes, and may cancel slashes and void reward roots."""
+    """Show the arbiter, who judges disputes. It may cancel slashes and void reward roots."""
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         slasher = contracts.slasher
         account, announced = slasher.arbiter(), slasher.announced_arbiter()

@@ -76,7 +76,7 @@ def hand_over(
     session: ChainSession,
     to: Annotated[str, typer.Argument(help="The new governor, e.g. a multisig.")],
 ) -> Done:
-    """Offer the governor's role; it moves once the other has accepted it."""
+    """Offer the governor's role. It moves once the other has accepted it."""
     session.perform([session.contracts.slasher.hand_over(ids.address(to))])
     return _said(session, "offered")
 
@@ -92,7 +92,7 @@ def accept(session: ChainSession) -> Done:
 @app.command()
 @sends_transactions
 def renounce(session: ChainSession) -> Done:
-    """Give the governor's role up for good: the terms never move again."""
+    """Give the governor's role up for good. The terms never change again."""
     session.perform([session.contracts.slasher.renounce_governor()])
     return _said(session, "renounced")
 
