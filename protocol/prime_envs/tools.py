@@ -52,6 +52,13 @@ MAX_BITS = 4096
 """Maximum bits of a number's numerator or denominator."""
 MAX_DEPTH = 64
 MAX_NOTES = 64
+MAX_FILES = 32
+MAX_FILE_BYTES = 16_384
+MAX_FILES_BYTES = 65_536
+"""Maximum bytes of a row's files together."""
+_FILE_CALL = re.compile(r"[ \t\n]*([^ \t\n]*)[ \t\n]*([^ \t\n]*)[ \t\n]?(.*)", re.DOTALL)
+"""Action, name and text."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 _FENCE = re.compile(r"```[a-zA-Z0-9]{0,16}[ ]*\n(.*?)```", re.DOTALL)
 
 
@@ -381,6 +388,66 @@ def _note(kept: dict[str, str], arguments: Arguments) -> str:
     return "noted"
 
 
+# ── files ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def files(calls: Sequence[Arguments]) -> Observation:
+    """Text files that exist within the row: `write NAME TEXT`, `append NAME TEXT`, `read NAME`,
+    `list`, `delete NAME`.
+
+    Arguments: `input`, or `action` with `name` and `text`. In `input`, one space, tab or line break
+    separates name and text; the text is kept as it is. Sizes are in bytes of UTF-8. A call that
+    fails changes nothing.
+    """
+    kept: dict[str, bytes] = {}
+    said = ""
+    for arguments in calls:
+        try:
+            said = _file(kept, arguments)
+        except _ToolError as error:
+            said = f"{TOOL_ERROR}{error}"
+    return Observation(said)
+
+
+def _file(kept: dict[str, bytes], arguments: Arguments) -> str:
+    words = _FILE_CALL.fullmatch(arguments.get("input", ""))
+    assert words is not None
+    action, name, text = (
+        arguments.get(key, word)
+        for key, word in zip(("action", "name", "text"), words.groups(), strict=True)
+    )
+    if action == "list":
+        shown = [f"{one} ({len(content)} bytes)" for one, content in sorted(kept.items())]
+        return "\n".join(shown) or "there are no files"
+    if action not in ("write", "append", "read", "delete"):
+        raise _ToolError(
+            "the actions are: write NAME TEXT, append NAME TEXT, read NAME, list, delete NAME"
+        )
+    if not _FILE_NAME.fullmatch(name):
+        raise _ToolError("a file's name has 1 to 64 of these characters: A-Z a-z 0-9 . _ / -")
+    if action in ("write", "append"):
+        before = kept.get(name, b"") if action == "append" else b""
+        _store(kept, name, before + text.encode("utf-8", "surrogatepass"))
+        return f"{name} has {len(kept[name])} bytes"
+    if name not in kept:
+        raise _ToolError(f"there is no file {name}")
+    if action == "read":
+        return kept[name].decode("utf-8", "surrogatepass")
+    del kept[name]
+    return "deleted"
+
+
+def _store(kept: dict[str, bytes], name: str, content: bytes) -> None:
+    if len(content) > MAX_FILE_BYTES:
+        raise _ToolError(f"a file has at most {MAX_FILE_BYTES} bytes")
+    if name not in kept and len(kept) >= MAX_FILES:
+        raise _ToolError(f"there are {MAX_FILES} files already")
+    others = sum(len(kept[one]) for one in kept if one != name)
+    if others + len(content) > MAX_FILES_BYTES:
+        raise _ToolError(f"all files together have at most {MAX_FILES_BYTES} bytes")
+    kept[name] = content
+
+
 def python(calls: Sequence[Arguments]) -> Observation:
     """See prime_envs.python_tool."""
     from prime_envs.python_tool import run
@@ -404,7 +471,8 @@ def close() -> None:
 
 
 TOOLS: dict[str, Tool] = {
-    "calculator-1": calculator, "notes-1": notes, "python-1": python, "python-2": cpython,
+    "calculator-1": calculator, "notes-1": notes, "files-1": files, "python-1": python,
+    "python-2": cpython,
 }  # fmt: skip
 SEARCH = "search-1"
 """The tool that needs more than the row's calls: the run's corpus."""

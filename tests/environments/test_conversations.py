@@ -117,8 +117,9 @@ def test_the_calculator_agrees_with_python(text: str) -> None:
 
 @given(st.text(max_size=200))
 def test_no_text_makes_a_call_raise(text: str) -> None:
-    for conversation in (TAGS, HERMES):
-        for whole in (text, f"<calculator>{text}</calculator>", f"<tool_call>{text}</tool_call>"):
+    for conversation in (TAGS, HERMES, FILES):
+        for tag in ("calculator", "files", "tool_call", ""):
+            whole = f"<{tag}>{text}</{tag}>" if tag else text
             found = answer([whole], conversation)
             assert found is None or isinstance(found, str)
 
@@ -152,6 +153,103 @@ def test_the_state_of_a_tool_is_made_by_the_turns_before() -> None:
     assert answer([*turns, "<notes>list</notes>"], TAGS) == "a, b"
     assert answer(["<notes>get a</notes>"], TAGS) == "error: there is no note 'a'"
     assert answer([*turns, "done"], TAGS) is None
+
+
+FILES = Conversation(turns=9, tools=("files-1",))
+
+
+def said(*calls: str) -> str | None:
+    """The answer to the last of these calls."""
+    return answer([f"<files>{call}</files>" for call in calls], FILES)
+
+
+def test_files_are_written_read_listed_and_deleted() -> None:
+    calls = ["write a.txt 1\n  2 3", "append a.txt \n4", "write b/c.txt"]
+    assert [said(*calls[: n + 1]) for n in range(3)] == [
+        "a.txt has 7 bytes", "a.txt has 9 bytes", "b/c.txt has 0 bytes",
+    ]  # fmt: skip
+    assert said(*calls, "read a.txt") == "1\n  2 3\n4"
+    assert said(*calls, "read b/c.txt") == ""
+    assert said(*calls, "list") == "a.txt (9 bytes)\nb/c.txt (0 bytes)"
+    assert said(*calls, "write a.txt é", "list") == "a.txt (2 bytes)\nb/c.txt (0 bytes)"
+    calls += ["delete a.txt"]
+    assert said(*calls) == "deleted"
+    assert said(*calls, "list") == "b/c.txt (0 bytes)"
+    assert said(*calls, "read a.txt") == said("read a.txt") == "error: there is no file a.txt"
+    assert said("append new.txt  x", "read new.txt") == " x"
+    assert said("list") == "there are no files"
+
+
+@pytest.mark.parametrize(
+    ("calls", "problem"),
+    [
+        (["rename a b"], "the actions are: write NAME TEXT, append NAME TEXT, read NAME, list, "
+                         "delete NAME"),
+        (["write"], "a file's name has 1 to 64 of these characters: A-Z a-z 0-9 . _ / -"),
+        (["write é x"], "a file's name has 1 to 64 of these characters: A-Z a-z 0-9 . _ / -"),
+        (["delete a"], "there is no file a"),
+        (["write a " + "é" * 8000, "append a " + "é" * 193], "a file has at most 16384 bytes"),
+        ([f"write {n} x" for n in range(33)], "there are 32 files already"),
+        ([f"write {n} " + "é" * 8180 for n in range(5)],
+         "all files together have at most 65536 bytes"),
+    ],
+)  # fmt: skip
+def test_what_files_cannot_do_is_one_sentence_and_changes_nothing(
+    calls: list[str], problem: str
+) -> None:
+    assert said(*calls) == f"error: {problem}"
+    assert said(*calls, "list") == said(*calls[:-1], "list")
+
+
+def test_a_file_is_as_long_as_the_bounds_allow_and_no_longer() -> None:
+    full = ["write 0 " + "é" * 8000, "append 0 " + "é" * 192]
+    assert said(*full) == "0 has 16384 bytes"
+    for n in range(1, 4):
+        full += [f"write {n} " + "é" * 8000, f"append {n} " + "é" * 192]
+    assert said(*full, "write 4") == "4 has 0 bytes"
+    assert said(*full, "write 4 x") == "error: all files together have at most 65536 bytes"
+    assert said(*full, "delete 0", "write 4 x") == "4 has 1 bytes"
+
+
+texts = st.one_of(st.text(max_size=20), st.sampled_from(["é" * 8192, "x" * 8192, "\ud83d"]))
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "action": st.sampled_from(["write", "append", "append", "read", "list", "delete"]),
+                "name": st.one_of(st.sampled_from(["a", "b", "c"]), st.text(max_size=3)),
+                "text": texts,
+            }
+        ),
+        max_size=12,
+    )
+)
+def test_files_are_those_of_a_plain_model_and_stay_within_their_bounds(
+    calls: list[dict[str, str]],
+) -> None:
+    kept: dict[str, str] = {}
+    for number, call in enumerate(calls):
+        found = tools.files(calls[: number + 1])
+        assert found == Observation(found.text), "exact, without a limit of the machine"
+        name, text = call["name"], call["text"]
+        if found.text.startswith("error: "):
+            pass
+        elif call["action"] in ("write", "append"):
+            kept[name] = (kept.get(name, "") if call["action"] == "append" else "") + text
+        elif call["action"] == "read":
+            assert found.text == kept[name]
+        elif call["action"] == "delete":
+            del kept[name]
+        sizes = {name: len(text.encode("utf-8", "surrogatepass")) for name, text in kept.items()}
+        assert len(sizes) <= tools.MAX_FILES
+        assert max(sizes.values(), default=0) <= tools.MAX_FILE_BYTES
+        assert sum(sizes.values()) <= tools.MAX_FILES_BYTES
+        listed = "\n".join(f"{name} ({size} bytes)" for name, size in sorted(sizes.items()))
+        assert tools.files([*calls[: number + 1], {"action": "list"}]).text == (
+            listed or "there are no files"
+        )
 
 
 def test_a_run_names_tools_that_exist_once() -> None:

@@ -65,6 +65,17 @@ class Searches(Words):
         return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
 
 
+class Writes(Words):
+    """Appends the next prompt to a file after each turn; the answer is the whole file."""
+
+    name = "writes"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        prompts = [self.prompt_text(problem, 2 * turn) for turn in range(1, len(turns) + 1)]
+        calls = [f"<files>append words.txt {prompt}</files>" for prompt in prompts]
+        return Reverse.observe(self, problem, [*calls, "<files>read words.txt</files>"])
+
+
 class Computes(Words):
     """Runs a program for each answer, which prints the next prompt."""
 
@@ -77,10 +88,12 @@ class Computes(Words):
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    for environment in (Words, Searches, Computes):
+    registered = (Words, Searches, Writes, Computes)
+    for environment in registered:
         BUILT_IN[environment.name] = __name__
     yield
-    del BUILT_IN["words"], BUILT_IN["searches"], BUILT_IN["computes"]
+    for environment in registered:
+        del BUILT_IN[environment.name]
 
 
 def talking_run(**changes: Any) -> RunDefinition:
@@ -160,15 +173,17 @@ def changed(file: HonestFile, change: Callable[[FileRow], FileRow]) -> HonestFil
     return replace(file, data=write_rollout_file(rows, read.metadata))
 
 
+def with_a_changed_reply(row: FileRow) -> FileRow:
+    """The row with another token in what the environment says after the first turn."""
+    tokens = list(row.output_tokens)
+    tokens[row.spans[0] + row.spans[1] // 2] ^= 1
+    return replace(row, output_tokens=tuple(tokens))
+
+
 def test_words_of_the_environment_that_were_changed_are_found(
     talking: Any, honest: HonestFile
 ) -> None:
-    def forged(row: FileRow) -> FileRow:
-        tokens = list(row.output_tokens)
-        tokens[row.spans[0]] ^= 1
-        return replace(row, output_tokens=tuple(tokens))
-
-    finding = talking.judge(changed(honest, forged))
+    finding = talking.judge(changed(honest, with_a_changed_reply))
     assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
     assert finding.detail.endswith("changes what the environment says after turn 0")
     assert finding.chance == 0
@@ -177,13 +192,8 @@ def test_words_of_the_environment_that_were_changed_are_found(
 def test_a_tool_that_is_not_exact_accuses_no_one(
     talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forged(row: FileRow) -> FileRow:
-        tokens = list(row.output_tokens)
-        tokens[row.spans[0]] ^= 1
-        return replace(row, output_tokens=tuple(tokens))
-
     monkeypatch.setattr(talking.environment, "exact", False, raising=False)
-    finding = talking.judge(changed(honest, forged))
+    finding = talking.judge(changed(honest, with_a_changed_reply))
     assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
     assert "or its tools gave other answers" in finding.detail
 
@@ -451,6 +461,21 @@ def test_the_trainer_gets_spans_and_counts_the_models_tokens(
         assert rollout.generated == len(row.model_tokens)
 
 
+def test_a_file_that_earlier_turns_wrote_is_computed_again(world: Any) -> None:
+    base = synthetic_run(64)
+    run = talking_run(
+        environment=environment_ref("writes", {}, base.budgets, train_size=100, heldout_size=0),
+        conversation=Conversation(turns=TURNS, tools=("files-1",)),
+    )
+    writing = type(world)(run, environment_for(run), world.engine)
+    file = writing.honest(0)
+    spans = [row.spans for row in rows_of(file) if several(row)]
+    assert any(lengths[3] > lengths[1] for lengths in spans), "the file has grown"
+    assert writing.judge(file).outcome is Outcome.ACCEPTED
+    finding = writing.judge(changed(file, with_a_changed_reply))
+    assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
+
+
 @pytest.mark.slow
 def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
     world: Any, tmp_path: Path
@@ -480,12 +505,7 @@ def test_a_forged_search_result_is_found_and_an_honest_one_accepted(
     assert any(NOTHING not in text and text.rstrip().endswith(">") for text in found), found
     assert searching.judge(file).outcome is Outcome.ACCEPTED
 
-    def forged(row: FileRow) -> FileRow:
-        tokens = list(row.output_tokens)
-        tokens[row.spans[0] + row.spans[1] // 2] ^= 1
-        return replace(row, output_tokens=tuple(tokens))
-
-    finding = searching.judge(changed(file, forged))
+    finding = searching.judge(changed(file, with_a_changed_reply))
     assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
     corpus.write_text(corpus.read_text() + "\n")
     with pytest.raises(UntrustedError, match="but the run pins"):
@@ -505,12 +525,7 @@ def test_a_forged_answer_of_a_program_is_found_and_a_false_limit_is_not_paid(wor
     file = computing.honest(0)
     assert computing.judge(file).outcome is Outcome.ACCEPTED
 
-    def forged(row: FileRow) -> FileRow:
-        tokens = list(row.output_tokens)
-        tokens[row.spans[0] + row.spans[1] // 2] ^= 1
-        return replace(row, output_tokens=tuple(tokens))
-
-    finding = computing.judge(changed(file, forged))
+    finding = computing.judge(changed(file, with_a_changed_reply))
     assert (finding.outcome, finding.reason) == (Outcome.REJECTED, Reason.WRONG_OBSERVATION)
 
     lazy = environment_for(run)
