@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_core import encoding
-from prime_core.errors import MalformedError, PrimeError
+from prime_core.errors import MalformedError, PrimeError, UserError
 from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
@@ -392,6 +392,20 @@ class Environment(ABC):
 
     def close(self) -> None:  # noqa: B027 - most environments start nothing
         """Ends child processes started by grading; grading again restarts them."""
+
+    def _integers(self, **bounds: tuple[int, int, int]) -> list[int]:
+        """The values of the arguments, which are whole numbers: name=(default, least, most). Raises
+        UserError for another argument or value."""
+        unknown = sorted(set(self.arguments) - set(bounds))
+        if unknown:
+            raise UserError(f"The {self.name} environment has no argument {unknown[0]!r}.")
+        values = []
+        for name, (default, least, most) in bounds.items():
+            value = self.arguments.get(name, default)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise UserError(f"The {self.name} environment takes `{name}`, {least} to {most}.")
+            values.append(value)
+        return values
 
     def _require_index(self, index: int) -> None:
         if not 0 <= index < len(self):

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from prime_core import encoding
-from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, LengthBudgets
 from prime_envs.base import Environment, Problem, TaskScore
@@ -34,11 +33,9 @@ class Guess(Environment):
 
     def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
         super().__init__(arguments, budgets)
-        unknown = sorted(set(arguments) - {"largest", "turn_micro"})
-        if unknown:
-            raise UserError(f"The guess environment has no argument {unknown[0]!r}.")
-        self._largest = _integer(arguments, "largest", 99, least=1, most=999_999)
-        self._turn_micro = _integer(arguments, "turn_micro", 0, least=0, most=MICRO)
+        self._largest, self._turn_micro = self._integers(
+            largest=(99, 1, 999_999), turn_micro=(0, 0, MICRO)
+        )
 
     def data_digest(self) -> Digest:
         return encoding.sha256(b"")
@@ -89,15 +86,6 @@ class Guess(Environment):
             return TaskScore(0, "no number")
         right = guess == int(problem.answer)
         return TaskScore(MICRO if right else 0, "found" if right else f"guessed {guess}")
-
-
-def _integer(
-    arguments: Mapping[str, int | str], name: str, default: int, *, least: int, most: int
-) -> int:
-    value = arguments.get(name, default)
-    if not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"The guess environment takes `{name}`, from {least} to {most}.")
-    return value
 
 
 def _guess(text: str) -> int | None:
