@@ -303,7 +303,7 @@ def read_file(
     objects: ObjectStore, row: SubmissionRow, deadline: int
 ) -> tuple[RolloutFile, list[float | None]]:
     """Returns a submission's file, and its rows' rewards from the verdict table (None: not
-    accepted).
+    accepted, or not graded).
 
     Args: `deadline` of its lease. Raises NotFoundError if the file or table is missing from the
     store, UntrustedError if the bytes differ, FileError if the file does not parse, MalformedError
@@ -314,7 +314,8 @@ def read_file(
     if row.verdict_table is None or row.status != "accepted":
         return file, [None] * len(file.rows)
     table = VerdictTable.model_validate_json(read_object(objects, row.verdict_table))
-    return file, [one.reward for one in load_rollouts(data, table)]
+    load_rollouts(data, table)
+    return file, [None if one.ungraded else one.reward_micro / MICRO for one in table.rows]
 
 
 def samples(
@@ -388,7 +389,8 @@ def grades(
 class GradedEvaluation:
     """Results of an evaluation's accepted answers. `samples`: the largest number of answers to one
     problem. `pass_1` and `pass_k`: probability that one answer, or at least one of `samples`, is
-    fully correct. `ungraded`: rows whose prompt is not the one that their lease prescribes."""
+    fully correct. `ungraded`: rows whose prompt is not the one that their lease prescribes, or on
+    which the environment raised."""
 
     reward: Interval
     pass_1: Interval
@@ -445,7 +447,7 @@ def grade_evaluation(
                 problem = (lease.heldout or 0) + sample.group
                 if problem >= row.problems:
                     continue
-                if grade is None:
+                if grade is None or grade.ungraded:
                     ungraded += 1
                 else:
                     answered.setdefault(problem, []).append(grade)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from prime_core import encoding
 from prime_core.errors import MalformedError
@@ -147,6 +147,11 @@ def decode_leaves(data: bytes) -> list[SignedSubmission]:
         raise MalformedError("a leaf of the leaves object does not parse") from error
 
 
+Ending = FinishReason | Literal["ungraded"]
+"""How a verified row ended, or "ungraded" (prime_core.verdict.VerdictRow), which is not trained
+on."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One verified row, ready for training. Only prime_verify creates these from files.
@@ -163,7 +168,7 @@ class Rollout:
     output_tokens: Sequence[int]
     logprobs: Sequence[float]
     target_length: int
-    finish_reason: FinishReason
+    finish_reason: Ending
     policy_version: int
     reward: float
     spans: tuple[int, ...] = ()

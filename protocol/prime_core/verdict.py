@@ -265,6 +265,8 @@ class VerdictRow(Strict):
     output_tokens: int = Field(ge=0)
     observation_tokens: int = Field(default=0, ge=0, exclude_if=lambda count: count == 0)
     """Environment tokens in a conversation; not included in `output_tokens`."""
+    ungraded: bool = Field(default=False, exclude_if=lambda raised: not raised)
+    """The code of a plugin raised when it graded the row, which is paid and not trained on."""
 
 
 class VerdictTable(Strict):

@@ -29,6 +29,8 @@ from prime_envs.tools import Observation, ToolCall
 
 log = logging.getLogger(__name__)
 
+OF_THIS_MACHINE = (PrimeError, StoppedError, MemoryError, OSError)
+"""Exceptions in an environment's code that are a fault of this machine, not of the row."""
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
 
@@ -85,7 +87,8 @@ class Grade:
 
     `uncertain`: a time or memory limit decided, not the answer, so no validator may reject the
     claim. `given_up_micro`: the reward claimed by a machine whose grader gave up on this row (see
-    `refutes`).
+    `refutes`). `ungraded`: the code of a plugin raised, so there is no reward: the row is claimed
+    with 0, paid, and not trained on. `by_plugin`: that may happen on another machine only.
     """
 
     reward_micro: int
@@ -93,14 +96,16 @@ class Grade:
     reason: str
     uncertain: bool = False
     given_up_micro: int | None = None
+    ungraded: bool = False
+    by_plugin: bool = False
 
     def refutes(self, claimed: float) -> bool:
         """Whether a claimed reward is provably wrong. False if this grade is uncertain, or if the
-        claim is what a grader reports that gave up: that happens on slow machines and benefits no
-        one."""
-        if self.uncertain:
+        claim is what a grader reports that gave up or raised: that happens on slow machines and
+        benefits no one."""
+        if self.uncertain or self.ungraded:
             return False
-        known = {self.reward_micro, self.given_up_micro} - {None}
+        known = {self.reward_micro, self.given_up_micro, 0 if self.by_plugin else None} - {None}
         return all(abs(claimed * MICRO - micro) > 0.5 for micro in known if micro is not None)
 
     @property
@@ -264,8 +269,8 @@ class Environment(ABC):
         turns = texts_of(tokenizer, output_tokens, spans)[::2]
         try:
             said = self.observe(problem, turns)
-        except (PrimeError, StoppedError, MemoryError, OSError):
-            raise  # a fault of this machine, not of the row
+        except OF_THIS_MACHINE:
+            raise
         except Exception as error:
             if not self.tools_may_give_up:
                 raise
@@ -316,7 +321,10 @@ class Environment(ABC):
         """The run's reward of generated tokens, including the end token; used by node, validator
         and trainer. Thinking opened by the prompt counts as part of the answer. In a conversation
         (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the length is
-        that of all model turns; `turn_rewards` are added. Environment messages are not graded."""
+        that of all model turns; `turn_rewards` are added. Environment messages are not graded.
+
+        If `check` or `turn_rewards` of a plugin raises, that is logged, and the row is ungraded;
+        lack of memory and errors of the system are raised, like those of environments built in."""
         ranges = model_ranges(spans, len(output_tokens))
         start, end = ranges[-1]
         text, thought = decode_output(tokenizer, output_tokens[start:end]), None
@@ -331,10 +339,25 @@ class Environment(ABC):
                 )
         generated = sum(end - start for start, end in ranges)
         said = texts_of(tokenizer, output_tokens, spans)[::2]
-        grade = self.grade(problem, target_length, text, generated, thought, said[:-1])
+        earned: Sequence[int] = ()
+        try:
+            grade = self.grade(problem, target_length, text, generated, thought, said[:-1])
+            if self.conversation is not None:
+                earned = self.turn_rewards(problem, said)
+        except OF_THIS_MACHINE:
+            raise
+        except Exception as error:
+            if not self.plugin:
+                raise
+            why = f"the environment {self.name} raised {error!r}"
+            log.warning(
+                "problem %s, turn %d: %s when it graded the row, which is not trained on",
+                problem.problem_id, len(ranges) - 1, why,
+            )  # fmt: skip
+            return Grade(0, {}, why, ungraded=True)
+        grade = replace(grade, by_plugin=self.plugin)
         if self.conversation is None:
             return grade
-        earned = self.turn_rewards(problem, said)
         total, given_up = sum(earned), grade.given_up_micro
         return replace(
             grade,

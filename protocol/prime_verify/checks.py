@@ -270,8 +270,8 @@ def check_rewards(
     environment: Environment,
     engine: Engine,
 ) -> tuple[VerdictRow, ...]:
-    """Recomputes every reward. A grade decided by a time limit, or one that changes on the second
-    try, accuses no one.
+    """Recomputes every reward. A grade decided by a time limit, one that changes on the second
+    try, or a row that could not be graded accuses no one.
 
     Raises RulingError: TAMPERED_REWARD.
     """
@@ -299,6 +299,7 @@ def check_rewards(
                 prompt_tokens=len(row.prompt_tokens),
                 output_tokens=len(row.places),
                 observation_tokens=len(row.output_tokens) - len(row.places),
+                ungraded=grade.ungraded,
             )
         )
     return tuple(table)

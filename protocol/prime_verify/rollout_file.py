@@ -429,7 +429,7 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
                 output_tokens=row.output_tokens,
                 logprobs=array("f", row.logprobs.tobytes()),
                 target_length=row.target_length,
-                finish_reason=row.finish_reason,
+                finish_reason="ungraded" if found.ungraded else row.finish_reason,
                 policy_version=row.policy_version,
                 reward=found.reward_micro / MICRO,
                 spans=row.spans,

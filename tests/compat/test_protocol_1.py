@@ -137,6 +137,7 @@ def test_what_readers_take_exactly_has_the_recorded_fields() -> None:
         "prime_core.draws.SaltOpening": {"heldout"},  # of evaluation leases alone
         "prime_core.messages.Heartbeat": {"proves"},  # once an answer names a time
         "prime_core.messages.LeaseRequest": {"holds"},  # once several leases are allowed
+        "prime_core.verdict.VerdictRow": {"ungraded"},  # where an environment's plugin raised
         "prime_node.bridge_messages.LeaseWish": {"holds"},
     }
     assert all(added[name] <= left_out(name) for name in added)

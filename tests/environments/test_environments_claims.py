@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.run import BUDGET_WORDING, Chat, LengthBudgets
-from prime_envs.base import Grade
+from prime_core.run import BUDGET_WORDING, Chat, Conversation, LengthBudgets
+from prime_core.waiting import StoppedError
+from prime_envs.base import Grade, Problem, TaskScore
 from prime_envs.crowd_check import NAMES as FINDINGS
 from prime_envs.environments.reverse import Reverse
 from prime_envs.environments.tasks import TaskDataset
@@ -32,6 +36,67 @@ def test_a_claim_is_refuted_by_another_grade_unless_time_decided_or_the_claimant
     assert sure.refutes(0.0)
     assert not Grade(0, {}, "", uncertain=True).refutes(1.0)
     assert Grade(900_000, {}, "").refutes(-0.1)
+
+
+class Characters:
+    """One token a character."""
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Fails(Reverse):
+    """A plugin whose code raises on some rows."""
+
+    error: Exception | None = None
+    of_turns: Exception | None = None
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        if self.error:
+            raise self.error
+        return super().check(problem, output_text, output_tokens)
+
+    def turn_rewards(self, problem: Problem, turns: Sequence[str]) -> Sequence[int]:
+        if self.of_turns:
+            raise self.of_turns
+        return ()
+
+
+def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    environment, tokenizer = Fails({}, BUDGETS), cast(Any, Characters())
+    problem = environment.problem(3)
+    tokens = [ord(letter) for letter in f"{'.' * 100}={problem.answer}"]
+
+    def graded() -> Grade:
+        return environment.grade_output(problem, 100, tokens, tokenizer)
+
+    assert graded().reward_micro == 1_000_000
+    assert graded().refutes(0.0)
+    environment.plugin = True
+    assert not graded().refutes(0.0), "it may have raised on the machine that claims this"
+    assert graded().refutes(0.5)
+    environment.error = KeyError("row 3 has no answer")
+    found = graded()
+    assert (found.reward_micro, found.ungraded) == (0, True)
+    assert not found.refutes(1.0)
+    environment.error, environment.of_turns = None, KeyError("row 3 has no answer")
+    assert not graded().ungraded, "a row of one turn has no rewards of turns"
+    environment.conversation = Conversation(turns=2)
+    assert graded().ungraded
+    said = "the environment reverse raised KeyError('row 3 has no answer')"
+    assert caplog.messages == 2 * [
+        f"problem {problem.problem_id}, turn 0: {said} when it graded the row, which is not "
+        "trained on"
+    ]
+    for passed in (UnavailableError("none"), StoppedError(), MemoryError(), OSError("full")):
+        environment.error = passed
+        with pytest.raises(type(passed)):
+            graded()
+    environment.plugin, environment.error = False, KeyError("our own mistake")
+    with pytest.raises(KeyError):
+        graded()
 
 
 def test_only_environments_that_grade_in_processes_may_give_up(tmp_path: Path) -> None:

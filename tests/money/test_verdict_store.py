@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -12,10 +14,10 @@ from judges import judge_of
 from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, ManagerSide, key, open_manager
 
 from prime_core import encoding
-from prime_core.ids import Digest
+from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.rollout import decode_leaves
 from prime_core.storage.base import ObjectStore, digest_key
-from prime_core.verdict import Opinion, Reason, Verdict, VerdictTable
+from prime_core.verdict import Opinion, Reason, Verdict, VerdictRow, VerdictTable
 from prime_orchestrator.manager import batches as batches_module
 from prime_orchestrator.manager import judging, reviews
 from prime_orchestrator.manager import roots as roots_module
@@ -23,6 +25,7 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.store import batches as store_batches
 from prime_orchestrator.store import schema
+from prime_orchestrator.store.groups import HELD_OUT
 
 HONEST, LIAR = key(10), key(11)
 
@@ -55,6 +58,30 @@ def in_child(action: object, *arguments: object) -> int:
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_rows_that_were_not_graded_have_no_reward_in_their_group() -> None:
+    def table(rewards: list[int | None]) -> VerdictTable:
+        rows = (
+            VerdictRow(
+                problem_id="p", group=number // 2, sample=number % 2, reward_micro=reward or 0,
+                prompt_tokens=1, output_tokens=1, ungraded=reward is None,
+            )
+            for number, reward in enumerate(rewards)
+        )  # fmt: skip
+        none = ZERO_DIGEST
+        return VerdictTable(
+            submission_digest=none, sha256=none, policy_version=0, step=0, rows=tuple(rows)
+        )
+
+    def found(rewards: list[int | None], step: int | None = None) -> list[tuple[int, int, bool]]:
+        submission: Any = SimpleNamespace(digest=ZERO_DIGEST, policy_version=0)
+        rows = judging.group_rows(table(rewards), submission, 0.0, step)
+        return [(row.rows, row.reward_micro_sum, row.informative) for row in rows]
+
+    rewards = [4, 0, 4, None, None, None]
+    assert found(rewards) == [(2, 4, True), (2, 4, False), (2, 0, False)]
+    assert found(rewards, HELD_OUT) == [(2, 4, True), (1, 4, False)]
 
 
 def test_acceptance_writes_credit_groups_and_verdict_at_once(mgr: ManagerSide) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from prime_trainer import sampling
 from prime_trainer.difficulty import Range, describe, filter_tasks, select
 from prime_trainer.evaluate import (
     compare,
+    compared,
     comparison_table,
     environment_name,
     evaluate,
@@ -85,6 +87,29 @@ def test_figures_are_by_budget_and_by_where_a_problem_comes_from() -> None:
     table = evaluation_table(found)
     assert "pass@4" in table
     assert "maths" in table
+
+
+def ungraded(one: Answered, *samples: int) -> Answered:
+    """The answers, of which the environment could not grade these samples."""
+    raised = Grade(0, {}, "the environment raised", ungraded=True)
+    grades = [raised if i in samples else grade for i, grade in enumerate(one.grades)]
+    return replace(one, grades=tuple(grades))
+
+
+def test_answers_that_were_not_graded_are_left_out() -> None:
+    whole = [answered(0, 1, 2), answered(1, 2, 2), answered(2, 0, 2)]
+    partly = [ungraded(whole[0], 1), whole[1], ungraded(whole[2], 0, 1)]
+    found = summary(Path("m"), 0, RUN, partly)
+    assert (found.reward.mean, found.reward.count, found.samples) == (1.0, 2, 2)
+    assert summary(Path("m"), 0, RUN, whole).reward.mean == 0.5
+    both = compared(Path("a"), Path("b"), RUN, 0, whole, partly)
+    assert (both.reward_gain.mean, both.reward_gain.count) == (0.25, 2)
+    assert [one.problem.index for one in select(partly, Range(0.5, 1.0, 2))] == [1]
+    none = [ungraded(one, 0, 1) for one in whole]
+    with pytest.raises(UserError, match="could grade no answer"):
+        summary(Path("m"), 0, RUN, none)
+    with pytest.raises(UserError, match="graded no problem of both models"):
+        compared(Path("a"), Path("b"), RUN, 0, [whole[0], none[1]], [none[0], whole[1]])
 
 
 def test_the_interval_is_over_problems_and_infinite_for_one() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,15 @@ from prime_core.rollout import Rollout
 from prime_core.run import MICRO
 from prime_core.run_file import read_run
 from prime_core.waiting import StoppedError
-from prime_envs.base import Problem
+from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for
 from prime_envs.tools import TOOL_ERROR, Observation
 from prime_orchestrator.cli.run import define
 from prime_trainer import local as local_module
+from prime_trainer.advantages import Judged, judge
 from prime_trainer.cli import app
-from prime_trainer.config import Settings, load
+from prime_trainer.config import ObjectiveSettings, Settings, load
 from prime_trainer.learner import make_learner
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import describe_rows, read_lines
@@ -540,3 +542,50 @@ def test_an_environment_that_raises_ends_rows_and_not_the_run(
     assert re.match(r"problem reverse-\d+, turn 0: the environment raises_at_times raised", said)
     [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert step["applied"]
+
+
+class FailsToGrade(Reverse):
+    """A plugin with an error: it cannot grade answers of an odd length."""
+
+    name = "fails_to_grade"
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        if len(output_text) % 2:
+            raise ZeroDivisionError("there is no half letter")
+        return super().check(problem, output_text, output_tokens)
+
+
+@pytest.mark.usefixtures("_one_process_group")
+def test_rows_that_an_environment_cannot_grade_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prime_envs.registry.environment_class", lambda name: FailsToGrade)
+    source = written(tmp_path / "in")
+    source.write_text(source.read_text().replace('"reverse"', '"fails_to_grade"'))
+    flags = {"model": DEMO, "data": tmp_path / "out", "steps": 1}
+    settings = load(flags, source.with_suffix(".trainer.toml"))
+    options = Options(evaluate_every=1, problems=16, samples=1000, threads=1)
+    counted: list[tuple[Rollout, bool]] = []
+
+    def watched(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> Judged:
+        found = judge(groups, objective)
+        counted.extend(zip((row for group in groups for row in group), found.counted, strict=True))
+        return found
+
+    monkeypatch.setattr("prime_trainer.learner.judge", watched)
+    run_local(source, settings, options, threading.Event())
+    samples = read_lines(tmp_path / "out" / "samples.jsonl")
+    assert {one["finish"] for one in samples} >= {"end", "ungraded"}
+    for one in samples:
+        assert (one["finish"] == "ungraded") == bool(len(one["turns"][0]) % 2), one
+    assert {row.finish_reason != "ungraded" for row, _ in counted} == {True, False}
+    assert all(kept == (row.finish_reason != "ungraded") for row, kept in counted)
+    said = next(text for text in caplog.messages if "ZeroDivisionError" in text)
+    assert re.match(r"problem reverse-\d+, turn 0: the environment fails_to_grade raised", said)
+    [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert step["applied"]
+    graded = [row.reward for row, kept in counted if kept]
+    assert step["rows"] == len(graded) < len(counted)
+    assert step["reward"] == pytest.approx(sum(graded) / len(graded))
+    evaluations = read_lines(tmp_path / "out" / "evaluations.jsonl")
+    assert all(0 < one["reward"]["count"] < 16 for one in evaluations)

@@ -15,13 +15,14 @@ from prime_core.ids import ZERO_DIGEST
 from prime_core.rollout import Submission
 from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.tiny import write_tiny_model
+from prime_envs.base import Problem, TaskScore
 from prime_envs.registry import environment_for
 from prime_verify import rollout_file
 from prime_verify.build import build_rollout_file
 from prime_verify.calibrate import synthetic_lease, synthetic_run
 from prime_verify.engines import load_engine
 from prime_verify.proofs import thresholds
-from prime_verify.rollout_file import load_rollouts, read_rollout_file
+from prime_verify.rollout_file import load_rollouts, read_rollout_file, write_rollout_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
@@ -80,6 +81,46 @@ def test_an_accepted_file_yields_its_table_units_and_rollouts(world: Any) -> Non
         assert tuple(rollout.output_tokens) == row.output_tokens
         assert rollout.reward == entry.reward_micro / 1e6 == row.reward
         assert list(rollout.logprobs) == row.logprobs.tolist()
+
+
+def test_a_row_on_which_a_plugin_raises_is_paid_and_not_trained_on(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin that raises does so for node and validator, or on one of the two machines only."""
+    broken = environment_for(world.run)
+    check = broken.check
+
+    def raises(problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        if output_tokens % 2:
+            raise ZeroDivisionError("there is no half letter")
+        return check(problem, output_text, output_tokens)
+
+    monkeypatch.setattr(broken, "plugin", True)
+    monkeypatch.setattr(broken, "check", raises)
+    monkeypatch.setattr(world.environment, "plugin", True)
+    other = type(world)(world.run, broken, world.engine)
+    honest, made = world.honest(8), other.honest(8)
+    odd = [len(row.output_tokens) % 2 == 1 for row in read_rollout_file(honest.data).rows]
+    right = [row.reward for row in read_rollout_file(honest.data).rows]
+    assert {reward for reward, is_odd in zip(right, odd, strict=True) if is_odd} > {0.0}
+    for file in (honest, made):
+        found = other.judge(file)
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert [row.ungraded for row in found.table] == odd
+        assert found.units == sum(
+            len(row.output_tokens) for row in read_rollout_file(file.data).rows
+        )
+        table = found.verdict_table(ZERO_DIGEST, encoding.sha256(file.data), 1, 0)
+        endings = [rollout.finish_reason for rollout in load_rollouts(file.data, table)]
+        assert [ending == "ungraded" for ending in endings] == odd
+        found = world.judge(file)
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert [row.reward_micro / 1e6 for row in found.table] == right
+        assert not any(row.ungraded for row in found.table)
+    read = read_rollout_file(honest.data)
+    lie = replace(read.rows[0], reward=read.rows[0].reward + 0.5)
+    data = write_rollout_file([lie, *read.rows[1:]], read.metadata)
+    assert world.judge(replace(honest, data=data)).reason is Reason.TAMPERED_REWARD
 
 
 def test_the_same_inputs_give_the_same_finding(world: Any) -> None:

@@ -54,8 +54,8 @@ def judge(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> 
     - mask: its reward stays in its group's baseline, its tokens have weight zero (DAPO)
     - penalise: its reward is lowered before the group is compared
 
-    A sample that ended because a call reached a limit (`tool_limit`) has advantage 0 and does not
-    count, and its group is compared without it.
+    A sample that ended because a call reached a limit (`tool_limit`), or that could not be graded
+    (`ungraded`), has advantage 0 and does not count, and its group is compared without it.
     """
     advantages: list[float] = []
     counted: list[bool] = []
@@ -68,7 +68,7 @@ def judge(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> 
             row.reward - (penalty if is_cut else 0.0)
             for row, is_cut in zip(group, cut, strict=True)
         ]
-        answered = [row.finish_reason != "tool_limit" for row in group]
+        answered = [row.finish_reason not in ("tool_limit", "ungraded") for row in group]
         compared = [reward for reward, kept in zip(rewards, answered, strict=True) if kept]
         found = iter(
             group_advantages(compared, objective.advantage)

@@ -29,8 +29,7 @@ from prime_core import encoding
 from prime_core.batch import BatchFile, BatchManifest, SignedBatch
 from prime_core.errors import FatalError, MalformedError, PolicyError, UntrustedError
 from prime_core.ids import Address, Digest, Step
-from prime_core.proof_form import FinishReason
-from prime_core.rollout import MAX_FILE_BYTES, Rollout
+from prime_core.rollout import MAX_FILE_BYTES, Ending, Rollout
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
 from prime_core.verdict import VerdictTable
@@ -342,7 +341,7 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
                 output_tokens=array("i", body[cut:stop]),
                 logprobs=array("f", body[end : end + 4 * output]),
                 target_length=target,
-                finish_reason=cast(FinishReason, reason),
+                finish_reason=cast(Ending, reason),
                 policy_version=version,
                 reward=reward,
                 spans=tuple(spans),

@@ -62,10 +62,13 @@ class Filtered:
 
 
 def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
-    """The answers within the range, in order, each problem once."""
+    """The answers within the range, in order, each problem once; none of which a sample could not
+    be graded."""
     seen: set[str] = set()
     kept = []
-    for one in answered:
+    for one in map(Answered.graded, answered):
+        if len(one.grades) < wanted.samples:
+            continue
         if wanted.keeps(one.passes) and one.problem.problem_id not in seen:
             seen.add(one.problem.problem_id)
             kept.append(one)
@@ -194,7 +197,7 @@ def filter_tasks(
         json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines
     ).encode()
     histogram: dict[str, int] = {}
-    for one in answered:
+    for one in map(Answered.graded, answered):
         histogram[str(one.passes)] = histogram.get(str(one.passes), 0) + 1
     found = Filtered(
         str(out), "crowd" if head(environment) else "tasks", encoding.sha256(data), count,

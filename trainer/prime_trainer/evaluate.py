@@ -193,14 +193,20 @@ def compared(
     before: Sequence[Answered],
     after: Sequence[Answered],
 ) -> Comparison:
-    """Compares both models' answers to the same problems."""
+    """Compares both models' answers to the same problems, as far as both were graded. Raises the
+    same errors as `summary`."""
+    found, later = summary(base, seed, run, before), summary(trained, seed, run, after)
+    both = [(a.graded(), b.graded()) for a, b in zip(before, after, strict=True)]
+    both = [(a, b) for a, b in both if a.grades and b.grades]
+    if not both:
+        raise UserError(f"the environment {run.environment.name} graded no problem of both models")
 
     def gain(measure: Callable[[Answered], float]) -> Interval:
-        return interval([measure(b) - measure(a) for a, b in zip(before, after, strict=True)])
+        return interval([measure(b) - measure(a) for a, b in both])
 
     return Comparison(
-        base=summary(base, seed, run, before),
-        trained=summary(trained, seed, run, after),
+        base=found,
+        trained=later,
         reward_gain=gain(_reward),
         pass_1_gain=gain(_pass_1),
         pass_k_gain=gain(_pass_k),
@@ -208,14 +214,19 @@ def compared(
 
 
 def summary(model: Path, seed: int, run: RunDefinition, answered: Sequence[Answered]) -> Evaluation:
-    """Summarizes graded answers."""
+    """Summarizes graded answers. Those that could not be graded are left out; raises UserError if
+    that is all of them."""
+    samples = len(answered[0].grades)
+    answered = [one for one in map(Answered.graded, answered) if one.grades]
+    if not answered:
+        raise UserError(f"the environment {run.environment.name} could grade no answer")
     whole = _part(answered)
     by_budget = _split(answered, lambda one: str(one.target))
     by_environment = _split(answered, lambda one: environment_name(one, run))
     return Evaluation(
         model=str(model),
         seed=seed,
-        samples=len(answered[0].grades),
+        samples=samples,
         reward=whole.reward,
         task=share([_mean([g.parts["task_micro"] / 1e6 for g in a.grades]) for a in answered]),
         length_error=whole.length_error,

@@ -130,26 +130,28 @@ class Made:
 
     def figures(self, samples: int) -> dict[str, Any]:
         """Metrics of everything generated, trained on or not; `samples`: rows per group."""
-        rewards = [rollout.reward for _, rollout, _ in self.rows]
+        graded = [one for one in self.rows if not one[2].ungraded]
+        rewards = [rollout.reward for _, rollout, _ in graded]
         if not rewards:
             return {"generated_rows": 0}
         mean = math.fsum(rewards) / len(rewards)
-        passed = [grade.parts["task_micro"] >= MICRO for _, _, grade in self.rows]
-        groups = [sum(passed[at : at + samples]) for at in range(0, len(passed), samples)]
+        groups = [
+            [g.parts["task_micro"] >= MICRO for _, _, g in group if not g.ungraded]
+            for group in (self.rows[at : at + samples] for at in range(0, len(self.rows), samples))
+        ]
+        passes = [pass_at_k(len(one), sum(one), len(one)) for one in groups if one]
         parts: dict[str, list[float]] = defaultdict(list)
-        for row, rollout, _ in self.rows:
+        for row, rollout, _ in graded:
             parts[_source(row)].append(rollout.reward)
         return {
-            "generated_rows": len(rewards),
+            "generated_rows": len(self.rows),
             "generated_reward": mean,
             "reward_deviation": math.sqrt(
                 math.fsum((value - mean) ** 2 for value in rewards) / len(rewards)
             ),
-            "task": math.fsum(g.parts["task_micro"] for _, _, g in self.rows)
-            / MICRO
-            / len(rewards),
-            "pass_1": sum(passed) / len(passed),
-            "pass_k": math.fsum(pass_at_k(samples, one, samples) for one in groups) / len(groups),
+            "task": math.fsum(g.parts["task_micro"] for _, _, g in graded) / MICRO / len(rewards),
+            "pass_1": sum(map(sum, groups)) / len(rewards),
+            "pass_k": math.fsum(passes) / len(passes),
             "reward_by_environment": {
                 name: math.fsum(values) / len(values) for name, values in sorted(parts.items())
             },
@@ -421,7 +423,7 @@ class Local:
                     output_tokens=generation.output_tokens,
                     logprobs=tuple(float(value) for value in generation.logprobs),
                     target_length=row.target_length,
-                    finish_reason=generation.finish_reason,
+                    finish_reason="ungraded" if grade.ungraded else generation.finish_reason,
                     policy_version=self.version,
                     reward=grade.reward_micro / MICRO,
                     spans=generation.spans,
@@ -429,11 +431,12 @@ class Local:
                 groups[row.group].append(rollout)
                 made.rows.append((row, rollout, grade))
             for number, rollouts in groups.items():
-                informative = len({rollout.reward for rollout in rollouts}) > 1
+                graded = [row.reward for row in rollouts if row.finish_reason != "ungraded"]
+                informative = len(set(graded)) > 1
                 made.groups += 1
                 made.alike += not informative
                 if informative:
-                    total = sum(round(rollout.reward * MICRO) for rollout in rollouts)
+                    total = sum(round(reward * MICRO) for reward in graded)
                     free = FreeGroup(
                         submission_digest=digest,
                         group_no=number,

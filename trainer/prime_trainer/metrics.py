@@ -116,11 +116,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef) -> dict[str, Any]:
     """Statistics of a batch's rows: reward and share by target, and by part if the run's
-    environment `source` is a mixture; staleness, lengths, endings.
+    environment `source` is a mixture; staleness, lengths, endings. Rows that could not be graded
+    are left out.
 
     `length_error`: mean distance between the number of generated tokens and the target, by target.
     (An environment may count only a part of them; `trainer evaluate` uses its unit.)
     """
+    rollouts = [row for row in rollouts if row.finish_reason != "ungraded"]
     by_target: dict[int, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     apart: dict[int, list[int]] = {}

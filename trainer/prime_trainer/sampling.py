@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ class Answered:
     def passes(self) -> int:
         """Number of fully correct samples, of any length."""
         return sum(grade.parts["task_micro"] >= MICRO for grade in self.grades)
+
+    def graded(self) -> Answered:
+        """Returns it without the samples that could not be graded, which is perhaps all of them."""
+        return replace(self, grades=tuple(grade for grade in self.grades if not grade.ungraded))
 
 
 @dataclass(frozen=True)

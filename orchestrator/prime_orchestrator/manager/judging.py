@@ -33,7 +33,7 @@ later; after a crash, all of them are.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -715,22 +715,28 @@ def _credit(
 def group_rows(
     table: VerdictTable, row: SubmissionRow, now: float, batch_step: int | None = None
 ) -> list[GroupRow]:
-    """Returns the groups of an accepted file, from its verdict table."""
+    """Returns the groups of an accepted file, from its verdict table. Rows that could not be graded
+    have no reward, and are not counted as answers to held-out problems."""
     by_group: dict[int, list[int]] = defaultdict(list)
+    rows: Counter[int] = Counter()
     for entry in table.rows:
-        by_group[entry.group].append(entry.reward_micro)
+        rewards = by_group[entry.group]
+        if not entry.ungraded:
+            rewards.append(entry.reward_micro)
+        rows[entry.group] += not (entry.ungraded and batch_step == groups.HELD_OUT)
     return [
         GroupRow(
             submission_digest=row.digest,
             group_no=group,
             policy_version=row.policy_version,
-            rows=len(values),
+            rows=rows[group],
             informative=len(set(values)) > 1,
             reward_micro_sum=sum(values),
             accepted_at=now,
             batch_step=batch_step,
         )
         for group, values in sorted(by_group.items())
+        if rows[group]
     ]
 
 
