@@ -54,8 +54,6 @@ both are Python keywords). Amounts are in wei, times in Unix seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from prime_chain.event import Event
 from prime_core.ids import Address, Digest
 '''
@@ -144,8 +142,8 @@ def event_kinds() -> str:
             types = ",".join(part["type"] for part in entry["inputs"])
             notice = notices[f"{entry['name']}({types})"]["notice"]
             fields = (f"{snake(one['name'])}: {python(one['type'])}" for one in entry["inputs"])
-            body = [*docstring(notice), "", f'CONTRACT = "{ours}"', *fields]
-            lines = ["@dataclass(frozen=True)", f"class {entry['name']}(Event):"]
+            body = [*docstring(notice), "", *fields]
+            lines = [f'class {entry["name"]}(Event, contract="{ours}"):']
             lines += [f"    {line}" if line else "" for line in body]
             parts.append("\n\n" + "\n".join(lines) + "\n")
     return "".join(parts)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from prime_core.ids import Digest
 from prime_core.signing import ContractName
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """What every event carries. Its key is (block_hash, log_index). `block_time`: Unix seconds."""
+    """What every event carries. Its key is (block_hash, log_index). `block_time`: Unix seconds.
+
+    A subclass is a frozen dataclass as well; `contract` is the contract that emits it."""
 
     CONTRACT: ClassVar[ContractName]
 
@@ -22,6 +25,10 @@ class Event:
     block_time: int
     log_index: int
     tx_hash: Digest
+
+    def __init_subclass__(cls, contract: ContractName) -> None:
+        cls.CONTRACT = contract
+        dataclass(frozen=True)(cls)
 
     @property
     def name(self) -> str:

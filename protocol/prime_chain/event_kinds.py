@@ -6,334 +6,262 @@ both are Python keywords). Amounts are in wei, times in Unix seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from prime_chain.event import Event
 from prime_core.ids import Address, Digest
 
 
-@dataclass(frozen=True)
-class NodeAdded(Event):
+class NodeAdded(Event, contract="registry"):
     """A node was bound to its provider."""
 
-    CONTRACT = "registry"
     provider: Address
     node: Address
 
 
-@dataclass(frozen=True)
-class NodeMoved(Event):
+class NodeMoved(Event, contract="registry"):
     """A provider moved a node to a new key; its history goes on under `to`."""
 
-    CONTRACT = "registry"
     provider: Address
     origin: Address
     to: Address
 
 
-@dataclass(frozen=True)
-class NodeRemoved(Event):
+class NodeRemoved(Event, contract="registry"):
     """A node was let go."""
 
-    CONTRACT = "registry"
     provider: Address
     node: Address
 
 
-@dataclass(frozen=True)
-class PayoutChanged(Event):
+class PayoutChanged(Event, contract="registry"):
     """A provider changed where its rewards go."""
 
-    CONTRACT = "registry"
     provider: Address
     payout: Address
 
 
-@dataclass(frozen=True)
-class ProviderRegistered(Event):
+class ProviderRegistered(Event, contract="registry"):
     """A provider registered itself."""
 
-    CONTRACT = "registry"
     provider: Address
     payout: Address
 
 
-@dataclass(frozen=True)
-class RegistryWired(Event):
+class RegistryWired(Event, contract="registry"):
     """The other contracts' addresses were set, for good."""
 
-    CONTRACT = "registry"
     vault: Address
     pools: Address
 
 
-@dataclass(frozen=True)
-class RevokedBefore(Event):
+class RevokedBefore(Event, contract="registry"):
     """Sessions of `node` that were granted before `at` are void."""
 
-    CONTRACT = "registry"
     node: Address
     at: int
 
 
-@dataclass(frozen=True)
-class Bound(Event):
+class Bound(Event, contract="vault"):
     """An account answers to this manager from now on."""
 
-    CONTRACT = "vault"
     account: Address
     manager: Address
 
 
-@dataclass(frozen=True)
-class Committed(Event):
+class Committed(Event, contract="vault"):
     """A seat needs `amount` more of the provider's stake."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class Deposited(Event):
+class Deposited(Event, contract="vault"):
     """Stake was added."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class Rebonded(Event):
+class Rebonded(Event, contract="vault"):
     """Unbonding stake was bonded again."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class Released(Event):
+class Released(Event, contract="vault"):
     """A seat was given up and needs `amount` no longer."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class SlashHeld(Event):
+class SlashHeld(Event, contract="vault"):
     """Stake was held for an open slash."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class SlashReleased(Event):
+class SlashReleased(Event, contract="vault"):
     """A held amount was let go again."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class Slashed(Event):
+class Slashed(Event, contract="vault"):
     """Stake was taken by a slash; `to` zero means burned."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
     to: Address
 
 
-@dataclass(frozen=True)
-class UnbondStarted(Event):
+class UnbondStarted(Event, contract="vault"):
     """Stake will be free at `matureAt`."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
     mature_at: int
 
 
-@dataclass(frozen=True)
-class VaultWired(Event):
+class VaultWired(Event, contract="vault"):
     """The other contracts' addresses were set, for good."""
 
-    CONTRACT = "vault"
     registry: Address
     pools: Address
     slasher: Address
 
 
-@dataclass(frozen=True)
-class Withdrawn(Event):
+class Withdrawn(Event, contract="vault"):
     """Matured stake went back to its owner."""
 
-    CONTRACT = "vault"
     provider: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class AllowListSet(Event):
+class AllowListSet(Event, contract="pools"):
     """Whether only listed providers' nodes may join."""
 
-    CONTRACT = "pools"
     pool: int
     on: bool
 
 
-@dataclass(frozen=True)
-class BanSet(Event):
+class BanSet(Event, contract="pools"):
     """A node may not come back, or may again. A slash bans as well: see `Slasher.SlashExecuted`."""
 
-    CONTRACT = "pools"
     pool: int
     node: Address
     on: bool
 
 
-@dataclass(frozen=True)
-class ListedSet(Event):
+class ListedSet(Event, contract="pools"):
     """A provider was put on the pool's allow list or taken off it."""
 
-    CONTRACT = "pools"
     pool: int
     provider: Address
     on: bool
 
 
-@dataclass(frozen=True)
-class NodeEjected(Event):
+class NodeEjected(Event, contract="pools"):
     """A node lost its seat."""
 
-    CONTRACT = "pools"
     pool: int
     node: Address
 
 
-@dataclass(frozen=True)
-class NodeJoined(Event):
+class NodeJoined(Event, contract="pools"):
     """A node took a seat."""
 
-    CONTRACT = "pools"
     pool: int
     node: Address
     provider: Address
 
 
-@dataclass(frozen=True)
-class NodeLeft(Event):
+class NodeLeft(Event, contract="pools"):
     """A node gave up its seat."""
 
-    CONTRACT = "pools"
     pool: int
     node: Address
 
 
-@dataclass(frozen=True)
-class PolicyPublished(Event):
+class PolicyPublished(Event, contract="pools"):
     """The trainer published a policy."""
 
-    CONTRACT = "pools"
     pool: int
     version: int
     manifest_digest: Digest
 
 
-@dataclass(frozen=True)
-class PoolCreated(Event):
+class PoolCreated(Event, contract="pools"):
     """A pool was made by its manager."""
 
-    CONTRACT = "pools"
     pool: int
     manager: Address
     trainer: Address
     run_digest: Digest
 
 
-@dataclass(frozen=True)
-class PoolEnded(Event):
+class PoolEnded(Event, contract="pools"):
     """The run is over."""
 
-    CONTRACT = "pools"
     pool: int
 
 
-@dataclass(frozen=True)
-class PoolPaused(Event):
+class PoolPaused(Event, contract="pools"):
     """No node joins until the pool is started again."""
 
-    CONTRACT = "pools"
     pool: int
 
 
-@dataclass(frozen=True)
-class PoolStarted(Event):
+class PoolStarted(Event, contract="pools"):
     """Nodes may join again."""
 
-    CONTRACT = "pools"
     pool: int
 
 
-@dataclass(frozen=True)
-class RunRevised(Event):
+class RunRevised(Event, contract="pools"):
     """Leases of steps from `fromStep` on are given under another run definition."""
 
-    CONTRACT = "pools"
     pool: int
     run_digest: Digest
     from_step: int
 
 
-@dataclass(frozen=True)
-class SeatMoved(Event):
+class SeatMoved(Event, contract="pools"):
     """A seat went to another key of the same provider."""
 
-    CONTRACT = "pools"
     pool: int
     origin: Address
     to: Address
     provider: Address
 
 
-@dataclass(frozen=True)
-class SeatsAllowed(Event):
+class SeatsAllowed(Event, contract="pools"):
     """A provider lets a pool seat its nodes, or takes that back."""
 
-    CONTRACT = "pools"
     pool: int
     provider: Address
     on: bool
 
 
-@dataclass(frozen=True)
-class SlasherWired(Event):
+class SlasherWired(Event, contract="pools"):
     """The slasher's address was set, for good."""
 
-    CONTRACT = "pools"
     slasher: Address
 
 
-@dataclass(frozen=True)
-class ValidatorSet(Event):
+class ValidatorSet(Event, contract="pools"):
     """The manager appointed or dismissed a validator."""
 
-    CONTRACT = "pools"
     pool: int
     validator: Address
     on: bool
 
 
-@dataclass(frozen=True)
-class LeafPosted(Event):
+class LeafPosted(Event, contract="work"):
     """A node rooted its own leaf."""
 
-    CONTRACT = "work"
     pool: int
     node: Address
     seq: int
@@ -341,33 +269,27 @@ class LeafPosted(Event):
     sha256: Digest
 
 
-@dataclass(frozen=True)
-class LeafRejected(Event):
+class LeafRejected(Event, contract="work"):
     """A leaf earns nothing."""
 
-    CONTRACT = "work"
     pool: int
     leaf: Digest
     reason: Digest
 
 
-@dataclass(frozen=True)
-class MirrorAnnounced(Event):
+class MirrorAnnounced(Event, contract="work"):
     """Where a validator serves its copy of the pool's evidence and tables; empty takes it back."""
 
-    CONTRACT = "work"
     pool: int
     validator: Address
     url: str
 
 
-@dataclass(frozen=True)
-class RootPosted(Event):
+class RootPosted(Event, contract="work"):
     """A batch of leaves was rooted. `leavesObject` is the digest of the object that lists them; it
     is zero for a leaf that its node posted: there, the root is the leaf.
     """
 
-    CONTRACT = "work"
     pool: int
     seq: int
     root: Digest
@@ -376,56 +298,46 @@ class RootPosted(Event):
     epoch: int
 
 
-@dataclass(frozen=True)
-class BondAdded(Event):
+class BondAdded(Event, contract="rewards"):
     """The bond that stands behind a pool's unpaid work grew."""
 
-    CONTRACT = "rewards"
     pool: int
     origin: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class BondDrawn(Event):
+class BondDrawn(Event, contract="rewards"):
     """A table needed more than the pool's free funds; this much of the bond was added to them."""
 
-    CONTRACT = "rewards"
     pool: int
     amount: int
 
 
-@dataclass(frozen=True)
-class Claimed(Event):
+class Claimed(Event, contract="rewards"):
     """Rewards were paid: a node's to its provider's payout account, a validator's to itself."""
 
-    CONTRACT = "rewards"
     pool: int
     node: Address
     payout: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class FileAppealed(Event):
+class FileAppealed(Event, contract="rewards"):
     """The provider asks the arbiter to have a file paid that was rejected, void or not judged. The
     answer comes before `judgeBy` or not at all.
     """
 
-    CONTRACT = "rewards"
     leaf: Digest
     pool: int
     node: Address
     judge_by: int
 
 
-@dataclass(frozen=True)
-class FileRestored(Event):
+class FileRestored(Event, contract="rewards"):
     """The arbiter finds that the file is to be paid: `amount` is added to the node's rewards, at
     most what the run of `step` pays for the largest file. Final.
     """
 
-    CONTRACT = "rewards"
     leaf: Digest
     pool: int
     node: Address
@@ -433,43 +345,35 @@ class FileRestored(Event):
     amount: int
 
 
-@dataclass(frozen=True)
-class Funded(Event):
+class Funded(Event, contract="rewards"):
     """A pool received funds."""
 
-    CONTRACT = "rewards"
     pool: int
     origin: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class Refunded(Event):
+class Refunded(Event, contract="rewards"):
     """Free funds of an ended pool, and its bond, went back to its manager."""
 
-    CONTRACT = "rewards"
     pool: int
     to: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class RewardRootDisabled(Event):
+class RewardRootDisabled(Event, contract="rewards"):
     """The root of `epoch` and all that were posted on top of it, up to the one of `last`, are void;
     they can be posted again.
     """
 
-    CONTRACT = "rewards"
     pool: int
     epoch: int
     last: int
 
 
-@dataclass(frozen=True)
-class RewardRootPosted(Event):
+class RewardRootPosted(Event, contract="rewards"):
     """A reward root was posted. `object` is the digest of the published table behind it."""
 
-    CONTRACT = "rewards"
     pool: int
     epoch: int
     root: Digest
@@ -478,66 +382,52 @@ class RewardRootPosted(Event):
     claimable_at: int
 
 
-@dataclass(frozen=True)
-class ArbiterAnnounced(Event):
+class ArbiterAnnounced(Event, contract="slasher"):
     """Another arbiter can be put in force from `actAt` on."""
 
-    CONTRACT = "slasher"
     next: Address
     act_at: int
 
 
-@dataclass(frozen=True)
-class ArbiterChanged(Event):
+class ArbiterChanged(Event, contract="slasher"):
     """The arbiter is another one."""
 
-    CONTRACT = "slasher"
     origin: Address
     to: Address
 
 
-@dataclass(frozen=True)
-class GovernorChanged(Event):
+class GovernorChanged(Event, contract="slasher"):
     """The role has a new holder; zero: no one has it, for good."""
 
-    CONTRACT = "slasher"
     origin: Address
     to: Address
 
 
-@dataclass(frozen=True)
-class GovernorOffered(Event):
+class GovernorOffered(Event, contract="slasher"):
     """The governor offered its role."""
 
-    CONTRACT = "slasher"
     governor: Address
     to: Address
 
 
-@dataclass(frozen=True)
-class SlashCancelled(Event):
+class SlashCancelled(Event, contract="slasher"):
     """The proposal came to nothing. Final."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     pool: int
     node: Address
 
 
-@dataclass(frozen=True)
-class SlashConfirmed(Event):
+class SlashConfirmed(Event, contract="slasher"):
     """A judge found the same as the authors."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     judge: Address
 
 
-@dataclass(frozen=True)
-class SlashDisputed(Event):
+class SlashDisputed(Event, contract="slasher"):
     """The provider disputes it; it lapses if it is not judged by `judgeBy`."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     pool: int
     node: Address
@@ -545,11 +435,9 @@ class SlashDisputed(Event):
     judge_by: int
 
 
-@dataclass(frozen=True)
-class SlashExecuted(Event):
+class SlashExecuted(Event, contract="slasher"):
     """The stake was taken; if it is more than nothing, the node was expelled and banned. Final."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     pool: int
     node: Address
@@ -557,35 +445,29 @@ class SlashExecuted(Event):
     amount: int
 
 
-@dataclass(frozen=True)
-class SlashObjected(Event):
+class SlashObjected(Event, contract="slasher"):
     """The provider says that the evidence is not served; only the arbiter can let it proceed."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     pool: int
     node: Address
     judge_by: int
 
 
-@dataclass(frozen=True)
-class SlashOverturned(Event):
+class SlashOverturned(Event, contract="slasher"):
     """A judge found otherwise; the authors paid `penalty`, of it `compensation` to the provider."""
 
-    CONTRACT = "slasher"
     leaf: Digest
     judge: Address
     penalty: int
     compensation: int
 
 
-@dataclass(frozen=True)
-class SlashProposed(Event):
+class SlashProposed(Event, contract="slasher"):
     """The quorum asks for a slash; `amount` is held. `evidence` and `reason` are the first
     author's. Each author stands for one more open proposal, until this one comes to its end.
     """
 
-    CONTRACT = "slasher"
     leaf: Digest
     pool: int
     node: Address
@@ -597,105 +479,83 @@ class SlashProposed(Event):
     authors: tuple[Address, ...]
 
 
-@dataclass(frozen=True)
-class TermsAnnounced(Event):
+class TermsAnnounced(Event, contract="slasher"):
     """New terms can be put in force from `actAt` on."""
 
-    CONTRACT = "slasher"
     dispute_deposit: int
     validator_bond: int
     act_at: int
 
 
-@dataclass(frozen=True)
-class TermsChanged(Event):
+class TermsChanged(Event, contract="slasher"):
     """New terms are in force."""
 
-    CONTRACT = "slasher"
     dispute_deposit: int
     validator_bond: int
 
 
-@dataclass(frozen=True)
-class CaseHandedOver(Event):
+class CaseHandedOver(Event, contract="court"):
     """Too few jurors were found, or the seed's hash was lost: the arbiter judges."""
 
-    CONTRACT = "court"
     leaf: Digest
 
 
-@dataclass(frozen=True)
-class CaseOpened(Event):
+class CaseOpened(Event, contract="court"):
     """A provider asks for the court; jurors of this class are drawn once it disputes."""
 
-    CONTRACT = "court"
     leaf: Digest
     verification_class: Digest
     provider: Address
 
 
-@dataclass(frozen=True)
-class CaseSettled(Event):
+class CaseSettled(Event, contract="court"):
     """The case is over. `pot` went to the majority, `penalties` to the jurors that voted."""
 
-    CONTRACT = "court"
     leaf: Digest
     pot: int
     penalties: int
 
 
-@dataclass(frozen=True)
-class CourtWired(Event):
+class CourtWired(Event, contract="court"):
     """The slasher's address was set, for good."""
 
-    CONTRACT = "court"
     slasher: Address
 
 
-@dataclass(frozen=True)
-class JurorLeft(Event):
+class JurorLeft(Event, contract="court"):
     """A juror is not drawn any more. It left, or it was struck."""
 
-    CONTRACT = "court"
     verification_class: Digest
     juror: Address
 
 
-@dataclass(frozen=True)
-class JurorRegistered(Event):
+class JurorRegistered(Event, contract="court"):
     """An account can be drawn for disputes of this class."""
 
-    CONTRACT = "court"
     verification_class: Digest
     juror: Address
     seat: int
 
 
-@dataclass(frozen=True)
-class JurorStruck(Event):
+class JurorStruck(Event, contract="court"):
     """A silent juror lost `penalty` of its bond."""
 
-    CONTRACT = "court"
     leaf: Digest
     juror: Address
     penalty: int
 
 
-@dataclass(frozen=True)
-class JurorWithdrew(Event):
+class JurorWithdrew(Event, contract="court"):
     """A juror has its bond back."""
 
-    CONTRACT = "court"
     verification_class: Digest
     juror: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class JurorsDrawn(Event):
+class JurorsDrawn(Event, contract="court"):
     """The jurors were drawn. They commit before `revealFrom` and reveal before `revealUntil`."""
 
-    CONTRACT = "court"
     leaf: Digest
     verification_class: Digest
     jurors: tuple[Address, ...]
@@ -703,39 +563,31 @@ class JurorsDrawn(Event):
     reveal_until: int
 
 
-@dataclass(frozen=True)
-class PayCollected(Event):
+class PayCollected(Event, contract="court"):
     """A juror collected its pay."""
 
-    CONTRACT = "court"
     juror: Address
     amount: int
 
 
-@dataclass(frozen=True)
-class SeedFixed(Event):
+class SeedFixed(Event, contract="court"):
     """The hash of this block will choose the jurors."""
 
-    CONTRACT = "court"
     leaf: Digest
     at_block: int
 
 
-@dataclass(frozen=True)
-class VoteCommitted(Event):
+class VoteCommitted(Event, contract="court"):
     """A juror committed to its vote."""
 
-    CONTRACT = "court"
     leaf: Digest
     juror: Address
     commitment: Digest
 
 
-@dataclass(frozen=True)
-class VoteRevealed(Event):
+class VoteRevealed(Event, contract="court"):
     """A juror's vote; `digest` is of its own replay."""
 
-    CONTRACT = "court"
     leaf: Digest
     juror: Address
     vote: int
