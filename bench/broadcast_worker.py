@@ -25,7 +25,7 @@ from prime_broadcast.manifest import MANIFEST_NAME, Trust, build_manifest, read_
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.relay import Relay
 from prime_broadcast.server import Limits, Origin, Server, Serving
-from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
+from prime_core.checkpoint import Manifest
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.signing import Domain, LocalSigner
 
@@ -81,13 +81,7 @@ class Worker:
 
     def publish(self, folder: str, root: str, version: int) -> Answer:
         made = publish(Path(folder), Path(root), pool=POOL, version=version, step=version)
-        statement = PolicyStatement(
-            pool=made.pool, version=made.version, manifest_digest=made.digest()
-        )
-        finalize(
-            Path(root),
-            SignedManifest(manifest=made, signature=SIGNER.sign(statement, DOMAIN)),
-        )
+        finalize(Path(root), made.signed(SIGNER, DOMAIN))
         path = layout.version_folder(Path(root), version) / MANIFEST_NAME
         return {"manifest": str(path), "deltas": [entry.size for entry in made.deltas]}
 

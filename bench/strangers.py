@@ -33,7 +33,7 @@ from prime_broadcast.publish import finalize, publish
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook
 from prime_core import version
-from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.checkpoint import SignedManifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.messages import AdmissionRequest, LeaseRequest, RevokeRequest, SessionRequest
@@ -160,8 +160,7 @@ def _policy(root: Path, size: int) -> tuple[SignedManifest, Path]:
     body = len(header).to_bytes(8, "little") + header + data
     (checkpoint / "model.safetensors").write_bytes(body)
     manifest = publish(checkpoint, layout, pool=1, version=0, step=0)
-    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
-    signed = SignedManifest(manifest=manifest, signature=_signer(1).sign(statement, DOMAIN))
+    signed = manifest.signed(_signer(1), DOMAIN)
     finalize(layout, signed)
     return signed, layout
 

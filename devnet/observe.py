@@ -147,7 +147,7 @@ def trained(
         step = int(line["step"])
         signed = client.get(f"/v1/batches/{step}/manifest", SignedBatch)
         manifest = signed.manifest
-        by_manager = signed.statement().recover(domain, signed.signature) == manager
+        by_manager = manifest.statement().recover(domain, signed.signature) == manager
         batches.append(
             TrainedBatch(step, str(line["batch"]), manifest.digest(), by_manager, manifest.rows)
         )

@@ -1,16 +1,33 @@
-"""A small HTTP server next to a test: one request handler on a free port, ended with the test."""
+"""Small servers next to a test, each on a free port of the loopback address, and waiting for what
+they do. They end with the test."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import uvicorn
+
+
+def until(
+    condition: Callable[[], Any], what: str = "what the test waits for", seconds: float = 240.0
+) -> Any:
+    """Polls until the condition holds, and returns its value. Fails by name after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+    return found
 
 
 @contextmanager
 def served(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its URL."""
+    """Serves one request handler; yields its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -21,3 +38,31 @@ def served(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def listen(port: int = 0) -> tuple[socket.socket, str]:
+    """A listening socket, for an application that needs its own URL before it is made; the URL."""
+    # TCP is named as the protocol so that asyncio sets TCP_NODELAY
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(64)
+    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def serving(app: Any, listener: socket.socket) -> Iterator[None]:
+    """Serves an ASGI application from a thread, and closes the socket afterwards. Fails if a
+    request outlives the server by a minute."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive(), "the server's start")
+        assert server.started
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        listener.close()
+        assert not thread.is_alive(), "a request does not end"

@@ -219,7 +219,7 @@ class Trust:
             raise UntrustedError(
                 f"the manifest is for pool {manifest.pool}, not for pool {self.pool}"
             )
-        signer = signed.statement().recover(self.domain, signed.signature)
+        signer = manifest.statement().recover(self.domain, signed.signature)
         if signer != self.trainer:
             raise UntrustedError(
                 f"policy {manifest.version} is signed by {signer}, not by the trainer "

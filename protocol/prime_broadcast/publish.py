@@ -32,7 +32,7 @@ from prime_broadcast.manifest import (
     policy_files,
     signed_bytes,
 )
-from prime_core.checkpoint import DeltaEntry, Manifest, PolicyStatement, SignedManifest
+from prime_core.checkpoint import DeltaEntry, Manifest, SignedManifest
 from prime_core.errors import ConflictError
 from prime_core.signing import Domain, Signer
 
@@ -180,6 +180,5 @@ def publish_next(
     elif version is not None and present and version < present[-1]:
         raise ConflictError(f"version {present[-1]} is published already; {version} is older")
     manifest = publish(folder, data, pool=pool, version=number, step=number)
-    statement = PolicyStatement(pool=pool, version=number, manifest_digest=manifest.digest())
-    finalize(data, SignedManifest(manifest=manifest, signature=signer.sign(statement, domain)))
+    finalize(data, manifest.signed(signer, domain))
     return manifest

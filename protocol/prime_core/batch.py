@@ -56,6 +56,9 @@ class BatchManifest(Strict):
         """SHA-256 of the canonical bytes."""
         return encoding.sha256(self.canonical())
 
+    def statement(self) -> BatchStatement:
+        return BatchStatement(pool=self.pool, step=self.step, manifest_digest=self.digest())
+
 
 class BatchStatement(Statement):
     """The manager's signed statement over a sealed batch."""
@@ -69,10 +72,6 @@ class BatchStatement(Statement):
 class SignedBatch(Strict):
     manifest: BatchManifest
     signature: SignatureField
-
-    def statement(self) -> BatchStatement:
-        m = self.manifest
-        return BatchStatement(pool=m.pool, step=m.step, manifest_digest=m.digest())
 
 
 @dataclass(frozen=True)

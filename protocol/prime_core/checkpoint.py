@@ -14,7 +14,9 @@ from prime_core.signing import (
     U256,
     ContractName,
     DigestField,
+    Domain,
     SignatureField,
+    Signer,
     Statement,
     Strict,
 )
@@ -72,6 +74,13 @@ class Manifest(Strict):
         """The policy digest that goes on chain."""
         return encoding.blake3_digest(self.canonical())
 
+    def statement(self) -> PolicyStatement:
+        return PolicyStatement(pool=self.pool, version=self.version, manifest_digest=self.digest())
+
+    def signed(self, trainer: Signer, domain: Domain) -> SignedManifest:
+        """The published form; `domain` is that of the contract Pools."""
+        return SignedManifest(manifest=self, signature=trainer.sign(self.statement(), domain))
+
 
 class PolicyStatement(Statement):
     """Signed by the trainer; checked by Pools.publishPolicy. `manifest_digest` = policy digest."""
@@ -87,7 +96,3 @@ class SignedManifest(Strict):
 
     manifest: Manifest
     signature: SignatureField
-
-    def statement(self) -> PolicyStatement:
-        m = self.manifest
-        return PolicyStatement(pool=m.pool, version=m.version, manifest_digest=m.digest())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from served import served
+from served import until as until
 
 from devnet.chain import free_port
 from prime_broadcast import layout
@@ -18,7 +18,7 @@ from prime_broadcast.client import Base, FetchStats, fetch
 from prime_broadcast.durable import NOTE
 from prime_broadcast.manifest import Trust
 from prime_broadcast.publish import finalize, publish
-from prime_core.checkpoint import Manifest, PolicyStatement, SignedManifest
+from prime_core.checkpoint import Manifest, SignedManifest
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.signing import Domain, LocalSigner
 
@@ -31,10 +31,7 @@ CHUNK = 16 << 10
 
 
 def sign(manifest: Manifest, signer: LocalSigner = TRAINER) -> SignedManifest:
-    statement = PolicyStatement(
-        pool=manifest.pool, version=manifest.version, manifest_digest=manifest.digest()
-    )
-    return SignedManifest(manifest=manifest, signature=signer.sign(statement, DOMAIN))
+    return manifest.signed(signer, DOMAIN)
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -104,14 +101,6 @@ def same_files(folder: Path, run: Run, version: int) -> bool:
     """The folder's files are bit for bit the published ones."""
     published = layout.manifest_of(run.root, version).manifest
     return all((folder / f.name).read_bytes() == run.file(version, f.name) for f in published.files)
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
-    """Polls until the condition holds; fails by name after a generous deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.01)
 
 
 Behave = Callable[[BaseHTTPRequestHandler, bytes], None]

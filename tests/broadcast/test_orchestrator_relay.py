@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uvicorn
 from broadcast_world import CHUNK, STRANGER, Run, same_files, until
+from pools import deployment, run_definition
 from pydantic import TypeAdapter
+from served import listen, serving
 from stores import migrate
 
 from prime_broadcast.access import Passes
@@ -27,16 +26,12 @@ from prime_broadcast.publish import finalize, publish
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook
 from prime_chain.keystore import save_keystore
-from prime_core import ids
-from prime_core.checkpoint import PolicyStatement, SignedManifest
-from prime_core.deployment import Deployment, Periods
+from prime_core.checkpoint import SignedManifest
+from prime_core.deployment import Deployment
 from prime_core.errors import UnavailableError
-from prime_core.ids import ZERO_DIGEST
-from prime_core.messages import ContractAddresses, PolicyList, RelayAnnouncement, RelayInfo
-from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
-from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.messages import PolicyList, RelayAnnouncement, RelayInfo
+from prime_core.signing import LocalSigner
 from prime_core.storage.directory import DirectoryStore
-from prime_core.task import Task
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.backend import Backend
@@ -70,9 +65,7 @@ class Pool:
         manifest = publish(
             folder, self.run.root, pool=1, version=version, step=version, chunk_size=CHUNK
         )
-        statement = PolicyStatement(pool=1, version=version, manifest_digest=manifest.digest())
-        signature = TRAINER.sign(statement, self.deployment.domain("pools"))
-        signed = SignedManifest(manifest=manifest, signature=signature)
+        signed = manifest.signed(TRAINER, self.deployment.domain("pools"))
         finalize(self.run.root, signed)
         self.client.post("/v1/policies", signed, Empty)
         return signed
@@ -92,36 +85,13 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
 
     base = run.checkpoint(run.folder / "checkpoint-0")
     manifest = build_manifest(base, pool=1, version=0, step=0, chunk_size=CHUNK)
-    contracts = {
-        name: ids.address("0x" + f"{number:02x}" * 20)
-        for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
-    }
-    deployment = Deployment(
-        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
-    )
-    definition = RunDefinition(
-        name="test",
-        base_model=manifest.result_digest,
-        environment=EnvironmentRef(
-            name="reverse", digest=ZERO_DIGEST, train_size=10, heldout_size=1
-        ),
-        max_output_tokens=16,
-        samples_per_group=2,
-        groups_per_lease=2,
-        groups_per_batch=4,
-        budgets=LengthBudgets(targets=(2,), penalty_micro=0),
-        task=Task(image="process"),
-        price_per_unit=10,
-        stake_per_seat=100,
-        slash_amount=50,
-    )
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    definition = run_definition(base_model=manifest.result_digest)
+    deployed = deployment()
+    listener, url = listen()
     store = open_store(sqlite_url(tmp_path / "orchestrator.sqlite"))
     migrate(store)
     backend = Backend(
-        context=PoolContext(deployment=deployment, pool=1, manager=MANAGER.address, run=definition),
+        context=PoolContext(deployment=deployed, pool=1, manager=MANAGER.address, run=definition),
         store=store,
         objects=DirectoryStore(tmp_path / "objects", url, b"s" * 32),
         manager=MANAGER,
@@ -131,20 +101,15 @@ def pool(run: Run, tmp_path: Path) -> Iterator[Pool]:
         now=time.time,
         random=random.Random(7).randbytes,
     )
-    server = uvicorn.Server(uvicorn.Config(create_app(backend), log_level="warning"))
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
-    thread.start()
     with (
+        closing(store),
+        serving(create_app(backend), listener),
         Origin(run.root) as origin,
         OrchestratorClient(url, TRAINER, "trainer") as client,
         OrchestratorClient(url, TRAINER, "relay") as announcer,
     ):
-        until(lambda: server.started, "the orchestrator")
         announcer.post("/v1/relays", RelayAnnouncement(url=origin.url), Empty)
-        yield Pool(url, run, origin, deployment, client)
-    server.should_exit = True
-    thread.join()
-    store.close()
+        yield Pool(url, run, origin, deployed, client)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import deployment
 
 from devnet.deployed import TEST_PERIODS, Deployed, pool_config
 from prime_chain import codec
@@ -28,8 +29,7 @@ from prime_chain.watcher import (
 from prime_core.deployment import Deployment
 from prime_core.encoding import keccak256
 from prime_core.errors import UnavailableError
-from prime_core.ids import ZERO_DIGEST, Address, Digest, address
-from prime_core.messages import ContractAddresses
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 
 
 @dataclass
@@ -192,14 +192,6 @@ def test_events_of_several_contracts_come_in_chain_order(deployed: Deployed) -> 
 # ── the rules alone, on a chain that may do anything between two requests ──────────────────────
 
 
-def _fake_deployment() -> Deployment:
-    names = ("token", "registry", "vault", "pools", "work", "rewards", "slasher", "court")
-    contracts = {name: address(f"0x{index + 1:040x}") for index, name in enumerate(names)}
-    return Deployment(
-        chain_id=31337, contracts=ContractAddresses(**contracts), block=1, periods=TEST_PERIODS
-    )
-
-
 class FakeChain:
     """A chain in memory that answers like ChainClient. `meddle` runs before each answer."""
 
@@ -307,11 +299,11 @@ Moves = st.lists(
 def test_after_any_mining_and_reorgs_even_between_requests_the_reader_holds_the_chains_events(
     moves: list[tuple[str, list[int]]], seed: int, remembers: int, span: int, limit: int
 ) -> None:
-    deployment = _fake_deployment()
-    chain = FakeChain(deployment)
+    place = deployment(TEST_PERIODS, block=1)
+    chain = FakeChain(place)
     chain.span_limit = limit
     rng = random.Random(seed)
-    watcher = Watcher(chain, deployment, confirmations=0, max_span=span)  # type: ignore[arg-type]
+    watcher = Watcher(chain, place, confirmations=0, max_span=span)  # type: ignore[arg-type]
     reader = Reader(remembers=remembers)
 
     def exact(cursor: BlockRef | None, step: Confirmed) -> None:

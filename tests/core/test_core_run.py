@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pools import RUN, run_definition
 from pydantic import ValidationError
 
 from prime_core import encoding
@@ -15,26 +16,6 @@ from prime_core.run import Chat, EnvironmentRef, LengthBudgets, RunDefinition, S
 from prime_core.run_file import read_run
 from prime_core.task import Task
 from prime_envs.definition import unsaid
-
-
-def made(kind: type[RunDefinition] = RunDefinition) -> RunDefinition:
-    """A run of this release, or of another one's model."""
-    return kind(
-        name="test",
-        base_model=ZERO_DIGEST,
-        environment=EnvironmentRef(
-            name="reverse", digest=ZERO_DIGEST, train_size=9, heldout_size=1
-        ),
-        max_output_tokens=16,
-        samples_per_group=2,
-        groups_per_lease=2,
-        groups_per_batch=4,
-        budgets=LengthBudgets(targets=(2,), penalty_micro=0),
-        task=Task(image="process"),
-        price_per_unit=10,
-        stake_per_seat=100,
-        slash_amount=50,
-    )
 
 
 class LaterTask(Task):
@@ -49,21 +30,20 @@ class LaterRun(RunDefinition):
 
 
 def test_a_field_added_later_changes_no_digest_of_an_older_run() -> None:
-    old = made()
-    read_later = LaterRun.parse(old.raw())
+    read_later = LaterRun.parse(RUN.raw())
     assert read_later.prompt_price == 7
     assert read_later.task.shared_memory_mb == 64
-    assert (read_later.raw(), read_later.digest()) == (old.raw(), old.digest())
+    assert (read_later.raw(), read_later.digest()) == (RUN.raw(), RUN.digest())
 
 
 def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path) -> None:
-    later = json.loads(made().raw()) | {"prompt_price": 7}
+    later = json.loads(RUN.raw()) | {"prompt_price": 7}
     later["task"]["shared_memory_mb"] = 64
     file = json.dumps(later, indent=2).encode() + b"\n"  # no canonical form is asked for
     agent = RunDefinition.parse(file)
     worker = RunDefinition.parse(agent.raw())
     assert worker.digest() == encoding.sha256(file)
-    assert worker.model_dump() == made().model_dump()
+    assert worker.model_dump() == RUN.model_dump()
     (tmp_path / "run.json").write_bytes(file)
     assert read_run(tmp_path / "run.json").raw() == file
     with pytest.raises(MalformedError, match=r"task.shared_memory_mb|prompt_price"):
@@ -71,14 +51,19 @@ def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path)
 
 
 def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
-    later = json.loads(made().raw()) | {"schema_version": 6}
+    later = json.loads(RUN.raw()) | {"schema_version": 6}
     with pytest.raises(MalformedError, match="pip install --upgrade"):
         RunDefinition.parse(json.dumps(later).encode())
 
 
 def test_chat_raises_the_schema_and_leaves_the_digest_of_runs_without_it() -> None:
     """A program that does not know `chat` would ask without the template and be slashed for it."""
-    plain = made()
+    plain = run_definition(
+        environment=EnvironmentRef(
+            name="reverse", digest=ZERO_DIGEST, train_size=9, heldout_size=1
+        ),
+        budgets=LengthBudgets(targets=(2,), penalty_micro=0),
+    )
     assert plain.digest() == "0xf8e00732df3afac5c63d9ebc10093927310de24af5d71164d1ea4861dd6b53e4"
     chat = Chat(template=ZERO_DIGEST, system="be kind")
     asked = plain.model_copy(update={"chat": chat, "schema_version": 2})
@@ -89,7 +74,7 @@ def test_chat_raises_the_schema_and_leaves_the_digest_of_runs_without_it() -> No
 
 
 def test_a_changed_copy_has_bytes_of_its_own() -> None:
-    file = json.dumps(json.loads(made().raw()), indent=1).encode()
+    file = json.dumps(json.loads(RUN.raw()), indent=1).encode()
     run = RunDefinition.parse(file)
     assert run.model_copy().raw() == file
     other = run.model_copy(update={"name": "other"})

@@ -14,16 +14,14 @@ from typing import Any
 import click
 import pytest
 import typer
+from pools import deployment
 from test_programs import HANDED_ON, PROGRAMS, called, commands
 
 from devnet.deployed import TEST_PERIODS
 from prime_chain.keystore import create_keystore
-from prime_core import ids
-from prime_core.deployment import Deployment
 from prime_core.errors import UserError
 from prime_core.gateway import Cassette
 from prime_core.given import read_given
-from prime_core.messages import ContractAddresses
 from prime_core.settlement import read_settlement
 from prime_envs.definition import read_toml
 from prime_node.nodes import read_consent
@@ -115,13 +113,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("good")
     (folder / "password").write_text("a password")
     create_keystore(folder / "wallet.json", "a password", light=True)
-    contracts = {
-        name: ids.address(bytes([number]) * 20)
-        for number, name in enumerate(ContractAddresses.model_fields, 1)
-    }
-    Deployment(
-        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=TEST_PERIODS
-    ).save(folder / "deployment.json")
+    deployment(TEST_PERIODS).save(folder / "deployment.json")
     return {
         "PASSWORD": str(folder / "password"),
         "WALLET": str(folder / "wallet.json"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import pytest
+from served import until as until
 
 from devnet.chain import find_anvil
 from prime_core.errors import UserError
@@ -57,14 +57,6 @@ def listening(processes: Iterable[int]) -> set[int]:
         for connection in psutil.net_connections("tcp")
         if connection.pid in mine and connection.status == psutil.CONN_LISTEN
     }
-
-
-def until(ready: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Polls for an event; fails the test if it does not come."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.1)
 
 
 def findings(root: Path) -> dict[str, bool]:

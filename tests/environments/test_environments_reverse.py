@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import run_definition
 
 from prime_core.errors import MalformedError, PolicyError, UserError
 from prime_core.run import EnvironmentRef, LengthBudgets, LengthForm, RunDefinition
-from prime_core.task import Task
 from prime_envs.base import Environment
 from prime_envs.environments.reverse import Reverse, word_list
 from prime_envs.registry import environment_for, environment_ref, load_environment
@@ -26,20 +26,7 @@ def reverse() -> Reverse:
 
 
 def run_with(ref: EnvironmentRef) -> RunDefinition:
-    return RunDefinition(
-        name="test",
-        base_model="0x" + "00" * 32,
-        environment=ref,
-        max_output_tokens=40,
-        samples_per_group=4,
-        groups_per_lease=1,
-        groups_per_batch=1,
-        budgets=budgets(),
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_seat=1,
-        slash_amount=1,
-    )
+    return run_definition(environment=ref, max_output_tokens=40, budgets=budgets())
 
 
 def test_no_word_appears_twice_so_heldout_words_are_never_trained_on() -> None:

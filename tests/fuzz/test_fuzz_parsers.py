@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from made_up import made_up_row
+from pools import deployment
 from pydantic import ValidationError
 from strategies import JSON, TRICKS, as_bytes, instances, outside
 
@@ -41,7 +42,7 @@ from prime_chain import events, rewards
 from prime_chain.client import ChainClient, parse_log
 from prime_chain.codec import artifact
 from prime_chain.rpc import Endpoint, RevertSignal
-from prime_core import encoding, ids, opinions, version
+from prime_core import encoding, opinions, version
 from prime_core.clock import Clock
 from prime_core.deployment import SOLIDITY_NAMES, Deployment
 from prime_core.errors import (
@@ -52,11 +53,11 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST
-from prime_core.messages import ContractAddresses, NodeInfo, PolicyList, PoolInfo
+from prime_core.messages import NodeInfo, PolicyList, PoolInfo
 from prime_core.rollout import SignedSubmission, decode_leaves
 from prime_core.run import RunDefinition
 from prime_core.settlement import Settlement, read_settlement
-from prime_core.signing import CONTRACT_NAMES, LocalSigner, Strict
+from prime_core.signing import LocalSigner, Strict
 from prime_core.transport import problems, signatures
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Evidence, Verdict
@@ -72,14 +73,7 @@ MEMORY = 768 << 20
 NOW = 1_700_000_000.0
 PRINTABLE_FILE = FileMetadata(ZERO_DIGEST, "plain/1", "float32", "cpu")
 FILE = write_rollout_file([made_up_row(i, 3 + i) for i in range(6)], PRINTABLE_FILE)
-DEPLOYMENT = Deployment(
-    chain_id=31337,
-    contracts=ContractAddresses(
-        **{name: ids.address(bytes([n + 1]) * 20) for n, name in enumerate(CONTRACT_NAMES)}
-    ),
-    block=0,
-    periods=TEST_PERIODS,
-)
+DEPLOYMENT = deployment(TEST_PERIODS)
 DOMAIN = DEPLOYMENT.domain("registry")
 OLD = bytes(range(256)) * 16
 

@@ -10,11 +10,21 @@ from pathlib import Path
 
 import pytest
 from judges import Bench, arm, bench
-from money_kit import MANAGER, TRAINER, VALIDATOR, ManagerSide, key, open_manager
+from money_kit import (
+    FAKE_DEPLOYMENT,
+    MANAGER,
+    RUN,
+    TRAINER,
+    VALIDATOR,
+    ManagerSide,
+    key,
+    open_manager,
+)
 
 from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.history import Slash
-from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.checkpoint import SignedManifest
+from prime_core.deployment import Deployment
 from prime_core.errors import NotFoundError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import SubmissionInfo
@@ -42,8 +52,6 @@ Make = Callable[[SignedLease, Digest], bytes]
 
 def small_run() -> RunDefinition:
     """The demo's task in a file of eight rows."""
-    from money_kit import RUN
-
     budgets = LengthBudgets(targets=(2, 6), penalty_micro=150_000)
     return RUN.model_copy(
         update={
@@ -171,21 +179,24 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return signed_policy(tmp_path_factory.mktemp("policies"))
 
 
-def signed_policy(policies: Path, template: str | None = None) -> Path:
+def signed_policy(
+    policies: Path, template: str | None = None, deployment: Deployment = FAKE_DEPLOYMENT
+) -> Path:
     """Writes the demo's model, with a chat template if one is given, into `policies` as policy 0 of
     pool 1, signed; returns `policies`."""
-    from money_kit import FAKE_DEPLOYMENT
-
     folder = policies / "0"
     shutil.copytree(MODEL, folder)
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template)
     manifest = build_manifest(folder, pool=1, version=0, step=0)
-    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
-    signature = TRAINER.sign(statement, FAKE_DEPLOYMENT.domain_of(statement))
-    signed = SignedManifest(manifest=manifest, signature=signature)
+    signed = manifest.signed(TRAINER, deployment.domain("pools"))
     (folder / "manifest.json").write_bytes(signed_bytes(signed))
-    return folder.parent
+    return policies
+
+
+def read_policy(policies: Path) -> SignedManifest:
+    """The manifest that `signed_policy` wrote."""
+    return SignedManifest.model_validate_json((policies / "0" / "manifest.json").read_bytes())
 
 
 @pytest.fixture
@@ -208,8 +219,7 @@ def panel(
 
     torch.set_num_threads(1)
     mgr = open_manager(tmp_path, run=panel_run, url=store_url)
-    signed = SignedManifest.model_validate_json((policy_folder / "0/manifest.json").read_bytes())
-    mgr.add_policy(signed)
+    mgr.add_policy(read_policy(policy_folder))
     mgr.admit(HONEST)
     mgr.admit(LIAR)
     environment = environment_for(mgr.context.run)

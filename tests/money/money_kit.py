@@ -13,21 +13,21 @@ from functools import cached_property
 from pathlib import Path
 
 from judges import Bench, bench, judge_of
+from pools import deployment, run_definition
 from stores import migrate
 
 from prime_core import encoding
-from prime_core.checkpoint import FileEntry, Manifest, PolicyStatement, SignedManifest
+from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
 from prime_core.deployment import DEMO_PERIODS, Deployment
 from prime_core.draws import SaltOpening
-from prime_core.ids import Address, Digest, address
-from prime_core.messages import ContractAddresses
+from prime_core.ids import Address, Digest
 from prime_core.node import Hardware
 from prime_core.rollout import SignedSubmission, Submission
-from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition
+from prime_core.run import LengthBudgets, RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import put_object
 from prime_core.storage.directory import DirectoryStore
-from prime_core.task import Lease, SignedLease, Task, shadow_pool
+from prime_core.task import Lease, SignedLease, shadow_pool
 from prime_core.verdict import Reason, VerdictRow
 from prime_orchestrator.api import intake
 from prime_orchestrator.api.backend import Backend
@@ -50,19 +50,14 @@ def key(number: int) -> LocalSigner:
 
 
 MANAGER, TRAINER, VALIDATOR = key(1), key(2), key(3)
-RUN = RunDefinition(
-    name="test",
+RUN = run_definition(
     base_model=encoding.blake3_digest(b"base"),
-    environment=EnvironmentRef(
-        name="reverse", digest=encoding.sha256(b"env"), train_size=100, heldout_size=10
-    ),
     max_output_tokens=40,
     samples_per_group=SAMPLES,
     groups_per_lease=GROUPS,
     groups_per_batch=3,
     max_staleness=2,
     budgets=LengthBudgets(targets=(2, 6), penalty_micro=150_000),
-    task=Task(image="process"),
     price_per_unit=TOKEN // 1000,
     stake_per_seat=100 * TOKEN,
     slash_amount=50 * TOKEN,
@@ -72,15 +67,7 @@ RUN = RunDefinition(
     root_seconds=4,
     root_submissions=3,
 )
-_FAKE = {
-    name: address("0x" + f"{0xC0 + i:040x}")
-    for i, name in enumerate(
-        ("token", "registry", "vault", "pools", "work", "rewards", "slasher", "court"), start=1
-    )
-}
-FAKE_DEPLOYMENT = Deployment(
-    chain_id=31337, contracts=ContractAddresses(**_FAKE), block=1, periods=DEMO_PERIODS
-)
+FAKE_DEPLOYMENT = deployment(DEMO_PERIODS, block=1)
 
 
 @dataclass
@@ -160,13 +147,7 @@ class ManagerSide:
             ),
             result_digest=whole,
         )
-        statement = PolicyStatement(
-            pool=manifest.pool, version=version, manifest_digest=manifest.digest()
-        )
-        signed = SignedManifest(
-            manifest=manifest,
-            signature=TRAINER.sign(statement, self.context.domain(statement)),
-        )
+        signed = manifest.signed(TRAINER, self.context.deployment.domain("pools"))
         self.add_policy(signed)
         return signed
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,21 +22,19 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-import uvicorn
 from anvil_kit import needs_anvil
 from chain_kit import World, make_world
 from judges import arm
-from judging_kit import MODEL, JudgedPool, small_run
-from money_kit import TOKEN, TRAINER, key
+from judging_kit import JudgedPool, read_policy, signed_policy, small_run
+from money_kit import TOKEN, key
+from served import listen, serving
 from walk_kit import HONEST, LIAR, OTHER, OWNER
 
-from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.contracts import CaseStatus, ProposalState, Vote, commitment_of
 from prime_chain.history import read_slashes
 from prime_chain.keystore import save_keystore
 from prime_chain.mirror import AnySource, open_sources
 from prime_chain.sender import Sender
-from prime_core.checkpoint import PolicyStatement, SignedManifest
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UnavailableError, UntrustedError
@@ -179,66 +176,54 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CourtHouse]:
     folder = tmp_path_factory.mktemp("court")
     run = small_run().model_copy(update={"validity_seconds": PERIODS.validity})
     world = make_world(folder, run, PERIODS)
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener, url = listen()
     mgr, deployment = world.mgr, world.deployment
     mgr.audience, mgr.objects = url, DirectoryStore(folder / "objects", url, b"s" * 32)
     deployment.save(folder / "place.json")
     (folder / "password").write_text("secret")
 
-    policies = folder / "court" / "1"
-    shutil.copytree(MODEL, policies / "0")
-    manifest = build_manifest(policies / "0", pool=1, version=0, step=0)
-    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
-    signature = TRAINER.sign(statement, deployment.domain_of(statement))
-    signed = SignedManifest(manifest=manifest, signature=signature)
-    (policies / "0" / "manifest.json").write_bytes(signed_bytes(signed))
-
-    server = uvicorn.Server(uvicorn.Config(create_app(mgr.backend), log_level="error"))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
+    policies = signed_policy(folder / "court" / "1", deployment=deployment)
     engines = FolderEngines(policies, load_engine)
     validator = arm(mgr.bench, policies, engines)
     pool = JudgedPool(mgr, environment_for(run), engines, validator, policies)
     house = CourtHouse(world, pool, url, folder, {}, {})
     try:
-        for number, signer in enumerate(JURORS):
-            world.sender(signer)
-            world.send(signer, world.contracts.token.faucet())
-            if number == 0:
-                made = house("validator", "juror", "register", who=signer)
-                assert made["bond"] == str(world.contracts.court.juror_bond())
-            else:
-                court, token = world.contracts.court, world.contracts.token
-                world.send(signer, token.approve(court.address, court.juror_bond()))
-                world.send(signer, court.register(shipped().digest()))
-            settings = JurorSettings(
-                rpc=(world.anvil.url,), data=folder, orchestrator=(url,), threads=1
-            )
-            seeing, blind = (
-                PoolReplays(one, world.client, deployment, signer, load_engine, now=mgr.now)
-                for one in (settings, settings.model_copy(update={"orchestrator": ()}))
-            )
-            replays = Blind(seeing, blind)
-            house.replays[signer.address] = replays
-            house.jurors[signer.address] = Juror(
-                world.contracts,
-                world.sender(signer),
-                Folder(folder / signer.address),
-                replays,
-                lambda size: b"s" * size,
-            )
-        world.join(HONEST, OWNER)
-        world.join(LIAR, OTHER)
-        mgr.add_policy(signed)
-        world.ticks(2)
-        yield house
+        with serving(create_app(mgr.backend), listener):
+            for number, signer in enumerate(JURORS):
+                world.sender(signer)
+                world.send(signer, world.contracts.token.faucet())
+                if number == 0:
+                    made = house("validator", "juror", "register", who=signer)
+                    assert made["bond"] == str(world.contracts.court.juror_bond())
+                else:
+                    court, token = world.contracts.court, world.contracts.token
+                    world.send(signer, token.approve(court.address, court.juror_bond()))
+                    world.send(signer, court.register(shipped().digest()))
+                settings = JurorSettings(
+                    rpc=(world.anvil.url,), data=folder, orchestrator=(url,), threads=1
+                )
+                seeing, blind = (
+                    PoolReplays(one, world.client, deployment, signer, load_engine, now=mgr.now)
+                    for one in (settings, settings.model_copy(update={"orchestrator": ()}))
+                )
+                replays = Blind(seeing, blind)
+                house.replays[signer.address] = replays
+                house.jurors[signer.address] = Juror(
+                    world.contracts,
+                    world.sender(signer),
+                    Folder(folder / signer.address),
+                    replays,
+                    lambda size: b"s" * size,
+                )
+            world.join(HONEST, OWNER)
+            world.join(LIAR, OTHER)
+            mgr.add_policy(read_policy(policies))
+            world.ticks(2)
+            yield house
     finally:
         for juror in house.jurors.values():
             juror.folder.close()
         validator.close()
-        server.should_exit = True
-        thread.join(60)
         world.close()
 
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import uvicorn
 from judging_kit import HONEST, LIAR, JudgedPool, small_run
 from money_kit import MANAGER, key
-from served import served
+from served import served, serving
 
 from prime_core.clock import Clock
 from prime_core.gateway import Gateway, GatewayAnswer, GatewayCall
@@ -261,19 +259,8 @@ def a_gateway(
         Settings(data=folder, calls_per_second=1000),
         Clock(panel.mgr.now),
     )
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="error"))
-    thread = threading.Thread(target=server.run, args=([bound],))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the gateway did not start"
-            time.sleep(0.01)
+    with closing(store), serving(create_app(service), bound):
         yield records
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
-        store.close()
 
 
 @contextmanager

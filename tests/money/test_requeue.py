@@ -10,9 +10,8 @@ import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import World
-from money_kit import TRAINER, ManagerSide, key, open_manager
+from money_kit import ManagerSide, key, open_manager
 
-from prime_core.checkpoint import PolicyStatement
 from prime_core.encoding import sha256
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
@@ -154,16 +153,15 @@ def test_policies_and_roots_come_through_after_a_revert(world: World) -> None:
 
 def _queue_policy(mgr: ManagerSide, version: int) -> str:
     """A published policy with its intent, as prime_orchestrator.api.publishing leaves them."""
-    manifest = mgr.publish(version).manifest
-    statement = PolicyStatement(pool=1, version=version, manifest_digest=Digest(manifest.digest()))
+    signed = mgr.publish(version)
     with mgr.store.begin() as connection:
         return queue_intent(
             connection,
             kind="policy",
             key=str(version),
             payload={
-                "statement": statement.model_dump(mode="json"),
-                "signature": TRAINER.sign(statement, mgr.context.domain(statement)),
+                "statement": signed.manifest.statement().model_dump(mode="json"),
+                "signature": signed.signature,
             },
             now=mgr.now(),
         )

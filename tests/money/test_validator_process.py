@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +23,15 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 import sqlalchemy as sa
-import uvicorn
 from judges import appoint, judge_of
-from judging_kit import MODEL, small_run
+from judging_kit import read_policy, signed_policy, small_run
 from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, ManagerSide, key, open_manager
+from served import listen, serving
 from transformers import AutoTokenizer
 
 from devnet.s3 import BUCKET, S3Server
-from prime_broadcast.manifest import build_manifest, signed_bytes
 from prime_chain.keystore import save_keystore
 from prime_core.batch import BatchStatement
-from prime_core.checkpoint import PolicyStatement, SignedManifest
 from prime_core.encoding import sha256
 from prime_core.ids import Digest
 from prime_core.messages import (
@@ -165,8 +162,7 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
     manager, folder = tmp_path / "manager", tmp_path / "validator"
     for one in (manager, folder):
         one.mkdir()
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener, url = listen()
     mgr = open_manager(manager, run=small_run())
     mgr.now = RealClock()
     mgr.audience = url
@@ -174,16 +170,7 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
     mgr.objects = objects(url) if objects else folder_of_objects  # type: ignore[assignment]
     context = mgr.context
 
-    policy = folder / "data" / "policies" / "0"
-    policy.mkdir(parents=True)
-    for file in MODEL.iterdir():
-        if file.is_file():
-            (policy / file.name).write_bytes(file.read_bytes())
-    manifest = build_manifest(policy, pool=1, version=0, step=0)
-    statement = PolicyStatement(pool=1, version=0, manifest_digest=manifest.digest())
-    signature = TRAINER.sign(statement, context.domain(statement))
-    signed = SignedManifest(manifest=manifest, signature=signature)
-    (policy / "manifest.json").write_bytes(signed_bytes(signed))
+    policies = signed_policy(folder / "data" / "policies")
     pool = {  # as an earlier start found it on chain
         "deployment": context.deployment.model_dump(mode="json"),
         "pool": 1,
@@ -195,18 +182,11 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
     save_keystore(folder / "key.json", (0x1003).to_bytes(32, "big"), "secret", light=True)
     (folder / "password").write_text("secret")
 
-    mgr.add_policy(signed)
+    mgr.add_policy(read_policy(policies))
     mgr.admit(NODE)
     appoint(mgr.store, 1, VALIDATOR.address)
-    server = uvicorn.Server(uvicorn.Config(create_app(mgr.backend), log_level="error"))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
+    with closing(mgr.store), serving(create_app(mgr.backend), listener):
         yield Party(mgr, manager, folder, url)
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        mgr.store.close()
 
 
 def interpreter_of_others() -> tuple[str, dict[str, str]]:

@@ -154,7 +154,7 @@ def test_batches_are_sealed_in_order_near_the_policy_and_leave_out_equal_rewards
             row = store_batches.get(connection, step)
             assert row is not None
             batch = row.signed()
-            statement = batch.statement()
+            statement = batch.manifest.statement()
             signer = statement.recover(mgr.context.domain(statement), batch.signature)
             assert signer == MANAGER.address
             assert mgr.objects.get(digest_key(row.digest), 1 << 20) == batch.manifest.canonical()

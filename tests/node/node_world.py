@@ -11,31 +11,30 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pools
 import sqlalchemy as sa
 import uvicorn
 from judges import commit_draws
+from pools import deployment as deployment
+from served import until as until
 from stores import migrate
 
 from devnet.chain import free_port
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.server import Origin
 from prime_chain.keystore import save_keystore
-from prime_core import ids
-from prime_core.checkpoint import PolicyStatement, SignedManifest
-from prime_core.deployment import Deployment, Periods
+from prime_core.checkpoint import SignedManifest
+from prime_core.deployment import Deployment
 from prime_core.ids import ZERO_DIGEST, Address
-from prime_core.messages import ContractAddresses
 from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
-from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.signing import LocalSigner
 from prime_core.storage.directory import DirectoryStore
-from prime_core.task import Task
 from prime_engine.tiny import write_tiny_model
 from prime_envs.registry import environment_ref
 from prime_orchestrator.api.app import create_app
@@ -54,48 +53,20 @@ cli.main()
 """`prime-node` that joins without an RPC too: here an orchestrator is served, mostly no chain."""
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 240.0) -> Any:
-    """Polls until the condition holds, and returns its value; fails by name after a deadline."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
-    return found
-
-
 def run_definition(**changes: Any) -> RunDefinition:
     """2 groups of 2 samples a lease, from the reverse environment."""
     budgets = LengthBudgets(targets=(2, 6), penalty_micro=150_000)
     values: dict[str, Any] = {
         "name": "node-test",
-        "base_model": ZERO_DIGEST,
         "environment": environment_ref("reverse", {}, budgets, train_size=100, heldout_size=10),
-        "max_output_tokens": 16,
-        "samples_per_group": 2,
-        "groups_per_lease": 2,
         "groups_per_batch": 4096,
         "budgets": budgets,
         "speed": SpeedClasses(challenge_size=64, challenge_rounds=1),
-        "task": Task(image="process"),
-        "price_per_unit": 10,
-        "stake_per_seat": 100,
-        "slash_amount": 50,
         "lease_seconds": 300,
         "heartbeat_seconds": 1,
         "death_seconds": 30,
     }
-    return RunDefinition(**(values | changes))
-
-
-def deployment() -> Deployment:
-    """Made-up contract addresses on chain 31337."""
-    contracts = {
-        name: ids.address("0x" + f"{number:02x}" * 20)
-        for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
-    }
-    return Deployment(
-        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
-    )
+    return pools.run_definition(**(values | changes))
 
 
 class ApiThread:
@@ -196,10 +167,7 @@ def publish_model(
     """Publishes a policy under `folder`/layout, a tiny one if no model is given; its manifest."""
     source = model or write_tiny_model(folder / f"model-{version}", seed=version)
     manifest = publish(source, folder / "layout", pool=pool, version=version, step=version)
-    statement = PolicyStatement(pool=pool, version=version, manifest_digest=manifest.digest())
-    signed = SignedManifest(
-        manifest=manifest, signature=TRAINER.sign(statement, deployed.domain("pools"))
-    )
+    signed = manifest.signed(TRAINER, deployed.domain("pools"))
     finalize(folder / "layout", signed)
     return signed
 

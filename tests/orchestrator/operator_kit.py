@@ -8,17 +8,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import judges
 import pytest
 from orchestrator_world import run_definition
+from served import until as until
 
 from devnet.deployed import TEST_PERIODS, Deployed, pool_config
 from prime_chain.keystore import save_keystore
-from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
+from prime_core.checkpoint import FileEntry, Manifest
 from prime_core.deployment import Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError, UserError
@@ -58,14 +59,6 @@ RUN = run_definition(
     stake_per_seat=STAKE,
     root_seconds=1,
 )
-
-
-def eventually(what: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Polls until `what()` holds. Fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
 
 
 @dataclass
@@ -179,7 +172,7 @@ def admit(client: OrchestratorClient) -> AdmissionAnswer:
                 given.append(answer.challenge)
         return bool(given)
 
-    eventually(challenged)
+    until(challenged)
     (challenge,) = given
     products = hardware.solve(challenge.seed, challenge.size, challenge.rounds)
     return client.post(
@@ -201,12 +194,8 @@ def publish(operator: Operator, client: OrchestratorClient) -> None:
         result_digest=ZERO_DIGEST,
     )
     trainer = operator.deployed.accounts[2]
-    draft = SignedManifest(manifest=manifest, signature="0x" + "00" * 65)  # type: ignore[arg-type]
-    signature = trainer.sign(draft.statement(), client.domain("pools"))
     with OrchestratorClient(operator.url, trainer, "trainer") as signed_in:
-        signed_in.send(
-            "POST", "/v1/policies", SignedManifest(manifest=manifest, signature=signature)
-        )
+        signed_in.send("POST", "/v1/policies", manifest.signed(trainer, client.domain("pools")))
 
 
 def commit_draws(operator: Operator, store: Store) -> None:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pools
 from fastapi.testclient import TestClient
 from httpx import Response
+from pools import deployment as deployment
 
-from prime_core import ids
 from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
-from prime_core.deployment import Deployment, Periods
 from prime_core.encoding import sha256
 from prime_core.ids import ZERO_DIGEST, Digest
-from prime_core.messages import ContractAddresses, LeaseAnswer, SessionRequest
+from prime_core.messages import LeaseAnswer, SessionRequest
 from prime_core.node import Hardware, SessionGrant
 from prime_core.rollout import SignedSubmission, Submission
-from prime_core.run import EnvironmentRef, LengthBudgets, RunDefinition, SpeedClasses
-from prime_core.signing import CONTRACT_NAMES, Domain, LocalSigner, Strict
-from prime_core.task import SignedLease, Task
+from prime_core.run import LengthBudgets, RunDefinition, SpeedClasses
+from prime_core.signing import Domain, LocalSigner, Strict
+from prime_core.task import SignedLease
 from prime_core.transport.signatures import SessionKey, sign_headers
 from prime_core.version import HEADER, SPOKEN
 from prime_orchestrator.api.backend import Backend
@@ -58,29 +58,16 @@ def signer(number: int) -> LocalSigner:
 def run_definition(**changes: Any) -> RunDefinition:
     """A small run: 2 groups of 2 samples a lease, 4 groups a batch."""
     values: dict[str, Any] = {
-        "name": "test",
-        "base_model": ZERO_DIGEST,
-        "environment": EnvironmentRef(
-            name="reverse", digest=ZERO_DIGEST, train_size=100, heldout_size=10
-        ),
-        "max_output_tokens": 16,
-        "samples_per_group": 2,
-        "groups_per_lease": 2,
-        "groups_per_batch": 4,
         "max_staleness": 2,
         "budgets": LengthBudgets(
             targets=(2, 6), by_class={"1": (2,), "2": (2, 6)}, penalty_micro=0
         ),
         "speed": SpeedClasses(ratios_micro=(500_000,), challenge_size=16, challenge_rounds=2),
-        "task": Task(image="process"),
-        "price_per_unit": 10,
-        "stake_per_seat": 100,
-        "slash_amount": 50,
         "lease_seconds": 60,
         "heartbeat_seconds": 5,
         "death_seconds": 20,
     }
-    return RunDefinition(**(values | changes))
+    return pools.run_definition(**(values | changes))
 
 
 @dataclass
@@ -194,9 +181,7 @@ class World:
             files=(entry,),
             result_digest=ZERO_DIGEST,
         )
-        unsigned = SignedManifest(manifest=manifest, signature="0x" + "00" * 65)  # type: ignore[arg-type]
-        signature = self.trainer.sign(unsigned.statement(), self.domain("pools"))
-        return SignedManifest(manifest=manifest, signature=signature)
+        return manifest.signed(self.trainer, self.domain("pools"))
 
     def publish(self, up_to: int) -> None:
         """Publishes every policy up to a version, past the API."""
@@ -254,17 +239,6 @@ class World:
         answer = self.post("/v1/submissions", signed)
         assert answer.status_code == 200, answer.text
         return Digest(answer.json()["receipt"]["submission_digest"])
-
-
-def deployment() -> Deployment:
-    """Made-up contract addresses on chain 31337."""
-    contracts = {
-        name: ids.address("0x" + f"{number:02x}" * 20)
-        for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
-    }
-    return Deployment(
-        chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
-    )
 
 
 MakeWorld = Callable[..., World]

@@ -123,8 +123,7 @@ def seal(world: World, step: int) -> SignedBatch:
         policy_versions=(0,),
         seed=ZERO_DIGEST,
     )
-    unsigned = SignedBatch(manifest=manifest, signature="0x" + "00" * 65)  # type: ignore[arg-type]
-    signed = SignedBatch(manifest=manifest, signature=world.backend.sign(unsigned.statement()))
+    signed = SignedBatch(manifest=manifest, signature=world.backend.sign(manifest.statement()))
     row = BatchRow(step, manifest.digest(), signed.model_dump_json(), 2, 250_000, 1, world.clock())
     with world.backend.store.begin() as connection:
         batches.add(connection, row)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from operator_kit import PASSWORD, Operator, eventually, without_unit
+from operator_kit import PASSWORD, Operator, until, without_unit
 from orchestrator_world import run_definition
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -335,7 +335,7 @@ def test_no_lease_and_no_tool_takes_all_threads(world: World) -> None:
         for sample in range(2):
             waiting.append(threading.Thread(target=ask, args=(index, sample)))
             waiting[-1].start()
-        eventually(lambda: sum(world.service._at_once.values()) == 2 * len(waiting), 60)
+        until(lambda: sum(world.service._at_once.values()) == 2 * len(waiting), 60)
 
     wait(0)
     with pytest.raises(TooManyError, match="lease"):

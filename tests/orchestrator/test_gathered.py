@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from orchestrator_world import AUDIENCE, Session, World, signer
+from served import until
 
 from bench import seats
 from prime_core.errors import MalformedError, PolicyError, UnavailableError, UntrustedError
@@ -148,16 +149,6 @@ def test_each_node_of_a_batch_gets_its_own_answer(world: World) -> None:
             row = nodes.get(connection, signer(number).address)
             assert row is not None
             assert (row.last_heartbeat, row.policy_version) == (world.clock(), 0)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
-    pause = threading.Event()
-    for _ in range(2000):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came to hold")
 
 
 @pytest.mark.postgres

@@ -19,10 +19,10 @@ from operator_kit import (
     Operator,
     admit,
     commit_draws,
-    eventually,
     hand_in,
     publish,
     register,
+    until,
     without_unit,
 )  # fmt: skip
 
@@ -31,7 +31,7 @@ from prime_broadcast import publish as layouts
 from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import Relay
 from prime_broadcast.server import Origin
-from prime_core.checkpoint import PolicyStatement, SignedManifest
+from prime_core.checkpoint import SignedManifest
 from prime_core.ids import ZERO_ADDRESS
 from prime_core.messages import Heartbeat, HeartbeatAnswer, RelayAnnouncement
 from prime_core.node import Hardware
@@ -146,8 +146,7 @@ def layout(operator: Operator, folder: Path) -> tuple[SignedManifest, Trust]:
     manifest = layouts.publish(
         source, folder, pool=operator.pool, version=0, step=0, chunk_size=1 << 16
     )
-    said = PolicyStatement(pool=operator.pool, version=0, manifest_digest=manifest.digest())
-    signed = SignedManifest(manifest=manifest, signature=trainer.sign(said, trust.domain))
+    signed = manifest.signed(trainer, trust.domain)
     layouts.finalize(folder, signed)
     return signed, trust
 
@@ -168,7 +167,7 @@ def test_every_query_of_the_dashboards_finds_a_live_pool(
         publish(operator, client)
         admit(client)
         beat = Heartbeat(policy_version=0)
-        eventually(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
+        until(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
         commit_draws(operator, store)
         hand_in(client, b"a file")
     fill(store)
@@ -178,7 +177,7 @@ def test_every_query_of_the_dashboards_finds_a_live_pool(
     try:
         with Origin(tmp_path / "layout") as origin, Relay(tmp_path / "relay", trust) as relay:
             relay.offer([signed], [[f"http://127.0.0.1:{free_port()}", origin.url]])
-            eventually(lambda: "prime_broadcast_received_bytes_total{" in pages_of(relay.url))
+            until(lambda: "prime_broadcast_received_bytes_total{" in pages_of(relay.url))
             report(operator, relay.url)
             urls = {
                 "orchestrator": operator.url,

@@ -28,10 +28,10 @@ from operator_kit import (
     Operator,
     admit,
     commit_draws,
-    eventually,
     hand_in,
     publish,
     register,
+    until,
 )
 from orchestrator_world import run_definition
 from served import served
@@ -68,7 +68,7 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
         def works() -> bool:
             return client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work"
 
-        eventually(works)
+        until(works)
         pools = operator.deployed.contracts.pools
         assert pools.is_member(operator.pool, NODE.address)
         commit_draws(operator, empty_database)
@@ -85,11 +85,11 @@ def test_a_node_joins_on_chain_works_and_nothing_is_lost_by_a_kill(
         assert again == receipt
         digest = receipt.receipt.submission_digest
         path = f"/v1/submissions/{digest}"
-        eventually(lambda: client.get(path, SubmissionInfo).root is not None)
+        until(lambda: client.get(path, SubmissionInfo).root is not None)
         status = client.get("/v1/status", Status)
         assert status.chain_reachable
         assert status.files == {"submitted": 1}
-        eventually(lambda: pools.policy_digest(operator.pool, 0) is not None)
+        until(lambda: pools.policy_digest(operator.pool, 0) is not None)
     child.send_signal(signal.SIGTERM)
     assert child.wait(120) == 0
     assert not (operator.data / "serve.json").exists()
@@ -182,9 +182,9 @@ def test_an_upload_that_breaks_off_leaves_nothing(operator: Operator) -> None:
     with socket.create_connection((url.host, url.port or 0), timeout=20) as peer:
         head = f"PUT {url.raw_path.decode()} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}"
         peer.sendall(head.encode() + b"\r\n\r\n" + data[: 600 << 10])
-        eventually(lambda: folder.is_dir() and any(folder.iterdir()))  # it is being written
+        until(lambda: folder.is_dir() and any(folder.iterdir()))  # it is being written
         assert not objects.exists(key)
-    eventually(lambda: not any(folder.iterdir()))
+    until(lambda: not any(folder.iterdir()))
     assert httpx.put(target.url, content=data, headers=target.headers).status_code == 204
     assert httpx.get(objects.signed_get(key, expires)).content == data
 
@@ -278,7 +278,7 @@ def _hand_in_past_the_orchestrator(operator: Operator, s3: S3Server, store: Stor
         publish(operator, client)
         admit(client)
         beat = Heartbeat(policy_version=0)
-        eventually(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
+        until(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
         commit_draws(operator, store)
         signed, _ = hand_in(client, FILE)
         assert client.get_object(signed.submission.sha256) == FILE

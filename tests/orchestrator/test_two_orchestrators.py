@@ -7,7 +7,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from operator_kit import NODE, Operator, admit, commit_draws, eventually, hand_in, publish, register
+from operator_kit import NODE, Operator, admit, commit_draws, hand_in, publish, register, until
 
 from prime_core.ids import Digest
 from prime_core.messages import Heartbeat, HeartbeatAnswer
@@ -50,9 +50,7 @@ def test_two_orchestrators_on_one_store_post_no_root_and_seal_no_batch_twice(
             publish(operator, client)
             admit(client)
             beat = Heartbeat(policy_version=0)
-            eventually(
-                lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work"
-            )
+            until(lambda: client.post("/v1/heartbeat", beat, HeartbeatAnswer).directive == "work")
             commit_draws(operator, empty_database)
             for number in range(3):
                 signed, _ = hand_in(client, f"file {number}".encode())
@@ -77,7 +75,7 @@ def test_two_orchestrators_on_one_store_post_no_root_and_seal_no_batch_twice(
                 ).scalar_one()
                 return rooted == 6 and batches.next_step(connection) == 3
 
-        eventually(settled, 90)
+        until(settled, "the settlement")
         assert other.poll() is None
         other.send_signal(signal.SIGTERM)
         assert other.wait(120) == 0

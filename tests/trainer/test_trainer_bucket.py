@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file, save_file
-from trainer_pool import Pool, wait_until
+from trainer_pool import Pool, until
 
 from devnet.s3 import BUCKET, PUBLIC, S3Server
 from prime_broadcast import layout
@@ -67,7 +67,7 @@ def test_nodes_fetch_policies_and_deltas_from_the_bucket(
         zero = publisher.publish(pool.model, 0)
         one = publisher.publish(next_model(pool.model, tmp_path / "next"), 1)
         with new_origin(pool.settings(data), publisher.root, kit.TRAINER, bucket):
-            wait_until(lambda: bucket.url in pool.relays(), "the bucket is announced")
+            until(lambda: bucket.url in pool.relays(), "the bucket is announced")
         served = bucket.url
     shutil.rmtree(data)
     fetch(zero, [served], tmp_path / "0", patience=30.0)
@@ -127,7 +127,7 @@ def test_a_bucket_that_does_not_answer_delays_no_policy(
         assert bucket.versions == ()
         assert publisher._client.get("/v1/policies", PolicyList).policies, "it was handed in"
         back.set()
-        wait_until(lambda: bucket.versions == (0,), "the bucket has the policy")
+        until(lambda: bucket.versions == (0,), "the bucket has the policy")
         assert "policies/0/manifest.json" in set(bucket._store.keys("policies/"))
 
 

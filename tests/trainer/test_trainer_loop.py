@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_core.errors import UserError
@@ -116,7 +116,7 @@ def test_a_run_shows_itself_and_ends_as_a_model_folder(pool: Pool, tmp_path: Pat
     with started(command) as child:
         assert child.stdout is not None
         url = next(line.split()[1] for line in child.stdout if line.startswith("metrics: "))
-        wait_until(lambda: "prime_trainer_step 1" in httpx.get(url).text, "the second step")
+        until(lambda: "prime_trainer_step 1" in httpx.get(url).text, "the second step")
         page = httpx.get(url).text
         code, said = asked_to_stop(child)
         assert code == 0, said
@@ -221,7 +221,7 @@ def test_killed_at_random_instants_it_publishes_the_bytes_of_an_undisturbed_run(
                     # from its first word on, any instant of the next seconds
                     child.stdout.readline()
                     until = time.monotonic() + rng.uniform(0.0, 4.0)
-                    wait_until(lambda u=until: time.monotonic() > u, "the instant")
+                    until(lambda u=until: time.monotonic() > u, "the instant")
                     child.send_signal(signal.SIGKILL)
                     child.wait()
             ended = finished(command)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trainer_kit as kit
-from trainer_pool import Pool, asked_to_stop, finished, started, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, started, until
 
 from prime_broadcast import layout
 from prime_broadcast.folder import PolicyFolder
@@ -93,14 +93,14 @@ def test_a_publication_runs_during_the_next_step_and_the_step_after_waits_for_it
             state = trainer.keep(state, batch, trainer.train(batch, state, watch), watch)
 
         step(Stopwatch())  # returns, though no relay has begun with policy 1
-        wait_until(lambda: len(pool.published()) == 2, "policy 1, in the background")
+        until(lambda: len(pool.published()) == 2, "policy 1, in the background")
         assert trainer.kept is not None
         assert not trainer.kept.done()
 
         waits: list[str] = []
         second = threading.Thread(target=step, args=(Stopwatch(begins=waits.append),))
         second.start()
-        wait_until(lambda: "wait_kept" in waits, "the step after waits")
+        until(lambda: "wait_kept" in waits, "the step after waits")
         httpx.get(f"{origin.url}/policies/999999999/x")
         begins(origin, 0)
         assert second.is_alive()
@@ -109,7 +109,7 @@ def test_a_publication_runs_during_the_next_step_and_the_step_after_waits_for_it
         begins(origin, 1)
         second.join()
         assert waits[:2] == ["wait_kept", "snapshot"]
-        wait_until(lambda: len(pool.published()) == 3, "policy 2")
+        until(lambda: len(pool.published()) == 3, "policy 2")
         assert trainer.kept is not None
         assert not trainer.kept.done()
         begins(origin, 2)
@@ -126,7 +126,7 @@ def published_by_hand(pool: Pool, data: Path) -> Iterator[tuple[threading.Thread
     )
     call.start()
     try:
-        wait_until(lambda: bool(pool.published()) and bool(pool.relays()), "the announcement")
+        until(lambda: bool(pool.published()) and bool(pool.relays()), "the announcement")
         yield call, pool.relays()[0]
     finally:
         stop.set()
@@ -170,11 +170,11 @@ def test_a_policy_published_by_hand_is_served_until_a_relay_has_all_of_it(
             [signed] = pool.published()
             client.post("/v1/relays", RelayAnnouncement(url=relay.url, versions=(0,)), Empty)
             began = len(looks)
-            wait_until(lambda: len(looks) > began + 1, "a look at the relay, which has nothing yet")
+            until(lambda: len(looks) > began + 1, "a look at the relay, which has nothing yet")
             assert call.is_alive()
             relay.offer([signed], [[url]])
             call.join()
-        wait_until(lambda: relay.complete() == [0], "the relay has checked what it serves")
+        until(lambda: relay.complete() == [0], "the relay has checked what it serves")
         assert set(looks[:-1]) == {None}
         said = capfd.readouterr()
         assert said.out == f"policy 0: {signed.manifest.digest()}\n"
@@ -207,7 +207,7 @@ def test_a_strangers_reading_ends_nothing(
     with published_by_hand(pool, tmp_path / "data") as (call, url):
         PolicyFolder(tmp_path / "stranger", trust(pool)).ensure(0, pool.published()[0], [url])
         began = len(looks)
-        wait_until(lambda: len(looks) > began + 1, "a look after it")
+        until(lambda: len(looks) > began + 1, "a look after it")
         assert call.is_alive()
     assert "no source is known to have all of policy 0 yet" in capfd.readouterr().err
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from trainer_kit import full_state
-from trainer_pool import finished, pool_server, started, wait_until
+from trainer_pool import finished, pool_server, started, until
 
 from prime_trainer import checkpoint
 from prime_trainer.config import ObjectiveSettings
@@ -163,7 +163,7 @@ def test_two_ranks_of_which_one_is_killed_publish_the_bytes_of_an_undisturbed_ru
             with started(command) as child:
                 drained = threading.Thread(target=child.stdout.read)  # type: ignore[union-attr]
                 drained.start()
-                wait_until(lambda s=step: len(pool.published()) > s + 1, "the policy")
+                until(lambda s=step: len(pool.published()) > s + 1, "the policy")
                 ranks = sorted(psutil.Process(child.pid).children(), key=lambda p: p.pid)
                 ranks[victim].send_signal(signal.SIGKILL)
                 assert child.wait(timeout=90) != 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file
-from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, wait_until
+from trainer_pool import Pool, asked_to_stop, finished, pool_server, started, until
 
 from prime_broadcast.manifest import verify_folder
 from prime_chain.keystore import save_keystore
@@ -98,7 +98,7 @@ def test_a_trainer_killed_again_and_again_trains_no_batch_twice_and_publishes_th
     ]
     for reached in moments:
         with started(command) as child:
-            wait_until(lambda r=reached: r() or child.poll() is not None, "the moment")
+            until(lambda r=reached: r() or child.poll() is not None, "the moment")
             child.send_signal(signal.SIGKILL)
             child.wait()
     ended = finished(command)
@@ -118,14 +118,14 @@ def test_it_waits_for_batches_serves_its_policies_and_ends_cleanly_on_sigterm(
 ) -> None:
     data = tmp_path / "data"
     with started(pool.command(data)) as child:
-        wait_until(lambda: len(pool.published()) == 1, "policy 0")
-        wait_until(lambda: bool(pool.relays()), "the origin's announcement")
+        until(lambda: len(pool.published()) == 1, "policy 0")
+        until(lambda: bool(pool.relays()), "the origin's announcement")
         (origin,) = pool.relays()
         assert (data / "origin.url").read_text().strip() == origin
         manifest = httpx.get(f"{origin}/policies/0/manifest.json").json()
         assert manifest["manifest"]["result_digest"] == pool.run.base_model
         pool.seal_random(0)
-        wait_until(lambda: len(pool.published()) == 2, "policy 1")
+        until(lambda: len(pool.published()) == 2, "policy 1")
         code, said = asked_to_stop(child)
         assert code == 0, said
         with pytest.raises(httpx.ConnectError):  # no one is left at the origin's port
@@ -139,7 +139,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
 ) -> None:
     data = tmp_path / "data"
     with started(pool.command(data)) as child:
-        wait_until(lambda: len(pool.published()) == 1, "policy 0")
+        until(lambda: len(pool.published()) == 1, "policy 0")
         ended = finished(pool.command(data))
         assert ended.returncode == 64, ended.stdout
         assert f"another trainer (process {child.pid}) works in {data}" in ended.stdout
@@ -150,7 +150,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
         with pytest.raises(UserError, match="another trainer"):
             publish_by_hand(by_hand, pool.model, 7)
         pool.seal_random(0)
-        wait_until(lambda: len(pool.published()) == 2, "policy 1")
+        until(lambda: len(pool.published()) == 2, "policy 1")
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_stopping_trainer_leaves_the_ready_batches(pool: Pool, tmp_path: Path)
         pool.seal_random(step)
     data = tmp_path / "data"
     with started(pool.command(data)) as child:
-        wait_until(lambda: len(lines(data)) > 0, "the first step")
+        until(lambda: len(lines(data)) > 0, "the first step")
         code, said = asked_to_stop(child)
         assert code == 0, said
     assert 0 < len(lines(data)) < sealed
@@ -242,7 +242,7 @@ def test_a_trainer_killed_between_publication_and_checkpoint_makes_no_version_ag
     for step in range(3):
         pool.seal_random(step)
     with started(command) as child:
-        wait_until(lambda: len(pool.published()) == 4, "policy 3")
+        until(lambda: len(pool.published()) == 4, "policy 3")
         child.send_signal(signal.SIGKILL)  # batch 2 is trained and published, not in a checkpoint
         child.wait()
     assert [path.name for path in (data / "checkpoints").iterdir()] == ["2"]
@@ -250,11 +250,11 @@ def test_a_trainer_killed_between_publication_and_checkpoint_makes_no_version_ag
     weights = data / "origin" / "policies" / "3" / "model.safetensors"
     bits = weights.read_bytes()
     with started([*command, "--learning-rate", "1e-2"]) as child:
-        wait_until(lambda: len(pool.published()) == 5, "policy 4")
+        until(lambda: len(pool.published()) == 5, "policy 4")
         with pool.store.read() as connection:
             assert batches.next_step(connection) == 4  # no batch 3: policy 4 exists already
         pool.seal(4, kit.rows(3, pool.run.samples_per_group, seed=9, version=4))
-        wait_until(lambda: len(pool.published()) == 6, "policy 5")
+        until(lambda: len(pool.published()) == 6, "policy 5")
         code, said = asked_to_stop(child)
         assert code == 0, said
     assert [signed.manifest.digest() for signed in pool.published()][:4] == before
@@ -288,14 +288,14 @@ def test_every_second_policy_is_evaluated_by_a_follower_without_a_key(
 
     with started(pool.command(data)) as trainer:
         with started(command) as follower:
-            wait_until(lambda: versions() == [0], "policy 0's evaluation")
+            until(lambda: versions() == [0], "policy 0's evaluation")
             code, said = asked_to_stop(follower)
             assert code == 130, said
         with record.open("a") as torn:
             torn.write('{"version": 1')  # the machine stopped in the middle of a line
         for step in range(3):
             pool.seal_random(step)
-        wait_until(lambda: len(pool.published()) == 4, "policy 3")
+        until(lambda: len(pool.published()) == 4, "policy 3")
         ended = finished([*command, "--until", "2"])
         assert ended.returncode == 0, ended.stdout
         assert "policy 2, 4 held-out problems: reward" in ended.stdout
@@ -319,7 +319,7 @@ def test_a_follower_of_a_pool_that_holds_out_too_few_problems_is_refused(
         None, 0, None, 6,
     ]  # fmt: skip
     with started(pool.command(tmp_path / "data")):
-        wait_until(lambda: len(pool.published()) == 1, "policy 0")
+        until(lambda: len(pool.published()) == 1, "policy 0")
         ended = finished([
             sys.executable, "-m", "prime_trainer.cli", "follow", "--orchestrator", pool.url,
             "--data", str(tmp_path / "follower"), "--problems", "100000",

@@ -283,8 +283,7 @@ def seal(
         policy_versions=tuple(sorted({file.policy_version for file in files})),
         seed=Digest("0x" + "5e" * 32),
     ).model_copy(update=changes)
-    unsigned = SignedBatch.model_construct(manifest=manifest)
-    return SignedBatch(manifest=manifest, signature=signer.sign(unsigned.statement(), domain))
+    return SignedBatch(manifest=manifest, signature=signer.sign(manifest.statement(), domain))
 
 
 def rules(run: RunDefinition, vocabulary: int = 64) -> BatchRules:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import trainer_kit as kit
-import uvicorn
+from pools import deployment
+from served import listen, serving
+from served import until as until
 from sqlalchemy import select
 from stores import migrate
 
 from prime_broadcast.manifest import build_manifest
 from prime_chain.keystore import save_keystore
-from prime_core import ids
 from prime_core.batch import BatchFile
 from prime_core.checkpoint import SignedManifest
-from prime_core.deployment import Deployment, Periods
 from prime_core.ids import Digest
-from prime_core.messages import ContractAddresses
 from prime_core.rollout import Rollout
-from prime_core.signing import CONTRACT_NAMES
 from prime_core.storage.base import put_object
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.api.app import create_app
@@ -52,18 +48,11 @@ class Pool:
 
     def __init__(self, root: Path, model: Path, url: str) -> None:
         self.root, self.model, self.url = root, model, url
-        contracts = {
-            name: ids.address("0x" + f"{number:02x}" * 20)
-            for number, name in enumerate(CONTRACT_NAMES, start=0xA0)
-        }
-        deployment = Deployment(
-            chain_id=31337, contracts=ContractAddresses(**contracts), block=0, periods=Periods()
-        )
         self.run = kit.run_definition(base_model=base_digest(model))
         self.store = open_store(sqlite_url(root / "orchestrator.sqlite"))
         migrate(self.store)
         self.backend = Backend(
-            context=PoolContext(deployment, kit.POOL, kit.MANAGER.address, self.run),
+            context=PoolContext(deployment(), kit.POOL, kit.MANAGER.address, self.run),
             store=self.store,
             objects=DirectoryStore(root / "objects", url, b"s" * 32),
             manager=kit.MANAGER,
@@ -150,30 +139,10 @@ class Pool:
 @contextmanager
 def pool_server(root: Path, model: Path) -> Iterator[Pool]:
     """Serves a pool's API on a free port, from a thread."""
-    # The protocol is named so that asyncio sets TCP_NODELAY.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        pool = Pool(root, model, f"http://127.0.0.1:{listener.getsockname()[1]}")
-        app = create_app(pool.backend)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            wait_until(lambda: server.started, "the API to start")
-            yield pool
-        finally:
-            server.should_exit = True
-            thread.join()
-            pool.store.close()
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
-    """Polls until it holds. Fails the test at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+    listener, url = listen()
+    pool = Pool(root, model, url)
+    with closing(pool.store), serving(create_app(pool.backend), listener):
+        yield pool
 
 
 def environment() -> dict[str, str]:

@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from pools import deployment
 from typer.testing import CliRunner
 
 from prime_chain.keystore import save_keystore
-from prime_core import encoding, ids
+from prime_core import encoding
 from prime_core.calibration import CalibrationStatement
-from prime_core.deployment import Deployment, Periods
 from prime_core.errors import UnavailableError, UserError
-from prime_core.messages import ContractAddresses
-from prime_core.signing import CONTRACT_NAMES, LocalSigner
+from prime_core.signing import LocalSigner
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.cli.calibrate import app
 from prime_orchestrator.context import read_object
@@ -26,13 +25,6 @@ from prime_verify.setups import synthetic_run
 
 Asked = tuple[str, str, list[str], int]
 SIGNER = LocalSigner(b"\xa7" * 32)
-
-
-def _deployment() -> Deployment:
-    addresses = {n: ids.address("0x" + f"{i:02x}" * 20) for i, n in enumerate(CONTRACT_NAMES, 160)}
-    return Deployment(
-        chain_id=31337, contracts=ContractAddresses(**addresses), block=0, periods=Periods()
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +39,7 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     monkeypatch.setattr(calibrate, "BATCH_FILES", {64: 1})
     monkeypatch.setattr(calibrate, "LENGTHS", (5,))
     monkeypatch.setattr(calibrate, "DTYPES", ("float32",))
-    place = _deployment()
+    place = deployment()
     place_file, wallet, password = (tmp_path / name for name in ("d.json", "w.json", "pw"))
     place_file.write_text(place.model_dump_json())
     save_keystore(wallet, SIGNER.account.key, "secret", light=True)
@@ -135,7 +127,7 @@ def test_what_was_measured_elsewhere_is_signed_by_the_manager_without_measuring_
     tmp_path: Path, asked: list[Asked]
 ) -> None:
     place, wallet, password = (tmp_path / name for name in ("d.json", "w.json", "pw"))
-    place.write_text(_deployment().model_dump_json())
+    place.write_text(deployment().model_dump_json())
     save_keystore(wallet, SIGNER.account.key, "secret", light=True)
     password.write_text("secret\n")
     measured, out = tmp_path / "measured.json", tmp_path / "c.json"
@@ -147,7 +139,7 @@ def test_what_was_measured_elsewhere_is_signed_by_the_manager_without_measuring_
     said = CliRunner().invoke(app, words, catch_exceptions=False)
     assert f"signed by {SIGNER.address}" in said.stdout
     assert len(asked) == 1
-    domain = _deployment().domain_of(CalibrationStatement)
+    domain = deployment().domain_of(CalibrationStatement)
     found = thresholds.parse_signed(out.read_bytes(), SIGNER.address, domain)
     assert found.setups == thresholds.shipped().setups
 

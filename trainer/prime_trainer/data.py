@@ -114,7 +114,7 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     repeated files or groups, more groups than the run's batch).
     """
     manifest = signed.manifest
-    signer = signed.statement().recover(rules.domain, signed.signature)
+    signer = manifest.statement().recover(rules.domain, signed.signature)
     if signer != rules.manager:
         raise UntrustedError(f"batch {step} is signed by {signer}, not the manager {rules.manager}")
     if manifest.pool != rules.pool or not step <= manifest.step <= max(step, rules.newest()):

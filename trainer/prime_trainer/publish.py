@@ -157,7 +157,7 @@ class Publisher:
                 f"model is {self._base_model}",
                 hint="name the folder that the run was defined with",
             )
-        signed = self._sign(manifest)
+        signed = manifest.signed(self._signer, self._domain)
         finalize(self.root, signed)
         self.hand_in(version)
         thinned = layout.thin(
@@ -182,11 +182,6 @@ class Publisher:
             known = {s.manifest.version: s.manifest.digest() for s in listed}
             if known.get(version) != signed.manifest.digest():
                 raise FatalError(f"the orchestrator refuses policy {version}: {error}") from error
-
-    def _sign(self, manifest: Manifest) -> SignedManifest:
-        unsigned = SignedManifest.model_construct(manifest=manifest)
-        signature = self._signer.sign(unsigned.statement(), self._domain)
-        return SignedManifest(manifest=manifest, signature=signature)
 
 
 class _Asked(DirectoryContent):

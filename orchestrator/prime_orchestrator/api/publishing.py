@@ -45,7 +45,7 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
     step may be published again.
     """
     manifest = signed.manifest
-    if backend.signer_of(signed.statement(), signed.signature) != backend.trainer:
+    if backend.signer_of(manifest.statement(), signed.signature) != backend.trainer:
         raise UntrustedError("the policy is not signed by the pool's trainer")
     if manifest.pool != backend.context.pool:
         raise MalformedError(f"the policy is of pool {manifest.pool}, not {backend.context.pool}")
@@ -75,7 +75,7 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
             kind="policy",
             key=str(manifest.version),
             payload={
-                "statement": signed.statement().model_dump(mode="json"),
+                "statement": manifest.statement().model_dump(mode="json"),
                 "signature": signed.signature,
             },
             now=now,
