@@ -35,15 +35,10 @@ def _rejected(world: Any, make: Callable[[int], Any], reasons: set[Reason]) -> N
         assert found.units == 0
 
 
-def _sampled(temperature: float, greedy: bool = False, other_seed: int = 0) -> Any:
+def _sampled(temperature: float, other_seed: int = 0) -> Any:
     def generate(plan: list, engine: Any) -> list[Generation]:
         requests = [
-            GenerationRequest(
-                row.prompt_tokens,
-                24,
-                None if greedy else row.noise_seed ^ other_seed,
-            )
-            for row in plan
+            GenerationRequest(row.prompt_tokens, 24, row.noise_seed ^ other_seed) for row in plan
         ]
         return engine.generate(requests, temperature)
 
@@ -70,16 +65,6 @@ def test_another_temperature_is_rejected(world: Any, temperature: float) -> None
         lambda n: world.made(n, generate=generate),
         {Reason.WRONG_SAMPLING, Reason.TAMPERED_LOGPROBS},
     )
-
-
-def test_greedy_decoding_is_rejected(world: Any) -> None:
-    generate = _sampled(1.0, greedy=True)
-    _rejected(world, lambda n: world.made(n, generate=generate), {Reason.WRONG_SAMPLING})
-
-
-def test_another_seed_is_rejected(world: Any) -> None:
-    generate = _sampled(1.0, other_seed=1)
-    _rejected(world, lambda n: world.made(n, generate=generate), {Reason.WRONG_SAMPLING})
 
 
 def _with_proofs(make_proof: Callable[[list, int, Any], list[bytes]]) -> Any:
@@ -174,43 +159,6 @@ def test_tampered_logprobs_are_rejected(world: Any, shift: float) -> None:
         return [replace(row, logprobs=row.logprobs + np.float32(shift)) for row in rows]
 
     _rejected(world, lambda n: world.made(n, change=change), {Reason.TAMPERED_LOGPROBS})
-
-
-def test_prompts_and_targets_that_the_seed_does_not_give_are_rejected(world: Any) -> None:
-    def make_prompt(number: int) -> Any:
-        def change(rows: list, plan: list, generations: list) -> list:
-            easier = plan[0]
-            return [
-                replace(
-                    row,
-                    prompt_tokens=easier.prompt_tokens,
-                    problem_id=easier.problem.problem_id,
-                    target_length=row.target_length,
-                )
-                for row in rows
-            ]
-
-        return world.made(number, change=change)
-
-    def make_target(number: int) -> Any:
-        def change(rows: list, plan: list, generations: list) -> list:
-            return [replace(row, target_length=row.target_length + 4) for row in rows]
-
-        return world.made(number, change=change)
-
-    _rejected(world, make_prompt, {Reason.WRONG_PROMPTS})
-    _rejected(world, make_target, {Reason.WRONG_TARGETS})
-
-
-def test_a_paraphrased_prompt_behind_the_right_one_is_rejected(world: Any) -> None:
-    """The true prompt is written down, a friendlier one was given to the model."""
-    hint = tuple(world.engine.tokenizer.encode(".", add_special_tokens=False))
-
-    def generate(plan: list, engine: Any) -> list[Generation]:
-        asked = [replace(row, prompt_tokens=row.prompt_tokens[:-1] + hint) for row in plan]
-        return build.generate_rows(asked, world.run, engine)
-
-    _rejected(world, lambda n: world.made(n, generate=generate), WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -313,15 +261,6 @@ def _forced(world: Any, outputs: Callable[[Any, tuple[int, ...]], tuple[int, ...
     return generate
 
 
-def test_a_forced_early_end_is_rejected(world: Any) -> None:
-    (end,) = world.engine.end_tokens
-
-    def cut(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        return (*tokens[:3], end)
-
-    _rejected(world, lambda n: world.made(n, generate=_forced(world, cut)), {Reason.EARLY_END})
-
-
 @pytest.mark.slow
 def test_the_right_answers_written_by_hand_are_rejected(world: Any) -> None:
     """Perfect rewards: every row is the gold answer, scored by the true policy."""
@@ -384,13 +323,3 @@ def test_a_file_that_contradicts_itself_is_void(
 
     found = world.judge(world.made(1, change=corrupt))
     assert (found.outcome, found.reason) == (Outcome.VOID, reason), found
-
-
-def test_going_on_after_an_end_token_is_void(world: Any) -> None:
-    (end,) = world.engine.end_tokens
-
-    def padded(row: Any, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        return (*tokens[:2], end, *tokens[:3], end)
-
-    found = world.judge(world.made(1, generate=_forced(world, padded)))
-    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
