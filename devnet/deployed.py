@@ -95,14 +95,11 @@ def pool_config(
     *,
     slash: int | None = None,
     capacity: int = 10,
-    quorum: int = 1,
     lease_seconds: int = 60,
 ) -> PoolConfig:
     """A pool for tests: a slash takes a whole seat's stake unless `slash` (wei) says otherwise."""
-    return PoolConfig(
-        trainer, run_digest, stake, stake if slash is None else slash, capacity, quorum,
-        lease_seconds,
-    )  # fmt: skip
+    slash = stake if slash is None else slash
+    return PoolConfig(trainer, run_digest, stake, slash, capacity, 1, lease_seconds)
 
 
 def opinions_on(
@@ -138,19 +135,17 @@ def opinions_on(
     ]
 
 
-def deploy_local(
-    anvil: Anvil, folder: Path, *, periods: Periods = TEST_PERIODS, dispute_deposit: int = 0
-) -> Deployed:
+def deploy_local(anvil: Anvil, folder: Path) -> Deployed:
     """Deploys from anvil's account 0 into `folder` (journal and deployment file)."""
     accounts = [dev_signer(index) for index in range(10)]
     client = ChainClient([anvil.url], CHAIN_ID)
     options = Options(
-        periods=periods,
+        periods=TEST_PERIODS,
         testnet=True,
         holder=accounts[0].address,
         supply=10**9 * ETHER,
         arbiter=accounts[0].address,
-        dispute_deposit=dispute_deposit,
+        dispute_deposit=0,
     )
     deployment = deploy(client, accounts[0], options, journal=folder / "deployer.sqlite")
     path = folder / "deployment.json"

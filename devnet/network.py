@@ -56,10 +56,10 @@ SHORT_SECONDS, LONG_SECONDS = 1.0, 5.0
 class FaultyEndpoints:
     """Proxies of the chain at `target`. From `begin` on, one of them is at fault for `seconds`."""
 
-    def __init__(self, target: str, seconds: float, *, seed: int = 7) -> None:
-        self._proxies = [FaultyRpc(target, seed=seed + at) for at in range(ENDPOINTS)]
+    def __init__(self, target: str, seconds: float) -> None:
+        self._proxies = [FaultyRpc(target, seed=7 + at) for at in range(ENDPOINTS)]
         self._seconds = seconds
-        self._dice = random.Random(seed)
+        self._dice = random.Random(7)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.urls = tuple(proxy.url for proxy in self._proxies)

@@ -81,15 +81,11 @@ class Agent:
         owner_signer: LocalSigner | None,
         *,
         runtime: Runtime | None = None,
-        now: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
         self._runtime = runtime
         self._signer = signer
         self._owner_signer = owner_signer
-        self._now = now
-        self._rng = rng or random.Random()
         self._data = DataFolder(settings.data)
         self._give_up = None if _heard_before(settings) else settings.first_answer_seconds
         self._stop = threading.Event()
@@ -137,21 +133,21 @@ class Agent:
         data.remember(settings.to_remember())
         data.empty_task_outbox()
 
-        spool = Spool(data.spool, now=self._now)
+        spool = Spool(data.spool, now=time.time)
         revisions = self._revisions(run, hardware, runtime, link is not None)
         unpaid = self._unpaid(api, spool, stack)
         open_leases = OpenLeases()
         keeper = self._policies(api, run, open_leases)
         broker = LeaseBroker(
             self._connections(api, stack), revisions, keeper,
-            Deliveries(TaskUploads(data.task_inbox), spool, unpaid), open_leases, now=self._now,
+            Deliveries(TaskUploads(data.task_inbox), spool, unpaid), open_leases, now=time.time,
             most_slots=settings.lease_slots,
         )  # fmt: skip
         bridge_folder = self._bridge_folder(stack)
         bridge = Bridge(bridge_folder, broker, task_uid=runtime.task_uid)
-        uploader = Uploader(spool, self._new_api, rng=self._rng, on_settled=open_leases.nudge)
+        uploader = Uploader(spool, self._new_api, rng=random.Random(), on_settled=open_leases.nudge)
         accounts = Accounts(self._signer, self._provider(), self._owner_signer)
-        owners_part = OwnersPart(api, link, run, accounts, data, now=self._now)
+        owners_part = OwnersPart(api, link, run, accounts, data, now=time.time)
         join = Join(settings, api, run, hardware, owners_part, stop=self._stop)
 
         def options(of: RunDefinition) -> WorkerOptions:
@@ -185,7 +181,7 @@ class Agent:
         heartbeat_loop = HeartbeatLoop(
             api,
             Parts(broker, keeper, spool, join, task, revisions, options, threads),
-            data=data, runtime=settings.runtime, now=self._now, stop=self._stop,
+            data=data, runtime=settings.runtime, now=time.time, stop=self._stop,
         )  # fmt: skip
         return heartbeat_loop.run()
 

@@ -272,8 +272,6 @@ def admit(
     throttle: float = 1.0,
     shadow: bool = False,
     stop: threading.Event | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> AdmissionAnswer | None:
     """Requests a challenge, waits for its turn, solves it and submits the products.
 
@@ -286,10 +284,10 @@ def admit(
         if stop.wait(max(50, answered.retry_after_ms) / 1000):
             return None
     challenge = answered.challenge
-    started = clock()
+    started = time.monotonic()
     products = solve(challenge, device)
     if throttle > 1.0:
-        sleep((clock() - started) * (throttle - 1.0))
+        time.sleep((time.monotonic() - started) * (throttle - 1.0))
     answer = api.solution(challenge.id, products)
     log.info("measured %d million multiply-adds a second", answer.mmacs_per_second)
     return answer

@@ -133,11 +133,12 @@ class Content(Protocol):
 
 
 class DirectoryContent:
-    """A finished layout on disk, as an origin or mirror serves it."""
+    """A finished layout on disk, as an origin serves it."""
 
-    def __init__(self, root: Path, role: str = "origin") -> None:
+    role = "origin"
+
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self.role = role
 
     def versions(self) -> list[int]:
         return layout.versions(self._root)

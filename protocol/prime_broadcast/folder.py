@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prime_broadcast.base_model import BaseModelSource
 from prime_broadcast.chunks import PATIENCE
-from prime_broadcast.client import Base, FetchStats, Progress, fetch
+from prime_broadcast.client import Base, FetchStats, fetch
 from prime_broadcast.durable import settle
 from prime_broadcast.files import remove_folder
 from prime_broadcast.layout import complete_in
@@ -85,7 +85,6 @@ class PolicyFolder:
         sources: Sequence[str],
         *,
         others: Iterable[SignedManifest] = (),
-        progress: Progress = lambda done, total: None,
         patience: float = PATIENCE,
         on_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> Arrived:
@@ -125,7 +124,6 @@ class PolicyFolder:
             book=self._book,
             base_model=self._base_model,
             patience=patience,
-            progress=progress,
             on_fault=note,
         )
         with self._judging:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,6 @@ def build_manifest(
     version: int,
     step: int,
     chunk_size: int | None = None,
-    deltas: Sequence[DeltaEntry] = (),
 ) -> Manifest:
     """The manifest of every file in `folder` (but `manifest.json`). Raises UserError if the folder
     holds anything that cannot be published."""
@@ -137,7 +136,6 @@ def build_manifest(
         chunk_size=chunk_size,
         files=tuple(entries),
         result_digest=result_digest(entries),
-        deltas=tuple(deltas),
     )
     check_manifest(manifest)
     return manifest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prime_chain.client import BlockId, Call, TxReceipt
+from prime_chain.client import Call, TxReceipt
 from prime_chain.contracts import Binding, Contracts, Unbonding
 from prime_chain.contracts.base import Contract
 from prime_chain.events import PoolCreated, of_receipt
@@ -109,24 +109,22 @@ class StakeView:
     bound: Binding
 
 
-def stake_view(
-    contracts: Contracts, provider: Address, now: int, block: BlockId = "latest"
-) -> StakeView:
-    """What `provider` has staked, as of `block`; `now` in Unix seconds decides what has matured."""
+def stake_view(contracts: Contracts, provider: Address, now: int) -> StakeView:
+    """What `provider` has staked; `now` in Unix seconds decides what has matured."""
     vault = contracts.vault
-    queue = vault.unbondings(provider, block)
+    queue = vault.unbondings(provider)
     matured = sum(one.amount for one in queue if one.mature_at <= now)
     return StakeView(
         provider=provider,
-        payout=contracts.registry.payout_of(provider, block),
-        active=vault.active(provider, block),
-        committed=vault.committed(provider, block),
-        unbondable=vault.unbondable(provider, block),
+        payout=contracts.registry.payout_of(provider),
+        active=vault.active(provider),
+        committed=vault.committed(provider),
+        unbondable=vault.unbondable(provider),
         unbonding=queue,
-        pending=vault.pending_slash(provider, block),
-        withdrawable=min(matured, vault.unbonding(provider, block)),
-        wallet=contracts.token.balance_of(provider, block),
-        bound=vault.bound_to(provider, block),
+        pending=vault.pending_slash(provider),
+        withdrawable=min(matured, vault.unbonding(provider)),
+        wallet=contracts.token.balance_of(provider),
+        bound=vault.bound_to(provider),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_core_run import made
+from pools import RUN
 
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, PolicyError, UntrustedError
@@ -16,7 +16,7 @@ from prime_core.revisions import REVISABLE, RunHistory, check_revision, read_his
 from prime_core.run import Chat, RunDefinition
 from prime_core.task import Lease
 
-FIRST = made()
+FIRST = RUN
 OTHERS = [FIRST.model_copy(update={"price_per_unit": price}) for price in range(11, 19)]
 
 

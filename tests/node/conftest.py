@@ -9,6 +9,7 @@ from pathlib import Path
 
 import docker
 import pytest
+from bridge_kit import Kit, bridge_kit
 from docker.errors import DockerException
 from node_world import NodeWorld, node_world
 
@@ -18,6 +19,13 @@ def world(tmp_path: Path) -> Iterator[NodeWorld]:
     """A served pool with one tiny policy."""
     with node_world(tmp_path) as served:
         yield served
+
+
+@pytest.fixture
+def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
+    """An agent's parts around a bridge in that pool."""
+    with bridge_kit(world, tmp_path / "k") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bridge_kit import Kit, bridge_kit, heartbeat_loop, take_lease
-from node_world import NODE, NodeWorld, publish_model, until
+from bridge_kit import Kit, heartbeat_loop, take_lease
+from node_world import NODE, publish_model, until
 from other_user import as_another_user, open_path
 from sqlalchemy import update
 
@@ -37,12 +36,6 @@ from prime_node.task import FINAL_STATUS
 from prime_node.worker.client import BridgeClient
 from prime_orchestrator import scheduler
 from prime_orchestrator.store import leases, policies, schema
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 def test_worker_gets_the_run_and_the_same_lease_until_it_is_fulfilled(kit: Kit) -> None:

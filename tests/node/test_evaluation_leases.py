@@ -11,7 +11,6 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 from bridge_kit import Kit
 from judges import judge_of
-from test_bridge import kit
 from test_exact_leases import Party, party
 
 from prime_core.draws import SaltOpening
@@ -23,7 +22,7 @@ from prime_orchestrator.store import evaluations, groups, rewards, schema, submi
 from prime_verify import build
 from prime_verify.rollout_file import read_rollout_file
 
-__all__ = ["kit", "party"]
+__all__ = ["party"]
 
 
 def start(party: Party, problems: int) -> int:

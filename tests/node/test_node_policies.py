@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import requests
-from bridge_kit import Bench, Flag, Kit, bridge_kit, heartbeat_loop
+from bridge_kit import Bench, Flag, Kit, heartbeat_loop
 from command import prime_node
-from node_world import NODE, POOL, TRAINER, NodeWorld, publish_model, until
+from node_world import NODE, POOL, TRAINER, publish_model, until
 from served import served
 
 from prime_broadcast.client import FetchStats
@@ -33,12 +33,6 @@ from prime_node.policies import CATCH_UP, PolicyKeeper
 from prime_node.worker.loop import work
 from prime_node.worker.rollout_builder import Built, Job
 from prime_orchestrator.store import batches, policies
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 class Liar(SimpleHTTPRequestHandler):

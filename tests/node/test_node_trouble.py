@@ -13,14 +13,13 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in, heartbeat_loop, policy_keeper
-from node_world import NODE, NodeWorld, node_world, run_definition, until
+from bridge_kit import Kit, hand_in, heartbeat_loop, policy_keeper
+from node_world import NODE, node_world, run_definition, until
 
 from devnet.chain import free_port
 from prime_core.errors import FatalError, UnavailableError
@@ -33,12 +32,6 @@ from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.docker import DockerRuntime
 from prime_node.uploader import Uploader
 from prime_node.worker.rollout_builder import put_file
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 def test_status_that_cannot_be_written_is_said_and_work_goes_on(

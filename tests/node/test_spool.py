@@ -6,13 +6,12 @@ import errno
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in
-from node_world import NODE, NodeWorld
+from bridge_kit import Kit, hand_in
+from node_world import NODE
 
 from prime_core.clock import Clock
 from prime_core.errors import ConflictError, PrimeError, UnavailableError, UntrustedError
@@ -22,12 +21,6 @@ from prime_core.signing import Statement
 from prime_node.api import NodeApi
 from prime_node.spool import Spool
 from prime_node.uploader import Uploader, deliver
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 def api(kit: Kit) -> NodeApi:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.process import ProcessHandle, ProcessRuntime, holds_more_than
 from prime_node.spool import TaskUploads
 from prime_node.worker.loop import work
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 def put(kit: Kit, name: str, body: bytes, length: int | None = None) -> bytes:

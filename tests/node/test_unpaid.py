@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_kit import Kit, bridge_kit, hand_in, heartbeat_loop
-from node_world import MANAGER, NODE, TRAINER, NodeWorld
+from bridge_kit import Kit, hand_in, heartbeat_loop
+from node_world import MANAGER, NODE, TRAINER
 
 from devnet.deployed import TEST_PERIODS, Deployed, pool_config
 from prime_chain import flows
@@ -33,12 +32,6 @@ from prime_node.uploader import deliver
 TOKENS = 7
 PRICE = 10
 WORTH = TOKENS * PRICE
-
-
-@pytest.fixture
-def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
-    with bridge_kit(world, tmp_path / "k") as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_no_lease_and_no_tool_takes_all_threads(world: World) -> None:
         for sample in range(2):
             waiting.append(threading.Thread(target=ask, args=(index, sample)))
             waiting[-1].start()
-        until(lambda: sum(world.service._at_once.values()) == 2 * len(waiting), 60)
+        until(lambda: sum(world.service._at_once.values()) == 2 * len(waiting))
 
     wait(0)
     with pytest.raises(TooManyError, match="lease"):
