@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prime_core import tracing
-from prime_core.command_line import Json, program, run
+from prime_core.command_line import AllowPrivate, BaseModel, FirstAnswer, Json, program, run
 from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.logs import log_to_stderr
 from prime_core.times import utc
-from prime_core.waiting import FIRST_ANSWER_HELP
 from prime_node.cli_common import (
     DryRun,
     NodeFlag,
@@ -94,13 +93,7 @@ def join(
     images: Annotated[
         list[str] | None, typer.Option("--image", help="Image that may run; repeat for more.")
     ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the base model is taken from, checked by digest: FOLDER, URL or "
-            "hf:owner/name[@revision]. By default from the pool."
-        ),
-    ] = None,
+    base_model: BaseModel = None,
     provider_wallet: Annotated[
         Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
     ] = None,
@@ -121,17 +114,8 @@ def join(
             help="Work without a seat: no stake, no pay; the verdicts on its files are real.",
         ),
     ] = None,
-    first_answer_seconds: Annotated[
-        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
-    ] = None,
-    allow_private: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-private",
-            help="Connect to private addresses that the orchestrator names, images' registries too "
-            "(your own network).",
-        ),
-    ] = None,
+    first_answer_seconds: FirstAnswer = None,
+    allow_private: AllowPrivate = None,
     worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:

@@ -78,7 +78,6 @@ def configured(function: Callable[..., None]) -> Callable[..., None]:
         config = values.pop("config")
         flags = {name: values.pop(name) for name in _COMMON if name in values}
         flags |= {name: value for name, value in values.items() if name in Settings.model_fields}
-        flags["rpc"] = tuple(flags["rpc"] or ())
         function(load(flags, config), **values)
 
     command.__name__ = function.__name__

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from prime_core.errors import PrimeError, UnavailableError
 from prime_core.logs import log_to_stderr
 from prime_core.printing import last_words
+from prime_core.waiting import FIRST_ANSWER_HELP
 
 _EXTRAS = {
     "torch": "torch", "transformers": "torch", "safetensors": "torch",
@@ -54,6 +55,17 @@ AllowPrivate = Annotated[
     bool | None,
     typer.Option(
         "--allow-private", help="Connect to private addresses that others name (own network)."
+    ),
+]
+FirstAnswer = Annotated[
+    float | None, typer.Option("--first-answer-seconds", help=FIRST_ANSWER_HELP, min=0)
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model",
+        help="Where the base model is taken from, checked by digest: FOLDER, URL or "
+        "hf:owner/name[@revision]. By default from the pool.",
     ),
 ]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]

@@ -58,12 +58,12 @@ def load_settings(
 ) -> Settings:
     """Loads settings of `kind`.
 
-    `flags`: values from the command line; None or () means not given. `toml`: a file, which may be
-    missing. `memory`: values saved by an earlier command. Raises UserError with the setting's name
-    if a value is invalid, or if the file is not TOML.
+    `flags`: values from the command line; None or an empty list means not given. `toml`: a file,
+    which may be missing. `memory`: values saved by an earlier command. Raises UserError with the
+    setting's name if a value is invalid, or if the file is not TOML.
     """
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    given = {name: value for name, value in flags.items() if value not in (None, (), [])}
     try:
         sources = (
             InitSettingsSource(kind, dict(memory or {})),

@@ -24,7 +24,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 
 import sqlalchemy as sa
 from judges import appoint, judge_of
-from judging_kit import read_policy, signed_policy, small_run
+from judging_kit import MODEL, read_policy, signed_policy, small_run
 from money_kit import MANAGER, TRAINER, VALIDATOR, Clock, ManagerSide, key, open_manager
 from served import listen, serving
 from transformers import AutoTokenizer

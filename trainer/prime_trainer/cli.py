@@ -21,6 +21,7 @@ from prime_chain import wallet_cli
 from prime_core.command_line import (
     AllowPrivate,
     ConfigFile,
+    FirstAnswer,
     Json,
     LogLevel,
     PasswordFd,
@@ -32,7 +33,7 @@ from prime_core.command_line import (
 )
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
-from prime_core.waiting import FIRST_ANSWER_HELP, until_stopped
+from prime_core.waiting import until_stopped
 
 if TYPE_CHECKING:
     from prime_core.run import RunDefinition
@@ -155,9 +156,7 @@ def run(
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
     delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,
-    first_answer_seconds: Annotated[
-        float | None, typer.Option(help=FIRST_ANSWER_HELP, min=0)
-    ] = None,
+    first_answer_seconds: FirstAnswer = None,
     log_level: LogLevel = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved plan and its cost; do nothing.")
@@ -174,7 +173,6 @@ def run(
 
     for name in ("config", "dry_run", "as_json"):
         del flags[name]
-    flags["rpc"] = tuple(rpc or ())
     settings = load(flags, config)
     if dry_run:
         _show_plan(settings, flags, config, as_json)

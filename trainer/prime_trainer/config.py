@@ -219,7 +219,7 @@ class Settings(ChainSettings):
 
 
 def load(flags: Mapping[str, object], config: Path | None = None) -> Settings:
-    """Loads settings from flags (None or () = not given), environment and TOML file.
+    """Loads settings from flags (None or empty = not given), environment and TOML file.
 
     Raises UserError with the setting's name if a value is invalid or the file cannot be read.
     """

@@ -230,7 +230,7 @@ def sources(
     upper = {name.upper() for name in environment}
     found = {}
     for name in type(settings).model_fields:
-        if flags.get(name) not in (None, ()):
+        if flags.get(name) not in (None, (), []):
             origin = "flag"
         elif f"{ENV_PREFIX}{name}".upper() in upper:
             origin = "environment"

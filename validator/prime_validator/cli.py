@@ -33,7 +33,9 @@ from prime_chain.shipped import help_text
 from prime_core import ids
 from prime_core.command_line import (
     AllowPrivate,
+    BaseModel,
     ConfigFile,
+    FirstAnswer,
     Json,
     LogLevel,
     PasswordFd,
@@ -50,6 +52,7 @@ from prime_core.times import utc
 
 if TYPE_CHECKING:
     from prime_chain.contracts import Contracts
+    from prime_core.settings import Settings as AnySettings
 
 app = program(
     "validator", "Judges rollout files for a pool; needs no access to the orchestrator's machine."
@@ -91,13 +94,7 @@ def run(
     password_fd: PasswordFd = None,
     deployment: Contract = None,
     source: Sources = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the base model is taken from, checked by digest: FOLDER, URL or "
-            "hf:owner/name[@revision]. By default from the pool."
-        ),
-    ] = None,
+    base_model: BaseModel = None,
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
@@ -112,9 +109,7 @@ def run(
         str | None,
         typer.Option(help="Announce the exact class for files in this dtype: float32, bfloat16."),
     ] = None,
-    first_answer_seconds: Annotated[
-        float | None, typer.Option(help="How long the first start waits for an answer.")
-    ] = None,
+    first_answer_seconds: FirstAnswer = None,
     allow_private: AllowPrivate = None,
     mirror: Annotated[
         Path | None,
@@ -128,14 +123,11 @@ def run(
     log_level: LogLevel = None,
 ) -> None:
     """Judge the files assigned to this validator until SIGTERM. May use a GPU."""
-    flags: dict[str, object] = dict(locals())
-    from prime_core.settings import load_settings, settings_file
+    flags = dict(locals())
     from prime_validator.run import run as judge
     from prime_validator.settings import Settings
 
-    del flags["config"]
-    lists = {"rpc": tuple(rpc or ()), "source": tuple(source or ())}
-    judge(load_settings(Settings, flags | lists, settings_file(config)))
+    judge(_loaded(Settings, flags))
 
 
 @app.command()
@@ -154,15 +146,12 @@ def doctor(
 ) -> None:
     """Check machine, network, appointment and bond. Needs no password. Exits with 1 if the
     validator could not judge."""
-    flags: dict[str, object] = dict(locals())
-    from prime_core.settings import load_settings, settings_file
+    flags = dict(locals())
     from prime_validator.doctor import examine
     from prime_validator.settings import Settings
 
-    for name in ("config", "json_output"):
-        del flags[name]
-    lists = {"rpc": tuple(rpc or ())}
-    found = examine(load_settings(Settings, flags | lists, settings_file(config)))
+    del flags["json_output"]
+    found = examine(_loaded(Settings, flags))
     if json_output:
         typer.echo(json.dumps([asdict(one) for one in found]))
     else:
@@ -464,16 +453,18 @@ def juror_run(
     log_level: LogLevel = None,
 ) -> None:
     """Replay drawn disputes, vote and collect pay until SIGTERM. May use a GPU."""
-    flags: dict[str, object] = dict(locals())
-    from prime_core.settings import load_settings, settings_file
+    flags = dict(locals())
     from prime_validator.juror import run as judge
     from prime_validator.settings import JurorSettings
 
-    del flags["config"]
-    lists = {name: tuple(given or ()) for name, given in (
-        ("rpc", rpc), ("source", source), ("orchestrator", orchestrator),
-    )}  # fmt: skip
-    judge(load_settings(JurorSettings, flags | lists, settings_file(config)))
+    judge(_loaded(JurorSettings, flags))
+
+
+def _loaded(kind: type[AnySettings], flags: dict[str, Any]) -> AnySettings:
+    """Settings of `kind` from a command's parameters, environment and the file of --config."""
+    from prime_core.settings import load_settings, settings_file
+
+    return load_settings(kind, flags, settings_file(flags.pop("config")))
 
 
 def _class(given: str | None) -> ids.Digest:

@@ -161,14 +161,7 @@ def serve(
     from prime_orchestrator.serve import run as run_server
 
     del flags["options"]
-    lists = {
-        "rpc_ws": tuple(rpc_ws or ()),
-        "also_known_as": tuple(also_known_as or ()),
-        "allow_relay": tuple(allow_relay or ()),
-        "planted": tuple(planted or ()),
-        "trusted_proxies": tuple(trusted_proxies or ()),
-    }
-    run_server(options.settings(flags | lists))
+    run_server(options.settings(flags))
 
 
 @store_app.command()

@@ -93,8 +93,6 @@ def _adds(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
             flags = {name: values.pop(name) for name in options}
-            if "rpc" in flags:
-                flags["rpc"] = tuple(flags["rpc"] or ())
             function(StoreOptions(flags.pop("config"), flags), **values)
 
         return with_options(function, {name: (one, None) for name, one in options.items()}, command)
