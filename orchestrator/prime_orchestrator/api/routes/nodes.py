@@ -67,11 +67,11 @@ from prime_orchestrator.api.routes.http import (
     in_path,
     nothing,
     parse,
+    post,
     read_body,
     signed_by,
     signed_reader,
     takes,
-    takes_bytes,
 )
 
 
@@ -117,38 +117,31 @@ def router(backend: Backend) -> APIRouter:
             )
         )  # fmt: skip
 
-    @routes.post(
-        "/v1/sessions",
-        responses={200: {"model": SessionAnswer}},
-        openapi_extra=takes(SessionRequest),
-    )
+    def opened(take: Callable[..., Answer], challenge_id: str, signed: Signed) -> Response:
+        """Gives the bytes that a challenge waits for to `take`, with when they arrived."""
+        account, arrived = signed.caller.account, signed.arrived_at
+        return answer(take(backend, account, challenge_id, signed.body, arrived_at=arrived))
+
+    @post(routes, "/v1/sessions", SessionRequest, SessionAnswer)
     def open_session(body: bytes = body_of(), *, request: Request) -> Response:
         """Let a session key sign requests for an account."""
         wish = parse(SessionRequest, body)
         return answer(auth.open_session(backend, wish, strangers, host_of(request)))
 
-    @routes.post("/v1/sessions/revoke", openapi_extra=takes(RevokeRequest))
+    @post(routes, "/v1/sessions/revoke", RevokeRequest)
     def revoke(body: bytes = body_of()) -> Response:
         """End an account's sessions issued before a time."""
         auth.revoke(backend, parse(RevokeRequest, body))
         return nothing()
 
-    @routes.post(
-        "/v1/admission/challenge",
-        responses={200: {"model": ChallengeAnswer}},
-        openapi_extra=takes(AdmissionRequest),
-    )
+    @post(routes, "/v1/admission/challenge", AdmissionRequest, ChallengeAnswer)
     def challenge(signed: Signed = node, *, request: Request) -> Response:
         """Ask for the hardware challenge."""
         wish = parse(AdmissionRequest, signed.body)
         address = place_of(host_of(request))
         return answer(admission.challenge(backend, signed.caller.account, wish, address))
 
-    @routes.post(
-        "/v1/admission/solution/{challenge_id}",
-        responses={200: {"model": AdmissionAnswer}},
-        openapi_extra=takes_bytes(),
-    )
+    @post(routes, "/v1/admission/solution/{challenge_id}", bytes, AdmissionAnswer)
     def solution(
         challenge_id: str,
         request: Signed = signed_by(
@@ -156,32 +149,16 @@ def router(backend: Backend) -> APIRouter:
         ),
     ) -> Response:
         """Answer it: int64 little-endian products, row by row."""
-        return answer(
-            admission.solution(
-                backend,
-                request.caller.account,
-                challenge_id,
-                request.body,
-                arrived_at=request.arrived_at,
-            )
-        )
+        return opened(admission.solution, challenge_id, request)
 
-    @routes.post(
-        "/v1/admission/cards",
-        responses={200: {"model": CardsAnswer}},
-        openapi_extra=takes(CardsRequest),
-    )
+    @post(routes, "/v1/admission/cards", CardsRequest, CardsAnswer)
     def prove_cards(signed: Signed = node, *, request: Request) -> Response:
         """Ask for a proof of the node's cards."""
         wish = parse(CardsRequest, signed.body)
         place, connection = place_of(host_of(request)), connection_of(request)
         return answer(cards.begin(backend, signed.caller.account, wish, place, connection))
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/filled",
-        responses={200: {"model": MemoryAnswer}},
-        openapi_extra=takes(CardsEcho),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/filled", CardsEcho, MemoryAnswer)
     def filled(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Announce that the cards are filled by sending the token back, then send back each further
         token. The last answer holds the seed of the vectors and starts the clock."""
@@ -189,70 +166,40 @@ def router(backend: Backend) -> APIRouter:
             memory.filled, parse(CardsEcho, signed.body), challenge_id, signed, request
         )
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/memory",
-        responses={200: {"model": MemoryDraw}},
-        openapi_extra=takes(MemoryCommitment),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/memory", MemoryCommitment, MemoryDraw)
     def commit_memory(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Commit to the marks of all blocks. The answer names the blocks to open."""
         return proof_step(
             memory.commitment, parse(MemoryCommitment, signed.body), challenge_id, signed, request
         )
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/blocks",
-        responses={200: {"model": MemoryProved}},
-        openapi_extra=takes_bytes(),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/blocks", bytes, MemoryProved)
     def open_blocks(
         challenge_id: str,
         request: Signed = signed_by(backend, "node", memory.MAX_BLOCKS, expects=blocks_awaited),
     ) -> Response:
         """Open the drawn blocks."""
-        account = request.caller.account
-        return answer(
-            memory.opening(
-                backend, account, challenge_id, request.body, arrived_at=request.arrived_at
-            )
-        )
+        return opened(memory.opening, challenge_id, request)
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/echo",
-        responses={200: {"model": CardsAnswer}},
-        openapi_extra=takes(CardsEcho),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/echo", CardsEcho, CardsAnswer)
     def echo(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Send a token back. The last answer holds the order and starts the clock."""
         return proof_step(cards.echo, parse(CardsEcho, signed.body), challenge_id, signed, request)
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/commitment",
-        responses={200: {"model": CardsDraw}},
-        openapi_extra=takes(CardsCommitment),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/commitment", CardsCommitment, CardsDraw)
     def commit_cards(challenge_id: str, signed: Signed = node, *, request: Request) -> Response:
         """Commit to all products. The answer names the rows to open."""
         return proof_step(
             cards.commitment, parse(CardsCommitment, signed.body), challenge_id, signed, request
         )
 
-    @routes.post(
-        "/v1/admission/cards/{challenge_id}/opening",
-        responses={200: {"model": AdmissionAnswer}},
-        openapi_extra=takes_bytes(),
-    )
+    @post(routes, "/v1/admission/cards/{challenge_id}/opening", bytes, AdmissionAnswer)
     def open_cards(
         challenge_id: str,
         request: Signed = signed_by(backend, "node", cards.MAX_OPENING, expects=opening_awaited),
     ) -> Response:
         """Open the drawn rows."""
-        account = request.caller.account
-        return answer(
-            cards.opening(
-                backend, account, challenge_id, request.body, arrived_at=request.arrived_at
-            )
-        )
+        return opened(cards.opening, challenge_id, request)
 
     @routes.get("/v1/nodes/{node}/passport", responses={200: {"model": SignedPassport}})
     def passport(node: str) -> Response:
@@ -264,9 +211,7 @@ def router(backend: Backend) -> APIRouter:
         """What a node's newest proof found of its cards' memory."""
         return answer(cards.memory_of(backend, ids.address(node)))
 
-    @routes.post(
-        "/v1/heartbeat", responses={200: {"model": HeartbeatAnswer}}, openapi_extra=takes(Heartbeat)
-    )
+    @post(routes, "/v1/heartbeat", Heartbeat, HeartbeatAnswer)
     async def heartbeat(request: Request) -> Response:
         """Say that the node lives; hear what to do next."""
         # Its session is looked up together with its answer, after its body has been read.
@@ -276,9 +221,7 @@ def router(backend: Backend) -> APIRouter:
         beat = parse(Heartbeat, body)
         return answer(await beats.ask(liveness.SignedBeat(proven, beat)))
 
-    @routes.post(
-        "/v1/classes", responses={200: {"model": ClassAnswer}}, openapi_extra=takes(ClassRequest)
-    )
+    @post(routes, "/v1/classes", ClassRequest, ClassAnswer)
     def announce_class(signed: Signed = node) -> Response:
         """Ask whether an exact class is wanted, or announce it."""
         wish = parse(ClassRequest, signed.body)
@@ -289,20 +232,14 @@ def router(backend: Backend) -> APIRouter:
         """What it takes to repeat the proof passes of an exact class."""
         return answer(classes.info(backend, ids.digest(digest)))
 
-    @routes.post(
-        "/v1/leases", responses={200: {"model": LeaseAnswer}}, openapi_extra=takes(LeaseRequest)
-    )
+    @post(routes, "/v1/leases", LeaseRequest, LeaseAnswer)
     async def lease(request: Request) -> Response:
         """Get the open lease, a new one, or how long to wait."""
         signed = await signed_node(request)
         wish = parse(LeaseRequest, signed.body)
         return answer(await asking.ask(leasing.Ask(signed.caller.account, wish, host_of(request))))
 
-    @routes.post(
-        "/v1/leases/evaluation",
-        responses={200: {"model": LeaseAnswer}},
-        openapi_extra=takes(LeaseRequest),
-    )
+    @post(routes, "/v1/leases/evaluation", LeaseRequest, LeaseAnswer)
     async def evaluation_lease(request: Request) -> Response:
         """Like POST /v1/leases, for nodes that know evaluation leases: it may be one."""
         signed = await signed_node(request)
@@ -334,11 +271,7 @@ def router(backend: Backend) -> APIRouter:
         found = await uploading.ask(leasing.UploadAsk(signed.caller.account, digest, wish))
         return answer(await run_in_threadpool(leasing.place, backend, wish, found))
 
-    @routes.post(
-        "/v1/submissions",
-        responses={200: {"model": ReceiptAnswer}},
-        openapi_extra=takes(SignedSubmission),
-    )
+    @post(routes, "/v1/submissions", SignedSubmission, ReceiptAnswer)
     async def submit(request: Request) -> Response:
         """Hand in an uploaded file; anyone may carry the node's signed submission."""
         signed = parse(SignedSubmission, await read_body(request, SMALL_BODY))

@@ -39,8 +39,8 @@ from prime_orchestrator.api.routes.http import (
     answer,
     nothing,
     parse,
+    post,
     signed_by,
-    takes,
 )
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.store import Connection, batches, draws, policies
@@ -80,11 +80,7 @@ def router(backend: Backend) -> APIRouter:
             raw = revisions.raw_of(connection, backend.context, wanted)
         return Response(raw, media_type="application/json")
 
-    @routes.post(
-        "/v1/revisions",
-        responses={200: {"model": RunRevision}},
-        openapi_extra=takes(RevisionRequest),
-    )
+    @post(routes, "/v1/revisions", RevisionRequest, RunRevision)
     def revise(request: Signed = signed_by(backend, "manager", 2 * MAX_RUN_BYTES)) -> Response:
         """Revise the run from a step that is not leased yet."""
         asked = parse(RevisionRequest, request.body)
@@ -110,7 +106,7 @@ def router(backend: Backend) -> APIRouter:
             raise MalformedError("a policy's version is a number from 0")
         return answer(publishing.manifest(backend, version))
 
-    @routes.post("/v1/policies", openapi_extra=takes(SignedManifest))
+    @post(routes, "/v1/policies", SignedManifest)
     def publish(request: Signed = signed_by(backend, "trainer", MAX_JSON_BYTES)) -> Response:
         """Publish the next policy (its bytes lie with the origin already)."""
         publishing.publish(backend, parse(SignedManifest, request.body))
@@ -124,7 +120,7 @@ def router(backend: Backend) -> APIRouter:
             rows = policies.relays(connection, since=since, own=backend.own_accounts)
         return answer([RelayInfo(url=row.url, versions=row.versions) for row in rows])
 
-    @routes.post("/v1/relays", openapi_extra=takes(RelayAnnouncement))
+    @post(routes, "/v1/relays", RelayAnnouncement)
     def announce(request: Signed = signed_by(backend, "relay")) -> Response:
         """Name a relay to the pool's nodes."""
         relay = parse(RelayAnnouncement, request.body)

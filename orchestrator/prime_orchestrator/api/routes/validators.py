@@ -43,9 +43,9 @@ from prime_orchestrator.api.routes.http import (
     answer,
     nothing,
     parse,
+    post,
     signed_by,
     signed_reader,
-    takes,
 )
 
 BODIES = (
@@ -100,23 +100,19 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
     giving = Gathered[validators.Given, bool](partial(validators.give_all, backend))
     claims = HeldClaims(backend, hold_seconds)
 
-    @routes.post("/v1/validators/commitments", openapi_extra=takes(CommitRequest))
+    @post(routes, "/v1/validators/commitments", CommitRequest)
     def commit(request: Signed = validator) -> Response:
         """Commit to the draws of this epoch and of those to come."""
         validators.commit(backend, request.caller.account, parse(CommitRequest, request.body))
         return nothing()
 
-    @routes.post("/v1/validators/reveals", openapi_extra=takes(DrawReveal))
+    @post(routes, "/v1/validators/reveals", DrawReveal)
     def reveal(request: Signed = validator) -> Response:
         """Show the secret of an epoch that no lease needs any more."""
         validators.reveal_draw(backend, request.caller.account, parse(DrawReveal, request.body))
         return nothing()
 
-    @routes.post(
-        "/v1/validators/claims",
-        responses={200: {"model": ClaimAnswer}},
-        openapi_extra=takes(ClaimRequest),
-    )
+    @post(routes, "/v1/validators/claims", ClaimRequest, ClaimAnswer)
     async def claim(request: Request) -> Response:
         """Get the files that were assigned to the caller, and what it is to hand in now. Waits two
         seconds for them."""
@@ -124,57 +120,45 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
         wish = parse(ClaimRequest, signed.body)
         return answer(await claims.ask(signed.caller.account, wish, request.is_disconnected))
 
-    @routes.post("/v1/validators/classes", openapi_extra=takes(ClassList))
+    @post(routes, "/v1/validators/classes", ClassList)
     def announce_classes(request: Signed = validator) -> Response:
         """Announce the exact classes in which the caller repeats proof passes of a policy."""
         classes.announce_all(backend, request.caller.account, parse(ClassList, request.body))
         return nothing()
 
-    @routes.post("/v1/validators/keep", openapi_extra=takes(KeepRequest))
+    @post(routes, "/v1/validators/keep", KeepRequest)
     def keep(request: Signed = validator) -> Response:
         """Keep claims while their files are being judged."""
         validators.keep(backend, request.caller.account, parse(KeepRequest, request.body))
         return nothing()
 
-    @routes.post("/v1/validators/release", openapi_extra=takes(ReleaseRequest))
+    @post(routes, "/v1/validators/release", ReleaseRequest)
     def release(request: Signed = validator) -> Response:
         """End a claim without an opinion."""
         validators.release(backend, request.caller.account, parse(ReleaseRequest, request.body))
         return nothing()
 
-    @routes.post(
-        "/v1/validators/rows",
-        responses={200: {"model": RowsAnswer}},
-        openapi_extra=takes(RowsRequest),
-    )
+    @post(routes, "/v1/validators/rows", RowsRequest, RowsAnswer)
     async def rows(request: Request) -> Response:
         """Ask which rows of a file other files have as well."""
         signed = await signed_large(request)
         wish = parse(RowsRequest, signed.body)
         return answer(await looking.ask((signed.caller.account, wish)))
 
-    @routes.post(
-        "/v1/validators/seals",
-        responses={200: {"model": SealAnswer}},
-        openapi_extra=takes(SealRequest),
-    )
+    @post(routes, "/v1/validators/seals", SealRequest, SealAnswer)
     async def seal(request: Request) -> Response:
         """Seal an opinion by its hash."""
         signed = await signed_validator(request)
         wish = parse(SealRequest, signed.body)
         return answer(await sealing.ask((signed.caller.account, wish)))
 
-    @routes.post(
-        "/v1/validators/objects",
-        responses={200: {"model": UploadAnswer}},
-        openapi_extra=takes(ObjectRequest),
-    )
+    @post(routes, "/v1/validators/objects", ObjectRequest, UploadAnswer)
     def room(request: Signed = validator) -> Response:
         """Get a signed URL for a table or for evidence."""
         wish = parse(ObjectRequest, request.body)
         return answer(validators.room_for(backend, request.caller.account, wish))
 
-    @routes.post("/v1/validators/opinions", openapi_extra=takes(SignedOpinion))
+    @post(routes, "/v1/validators/opinions", SignedOpinion)
     async def opinion(request: Request) -> Response:
         """Hand in a sealed opinion that is due."""
         signed = await signed_validator(request)
@@ -182,11 +166,7 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
         await giving.ask(validators.Given(signed.caller.account, said))
         return nothing()
 
-    @routes.post(
-        "/v1/validators/together",
-        responses={200: {"model": TogetherAnswer}},
-        openapi_extra=takes(TogetherRequest),
-    )
+    @post(routes, "/v1/validators/together", TogetherRequest, TogetherAnswer)
     async def together(request: Request) -> Response:
         """Ask for the rows of several files, seal several opinions, hand in several."""
         signed = await signed_large(request)
