@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from bench.form import ROOT
+from bench.trainer_parts import bench_run
 from prime_broadcast.manifest import build_manifest
 from prime_core import seeds
 from prime_core.ids import Digest, Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO, LengthBudgets, RunDefinition
-from prime_core.task import Task
 from prime_engine.plain import PlainEngine
 from prime_envs.registry import environment_ref, load_environment
 from prime_trainer.config import Settings
@@ -39,21 +39,16 @@ def run_definition() -> RunDefinition:
     """The devnet's run in all that shapes a gradient, with smaller batches."""
     budgets = LengthBudgets(targets=(2, 6, 10, 14), penalty_micro=150_000, form="clip")
     problems = len(load_environment("reverse", {}, budgets)) - HELDOUT
-    return RunDefinition(
-        name="bench",
+    return bench_run(
+        groups=GROUPS,
+        samples=SAMPLES,
         base_model=build_manifest(MODEL, pool=0, version=0, step=0).result_digest,
         environment=environment_ref(
             "reverse", {}, budgets, train_size=problems, heldout_size=HELDOUT
         ),
         max_output_tokens=40,
-        samples_per_group=SAMPLES,
         groups_per_lease=2,
-        groups_per_batch=GROUPS,
         budgets=budgets,
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_seat=1,
-        slash_amount=1,
     )
 
 

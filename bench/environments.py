@@ -23,7 +23,6 @@ from typing import Any
 from bench.form import ROOT, Row
 from prime_core import encoding
 from prime_core.run import LengthBudgets, RunDefinition
-from prime_core.task import Task
 from prime_engine.base import Engine, GenerationRequest, StateSink
 from prime_engine.batch import RowSet
 from prime_envs.graders.mathematics import Mathematics
@@ -31,6 +30,7 @@ from prime_envs.lengths import balanced_targets
 from prime_envs.registry import environment_ref
 from prime_envs.sandbox.client import Program, Sandbox
 from prime_envs.tasks import Task as GradedTask
+from prime_verify.setups import synthetic_run
 
 PACKAGES = ("math-verify", "sympy", "torch")
 TRIVIAL = Program("print(sum(map(int, input().split())))", stdin="20 22\n")
@@ -160,17 +160,7 @@ class _Only:
 
 def _run(by_class: dict[str, tuple[int, ...]]) -> RunDefinition:
     budgets = LengthBudgets(targets=tuple(MENU), by_class=by_class, penalty_micro=0)
-    return RunDefinition(
-        name="bench",
-        base_model=encoding.sha256(b"bench"),
-        environment=environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=0),
-        max_output_tokens=max(MENU),
-        samples_per_group=8,
-        groups_per_lease=8,
-        groups_per_batch=8,
-        budgets=budgets,
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_seat=1,
-        slash_amount=1,
+    reverse = environment_ref("reverse", {}, budgets, train_size=1000, heldout_size=0)
+    return synthetic_run(max(MENU), groups=8, samples=8).model_copy(
+        update={"environment": reverse, "budgets": budgets}
     )

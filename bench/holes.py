@@ -19,10 +19,9 @@ from prime_chain.events import decode
 from prime_chain.sender import Sender
 from prime_core import ids
 from prime_core.clock import Clock
-from prime_core.deployment import DEMO_PERIODS, Deployment
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
-from prime_core.messages import ContractAddresses, Heartbeat
+from prime_core.messages import Heartbeat
 from prime_orchestrator.api import liveness
 from prime_orchestrator.store import Store, chain, open_store, sqlite_url
 
@@ -49,17 +48,9 @@ def run(quick: bool) -> list[Row]:
     return rows
 
 
-def _deployment() -> Deployment:
-    names = ContractAddresses.model_fields
-    contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
-    return Deployment(
-        chain_id=CHAIN_ID, contracts=ContractAddresses(**contracts), block=0, periods=DEMO_PERIODS
-    )
-
-
 def _index_rate(root: Path, count: int) -> Row:
     """Logs of strangers that no topic filters out: from JSON values to the store."""
-    deployment = _deployment()
+    deployment = seats.made_up()
     item = next(i for i in codec.artifact("StakeVault").events.values() if i.name == "Deposited")
     accounts = [secrets.token_hex(20) for _ in range(PROVIDERS)]
     raw = [

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.form import ROOT
-from bench.trainer_parts import batch_of, bench_settings
+from bench.trainer_parts import batch_of, bench_run, bench_settings
 from prime_core import encoding
 from prime_core.rollout import Rollout
 from prime_core.run import LengthBudgets, RunDefinition
-from prime_core.task import Task
 from prime_core.verdict import Outcome
 from prime_engine.base import Engine, Generation
 from prime_engine.variants import quantizer
@@ -150,22 +149,18 @@ def learning_definition(mode: Mode) -> RunDefinition:
     """The devnet's run, held open for four stale policies."""
     budgets = LengthBudgets(targets=TARGETS, penalty_micro=150_000, form="clip")
     size = len(load_environment("reverse", {}, budgets))
-    return RunDefinition(
+    return bench_run(
+        groups=mode.groups,
+        samples=mode.samples,
         name="learning",
         base_model=encoding.sha256(b"devnet"),
         environment=environment_ref(
             "reverse", {}, budgets, train_size=size - HELDOUT, heldout_size=HELDOUT
         ),
         max_output_tokens=40,
-        samples_per_group=mode.samples,
         groups_per_lease=FILE_GROUPS,
-        groups_per_batch=mode.groups,
         max_staleness=4,
         budgets=budgets,
-        task=Task(image="process"),
-        price_per_unit=1,
-        stake_per_seat=1,
-        slash_amount=1,
     )
 
 

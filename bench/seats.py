@@ -75,19 +75,20 @@ def definition() -> RunDefinition:
     )
 
 
-def backend_on(store: Store, objects: ObjectStore, run: RunDefinition | None = None) -> Backend:
-    """The services of a pool in this store. `run` None: `definition`."""
+def made_up() -> Deployment:
+    """Contracts at addresses where nothing is."""
     names = ContractAddresses.model_fields
     contracts = {name: ids.address(f"0x{at + 1:040x}") for at, name in enumerate(names)}
-    deployment = Deployment(
-        chain_id=CHAIN_ID,
-        contracts=ContractAddresses(**contracts),
-        block=0,
-        periods=DEMO_PERIODS,
+    return Deployment(
+        chain_id=CHAIN_ID, contracts=ContractAddresses(**contracts), block=0, periods=DEMO_PERIODS
     )
+
+
+def backend_on(store: Store, objects: ObjectStore, run: RunDefinition | None = None) -> Backend:
+    """The services of a pool in this store. `run` None: `definition`."""
     manager = LocalSigner(b"\x01" * 32)
     return Backend(
-        context=PoolContext(deployment, 1, manager.address, run or definition()),
+        context=PoolContext(made_up(), 1, manager.address, run or definition()),
         store=store,
         objects=objects,
         manager=manager,

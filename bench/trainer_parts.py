@@ -75,7 +75,7 @@ def bench_run(
     penalty_micro: int = 0,
     **changes: Any,
 ) -> RunDefinition:
-    """A run definition of the reverse task around made-up rows; `changes` are further fields."""
+    """A run definition of the reverse task; `changes` are further fields."""
     budgets = LengthBudgets(targets=(2, 6), penalty_micro=penalty_micro, form="clip")
     values: dict[str, Any] = {
         "name": "bench",

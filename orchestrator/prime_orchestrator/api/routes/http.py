@@ -208,7 +208,7 @@ def takes_bytes() -> dict[str, Any]:
 def post(
     routes: APIRouter, path: str, body: type[BaseModel] | type[bytes], gives: Any = None
 ) -> Callable[[Route], Route]:
-    """Adds a POST route that reads its body by hand. `gives`: the model of its answer; without, {}."""
+    """Adds a POST route that reads its body by hand. `gives`: the model of its answer, if any."""
     documented = takes_bytes() if issubclass(body, bytes) else takes(body)
     responses: dict[int | str, dict[str, Any]] = {200: {"model": gives}} if gives else {}
     return routes.post(path, responses=responses, openapi_extra=documented)
