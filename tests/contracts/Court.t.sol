@@ -74,14 +74,6 @@ contract CourtTest is Network {
         }
     }
 
-    function state(bytes32 leaf) private view returns (Slasher.State) {
-        return slasher.proposal(leaf).state;
-    }
-
-    function assertState(bytes32 leaf, Slasher.State expected) private view {
-        vm.assertEq(uint256(state(leaf)), uint256(expected), "state");
-    }
-
     function status(bytes32 leaf) private view returns (Court.Status) {
         (Court.Case memory c,) = court.caseOf(leaf);
         return c.status;

@@ -22,19 +22,6 @@ contract DisputesTest is Network {
         else slasher.overturn(id);
     }
 
-    function state(bytes32 id) private view returns (Slasher.State) {
-        return slasher.proposal(id).state;
-    }
-
-    function assertState(bytes32 id, Slasher.State expected) private view {
-        vm.assertEq(uint256(state(id)), uint256(expected), "state");
-    }
-
-    function assertStake(uint256 active, uint256 pending) private view {
-        vm.assertEq(vault.active(provider), active, "active");
-        vm.assertEq(vault.pendingSlash(provider), pending, "pending");
-    }
-
     // ----------------------------------------------------------------------------------- dispute
 
     function test_Dispute_ByTheProviderWithinTheWindowWithTheDeposit() public {

@@ -243,14 +243,6 @@ contract PoolsTest is Network {
         pools.join(i, noise);
     }
 
-    function test_Join_RefusesWhatWasSignedForAnotherContract() public {
-        Invite memory i = invite(node);
-        Pools other = new Pools(registry, vault);
-        bytes memory signature = sign(MANAGER_KEY, other.inviteDigest(i));
-        vm.expectPartialRevert(Errors.BadSignature.selector);
-        pools.join(i, signature);
-    }
-
     function test_Join_RefusesMembersAndAFullPool() public {
         join(node);
         Invite memory i = invite(node);

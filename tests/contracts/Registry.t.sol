@@ -114,25 +114,6 @@ contract RegistryTest is Network {
         vm.assertEq(registry.providerOf(node), provider);
     }
 
-    function test_AddNode_RefusesAConsentOfAnotherChain() public {
-        NodeConsent memory c = consent(provider, node);
-        bytes memory signature = signed(c, NODE_KEY);
-        vm.chainId(84_532);
-        vm.expectPartialRevert(Errors.BadSignature.selector);
-        vm.prank(provider);
-        registry.addNode(c, signature);
-    }
-
-    function test_AddNode_RefusesTheMalleatedSignature() public {
-        NodeConsent memory c = consent(provider, node);
-        (uint8 v, bytes32 r, bytes32 s) = vm.sign(NODE_KEY, registry.consentDigest(c));
-        uint256 order = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141;
-        bytes memory high = abi.encodePacked(r, bytes32(order - uint256(s)), v == 27 ? 28 : 27);
-        vm.expectPartialRevert(Errors.BadSignature.selector);
-        vm.prank(provider);
-        registry.addNode(c, high);
-    }
-
     function test_RemoveNode_ByNodeOrProviderOnly() public {
         addNode(provider, NODE_KEY);
         addNode(provider, NODE2_KEY);

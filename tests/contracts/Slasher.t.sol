@@ -22,19 +22,6 @@ contract SlasherTest is Network {
         seatNode(3 * STAKE);
     }
 
-    function state(bytes32 id) private view returns (Slasher.State) {
-        return slasher.proposal(id).state;
-    }
-
-    function assertState(bytes32 id, Slasher.State expected) private view {
-        vm.assertEq(uint256(state(id)), uint256(expected), "state");
-    }
-
-    function assertStake(uint256 active, uint256 pending) private view {
-        vm.assertEq(vault.active(provider), active, "active");
-        vm.assertEq(vault.pendingSlash(provider), pending, "pending");
-    }
-
     // ----------------------------------------------------------------------------------- propose
 
     function test_Propose_HoldsThePoolsSlashAmount() public {
@@ -399,7 +386,7 @@ contract SlasherTest is Network {
         expect(unknown);
         vm.prank(arbiter);
         slasher.cancel(RUN);
-        vm.assertEq(uint256(state(RUN)), uint256(Slasher.State.None));
+        assertState(RUN, Slasher.State.None);
     }
 
     function test_ProofsOfLongTreesWork() public {

@@ -393,6 +393,16 @@ abstract contract Network {
         return (uint256(epoch) + 1) * EPOCH + VALIDITY;
     }
 
+    function assertState(bytes32 id, Slasher.State expected) internal view {
+        vm.assertEq(uint256(slasher.proposal(id).state), uint256(expected), "state");
+    }
+
+    /// @dev The provider's stake.
+    function assertStake(uint256 active, uint256 pending) internal view {
+        vm.assertEq(vault.active(provider), active, "active");
+        vm.assertEq(vault.pendingSlash(provider), pending, "pending");
+    }
+
     function expect(bytes memory error_) internal {
         vm.expectRevert(error_);
     }
