@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import load_script
 
 from bench.form import ROOT
 
@@ -20,13 +20,7 @@ KIT = ROOT / "scripts" / "gpu_kit.py"
 
 @pytest.fixture(scope="module")
 def kit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_kit", KIT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_kit"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(KIT)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1, 999), (1000,), (1001, 3500, 2000)])

@@ -89,6 +89,7 @@ def test_every_function_that_changes_state_has_a_tree() -> None:
 def test_every_leaf_has_its_test_and_the_test_names_its_error(path: Path) -> None:
     known = texts()
     helpers = {
+        "BadSignature": ("refused(kind, ",),
         "NotAllowed": ("expectNotAllowed",),
         "NotAgreed": ("notAgreed(",),
         "StakeBound": ("joinRefused(", "crooksRefused("),

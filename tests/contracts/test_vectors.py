@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 from typing import Any
 
 import pytest
 from forge_kit import ROOT
+from programs import load_script
 
 from prime_core import encoding
 from prime_core.batch import BatchStatement
@@ -97,10 +97,5 @@ def test_reward_leaves_are_the_vectors(vector: dict[str, str]) -> None:
 
 
 def test_the_vectors_are_what_their_script_writes() -> None:
-    path = ROOT / "scripts" / "make_vectors.py"
-    spec = importlib.util.spec_from_file_location("make_vectors", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(ROOT / "scripts" / "make_vectors.py")
     assert module.text() == (ROOT / "tests" / "vectors" / "eip712.json").read_text()

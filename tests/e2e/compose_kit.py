@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from compose_file import COMPOSE, OURS, compose
 from docker.models.containers import Container
 from docker.types import EndpointConfig, Healthcheck, IPAMConfig, IPAMPool, Mount
 from e2e_kit import ROOT, until
+from programs import load_script
 
 from devnet.chain import find_anvil
 from devnet.s3 import find_weed
@@ -70,11 +70,7 @@ def stand_ins() -> dict[str, StandIn]:
         pytest.skip("no caddy (Debian: apt-get install caddy)")
     pgserver = pytest.importorskip("pgserver", reason="PostgreSQL: pip install pgserver")
     packages = Path(pgserver.__file__).parents[1]
-    spec = spec_from_file_location("build_image", ROOT / "deploy/build_image.py")
-    assert spec is not None
-    assert spec.loader is not None
-    builder = module_from_spec(spec)
-    spec.loader.exec_module(builder)
+    builder = load_script(ROOT / "deploy/build_image.py")
 
     def with_libraries(name: str, program: Path) -> dict[str, Path]:
         libraries = builder.shared_libraries([], [program])

@@ -4,7 +4,6 @@ from the pool's API."""
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from programs import keystore, typed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
@@ -32,7 +32,6 @@ from walk_kit import HONEST, LIAR, OTHER, OWNER
 
 from prime_chain.contracts import CaseStatus, ProposalState, Vote, commitment_of
 from prime_chain.history import read_slashes
-from prime_chain.keystore import save_keystore
 from prime_chain.mirror import AnySource, open_sources
 from prime_chain.sender import Sender
 from prime_core.deployment import DEMO_PERIODS
@@ -101,21 +100,9 @@ class CourtHouse:
         """Exit status, standard output and standard error of one command."""
         flags = ["--rpc", self.world.anvil.url, "--deployment", str(self.folder / "place.json")]
         if who is not None:
-            path = self.folder / f"{who.address}.json"
-            if not path.exists():
-                save_keystore(path, bytes(who.account.key), "secret", light=True)
-            flags += ["--wallet", str(path), "--password-file", str(self.folder / "password")]
-        out, said, status = io.StringIO(), io.StringIO(), 0
-        with (
-            patch.object(sys, "argv", [*words, *flags]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(said),
-        ):
-            try:
-                PROGRAMS[words[0]]()
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-        return status, out.getvalue(), said.getvalue()
+            flags += ["--wallet", str(keystore(self.folder, who))]
+            flags += ["--password-file", str(self.folder / "password")]
+        return typed(PROGRAMS[words[0]], *words, *flags)
 
     def __call__(self, *words: str, who: LocalSigner | None = None) -> Any:
         """JSON of a command that must succeed."""
@@ -442,12 +429,11 @@ def test_a_source_that_drips_its_answer_is_given_up(
 def test_the_jurors_program_starts_and_ends_on_a_signal(house: CourtHouse) -> None:
     signer = JURORS[1]
     house("validator", "juror", "status", signer.address)
-    keystore = house.folder / f"program-{signer.address}.json"
-    save_keystore(keystore, bytes(signer.account.key), "secret", light=True)
     command = [
         *(sys.executable, "-m", "prime_validator.cli", "juror", "run", "--orchestrator", house.url),
         *("--rpc", house.world.anvil.url, "--deployment", str(house.folder / "place.json")),
-        *("--wallet", str(keystore), "--password-file", str(house.folder / "password")),
+        *("--wallet", str(keystore(house.folder, signer))),
+        *("--password-file", str(house.folder / "password")),
         *("--data", str(house.folder / "program"), "--threads", "1"),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:

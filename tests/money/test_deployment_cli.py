@@ -3,17 +3,14 @@ Sepolia: what is printed, kept next to the file, and read back."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from anvil_kit import needs_anvil
+from programs import typed
 
 from devnet.chain import Anvil, dev_signer
 from prime_chain import networks
@@ -55,18 +52,7 @@ class Deployer:
         (folder / "pw").write_text("secret")
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        out, said = io.StringIO(), io.StringIO()
-        with (
-            patch.object(sys, "argv", ["orchestrator", "deployment", *words]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(said),
-        ):
-            try:
-                main()
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-        return status, out.getvalue(), said.getvalue()
+        return typed(main, "orchestrator", "deployment", *words)
 
     def deploy(self, network: str, *words: str) -> tuple[int, str, str]:
         return self.run(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from anvil_kit import needs_anvil
 from money_kit import RUN
+from programs import keystore, typed
 
 from devnet.chain import Anvil, dev_signer
 from devnet.deployed import Deployed, opinions_on
@@ -22,7 +19,6 @@ from prime_chain import flows
 from prime_chain.amounts import ETHER
 from prime_chain.contracts import Claim, ProposalState
 from prime_chain.deployer import Options, deploy
-from prime_chain.keystore import save_keystore
 from prime_chain.mirror import announced
 from prime_core.deployment import Deployment
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
@@ -58,22 +54,11 @@ class Office:
         """Exit status, standard output and standard error. `who` None: a reading command."""
         flags = ["--rpc", self.deployed.url, "--deployment", str(self.deployed.path)]
         if who is not None:
-            flags += ["--wallet", str(self.keystore(who))]
+            flags += ["--wallet", str(keystore(self.folder, who))]
             flags += ["--password-file", str(self.folder / "password")]
-        out, said = io.StringIO(), io.StringIO()
-        program = validator if words[0] == "validator" else orchestrator
-        typed = list(words) if program is validator else ["orchestrator", *words]
-        with (
-            patch.object(sys, "argv", [*typed, *flags]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(said),
-        ):
-            try:
-                program()
-                status = 0
-            except SystemExit as ended:
-                status = int(ended.code or 0)
-        return status, out.getvalue(), said.getvalue()
+        if words[0] == "validator":
+            return typed(validator, *words, *flags)
+        return typed(orchestrator, "orchestrator", *words, *flags)
 
     def __call__(self, *words: str, who: LocalSigner | None = MANAGER) -> Any:
         """JSON of a command that must succeed."""
@@ -87,12 +72,6 @@ class Office:
         assert status not in (0, 1), said
         assert len(said.strip().splitlines()) == 1, said
         return said
-
-    def keystore(self, signer: LocalSigner) -> Path:
-        path = self.folder / f"{signer.address}.json"
-        if not path.exists():
-            save_keystore(path, bytes(signer.account.key), "secret", light=True)
-        return path
 
     @property
     def number(self) -> tuple[str, str]:

@@ -10,7 +10,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 from bridge_kit import Kit, bridge_kit, take_lease
 from docker_images import import_root
 from node_world import NodeWorld
+from programs import load_script
 
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
@@ -181,11 +181,7 @@ ATTACKS = (
 @pytest.fixture(scope="module")
 def image(engine: docker.DockerClient) -> Iterator[str]:
     """The libraries that this machine's Python loads; Python itself is mounted as the policies."""
-    spec = spec_from_file_location("build_image", ROOT / "deploy/build_image.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(ROOT / "deploy/build_image.py")
     extensions = list((BASE / "lib").glob("python3*/lib-dynload/*.so"))
     libraries = module.shared_libraries(extensions, [])
     made = import_root(engine, {str(place): here for place, here in libraries.items()})

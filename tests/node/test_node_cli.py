@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld
+from programs import typed
 from typer.testing import CliRunner
 
 from devnet.chain import free_port
@@ -53,18 +51,11 @@ def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 
 def fails(status: int, sentence: str, *words: str) -> str:
     """Runs the entry point here; asserts the exit status, the sentence, and no traceback."""
-    said = io.StringIO()
-    with (
-        patch.object(sys, "argv", ["prime-node", *words]),
-        patch.dict(os.environ, {"HOME": "/nonexistent"}),
-        contextlib.redirect_stderr(said),
-        pytest.raises(SystemExit) as caught,
-    ):
-        main()
-    assert caught.value.code == status, said.getvalue()
-    assert sentence in said.getvalue()
-    assert "Traceback" not in said.getvalue()
-    return said.getvalue()
+    code, _, said = typed(main, "prime-node", *words, env=os.environ | {"HOME": "/nonexistent"})
+    assert code == status, said
+    assert sentence in said
+    assert "Traceback" not in said
+    return said
 
 
 @pytest.fixture

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from command import prime_node
 from eth_abi import abi
+from programs import keystore, typed
 from typer.testing import CliRunner
 
 from devnet.chain import dev_signer
@@ -22,7 +19,7 @@ from prime_chain import flows
 from prime_chain.amounts import ETHER
 from prime_chain.client import Call
 from prime_chain.history import read_slashes
-from prime_chain.keystore import create_keystore, save_keystore
+from prime_chain.keystore import create_keystore
 from prime_chain.leaves import find_leaf
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.errors import NotFoundError, UserError
@@ -53,7 +50,8 @@ class Owner:
         """Exit status, standard output and standard error of one command."""
         flags = ["--rpc", self.deployed.url, "--deployment", str(self.deployed.path)]
         flags += ["--pool", str(self.pool), "--data", str(self.folder / "data")]
-        flags += ["--wallet", str(self.keystore(wallet)), "--password-file", str(self.password)]
+        flags += ["--wallet", str(keystore(self.folder, wallet))]
+        flags += ["--password-file", str(self.password)]
         done = prime_node(*words, *flags)
         return done.returncode, done.stdout, done.stderr
 
@@ -75,12 +73,6 @@ class Owner:
     def password(self) -> Path:
         path = self.folder / "password"
         path.write_text("secret")
-        return path
-
-    def keystore(self, signer: LocalSigner) -> Path:
-        path = self.folder / f"{signer.address}.json"
-        if not path.exists():
-            save_keystore(path, bytes(signer.account.key), "secret", light=True)
         return path
 
     def consent(self, node: LocalSigner, provider: Address = OWNER.address) -> Path:
@@ -258,7 +250,7 @@ def test_a_node_key_that_asks_for_stake_learns_that_it_is_the_owners(owner: Owne
 @pytest.mark.slow
 def test_stake_nodes_and_faucet_need_no_pool(owner: Owner) -> None:
     flags = ["--rpc", owner.deployed.url, "--deployment", str(owner.deployed.path)]
-    flags += ["--data", str(owner.folder / "data"), "--wallet", str(owner.keystore(OTHER))]
+    flags += ["--data", str(owner.folder / "data"), "--wallet", str(keystore(owner.folder, OTHER))]
 
     def typed(*words: str) -> str:
         said = CliRunner().invoke(app, [*words, *flags], env={"HOME": "/nonexistent"})
@@ -460,15 +452,11 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     file.write_text(json.dumps([one.model_dump(mode="json") for one in said]))
     words = ["orchestrator", "pool", "reject", leaf, str(file), "--pool", str(owner.pool)]
     words += ["--rpc", deployed.url, "--deployment", str(deployed.path)]
-    words += ["--wallet", str(owner.keystore(MANAGER)), "--password-file", str(owner.password)]
+    words += ["--wallet", str(keystore(owner.folder, MANAGER))]
+    words += ["--password-file", str(owner.password)]
     words += ["--orchestrator", "http://127.0.0.1:9", "--journal", str(owner.folder / "journal")]
-    with (
-        patch.object(sys, "argv", words),
-        contextlib.redirect_stdout(io.StringIO()),
-        pytest.raises(SystemExit) as ended,
-    ):
-        orchestrator()
-    assert not ended.value.code
+    status, _, complaint = typed(orchestrator, *words)
+    assert status == 0, complaint
     assert deployed.contracts.work.is_rejected(owner.pool, leaf)
     with pytest.raises(NotFoundError, match="no root on chain holds"):
         find_leaf(
