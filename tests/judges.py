@@ -19,6 +19,7 @@ from prime_core.checkpoint import PolicyStatement
 from prime_core.clock import Clock
 from prime_core.deployment import Deployment
 from prime_core.draws import DrawCommitment, DrawReveal, SignedDrawCommitment
+from prime_core.errors import PrimeError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import put_object
@@ -53,6 +54,14 @@ from prime_verify.engines import EngineProvider
 from prime_verify.proofs.thresholds import Calibration, shipped
 
 _blocks = itertools.count(500_000)
+
+
+def only(answers: Sequence[Any]) -> Any:
+    """The answer to a single entry of those that are served together, or its error, raised."""
+    (found,) = answers
+    if isinstance(found, PrimeError):
+        raise found
+    return found
 
 
 def appoint(store: Store, pool: int, validator: Address, on: bool = True) -> None:
@@ -144,7 +153,7 @@ class Bench:
     def claim(self) -> Job | None:
         """Claims the next file that is assigned to this validator."""
         request = ClaimRequest(worker="kit", most=1)
-        jobs = validators.claim(self.backend, self.signer.address, request).jobs
+        jobs = only(validators.claim_all(self.backend, [(self.signer.address, request)])).jobs
         return jobs[0] if jobs else None
 
     def opinion(
@@ -225,11 +234,11 @@ class Bench:
         request = SealRequest(
             worker="kit", submission=signed.opinion.submission, seal=signed.seal()
         )
-        return validators.seal(self.backend, self.signer.address, request).reveal
+        return only(validators.seal_all(self.backend, [(self.signer.address, request)])).reveal
 
     def give(self, signed: SignedOpinion) -> None:
         """Hands in an opinion that was sealed."""
-        validators.give_opinion(self.backend, self.signer.address, signed)
+        only(validators.give_all(self.backend, [validators.Given(self.signer.address, signed)]))
 
     def say(
         self,

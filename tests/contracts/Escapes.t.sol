@@ -2,12 +2,7 @@
 pragma solidity 0.8.37;
 
 import { Errors } from "../../contracts/src/libraries/Errors.sol";
-import {
-    Invite,
-    NodeConsent,
-    Opinions,
-    Submission
-} from "../../contracts/src/libraries/Statements.sol";
+import { Invite, NodeConsent } from "../../contracts/src/libraries/Statements.sol";
 import { Crook } from "./utils/Crook.sol";
 import { vm } from "./utils/Vm.sol";
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judges import bench, judge_of
+from judges import bench, judge_of, only
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
 from test_verdict_store import in_child, rows
 
@@ -47,7 +47,7 @@ def claimed(mgr: ManagerSide, count: int) -> list[Job]:
     for _ in range(count):
         mgr.submit(HONEST)
     request = ClaimRequest(worker="kit", most=count)
-    answer = validators.claim(mgr.backend, VALIDATOR.address, request)
+    answer = only(validators.claim_all(mgr.backend, [(VALIDATOR.address, request)]))
     assert len(answer.jobs) == count
     assert answer.together >= count
     return list(answer.jobs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from judges import only
 from orchestrator_world import AUDIENCE, Session, World, sweep
 
 from prime_core.encoding import sha256
@@ -162,9 +163,8 @@ def test_a_file_that_is_handed_in_again_while_it_moves_is_the_same_file(
 
     assert world.upload(session, lease, data).status_code == 204
     monkeypatch.setattr(DirectoryStore, "size", moves_first)
-    answer = leasing.upload(
-        world.backend, session.account.address, world.lease_digest(lease), again
-    )
+    ask = leasing.UploadAsk(session.account.address, world.lease_digest(lease), again)
+    answer = leasing.place(world.backend, again, only(leasing.upload_all(world.backend, [ask])))
     assert answer.exists
     world.backend.objects.put(uploads.staged_key(lease.lease.deadline, sha256(data)), data)
     world.backend.objects.delete(digest_key(sha256(data)))

@@ -370,25 +370,12 @@ class Announced:
     first: bool
 
 
-def upload(
-    backend: Backend, account: Address, digest: Digest, request: UploadRequest
-) -> UploadAnswer:
-    """Returns a signed URL for the file of a lease, valid until the lease's deadline.
-
-    Raises NotFoundError, PolicyError (another node's, too large, too many files), ConflictError (no
-    longer open).
-    """
-    (found,) = upload_all(backend, [UploadAsk(account, digest, request)])
-    if isinstance(found, PrimeError):
-        raise found
-    return place(backend, request, found)
-
-
 def upload_all(
     backend: Backend, asked: Sequence[UploadAsk]
 ) -> list[Announced | UploadAnswer | PrimeError]:
     """Announces the files of requests in order, in one transaction that asks nothing of the object
-    store; `place` makes the answers. An entry is what `upload` would raise."""
+    store; `place` makes the answers. An entry is NotFoundError, PolicyError (another node's lease,
+    too large, too many files) or ConflictError (no longer open)."""
     digests = {ask.digest for ask in asked}
     announced: dict[Digest, LeaseRow] = {}
     found: list[Announced | UploadAnswer | PrimeError] = []

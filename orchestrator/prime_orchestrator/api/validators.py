@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from prime_core import encoding
 from prime_core.draws import DrawList, DrawReveal, file_secret, lot
@@ -101,8 +100,6 @@ UPLOAD_SECONDS = 600
 MAX_REVEALS = 64
 MAX_CLOCK_SKEW = 300
 
-Answered = TypeVar("Answered")
-
 
 def require_appointed(backend: Backend, connection: Connection, account: Address) -> None:
     """Raises PolicyError unless the account is a validator of the pool on chain, UnavailableError
@@ -142,19 +139,11 @@ def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:
 # ── assignment and claims ────────────────────────────────────────────────────────────────────────
 
 
-def claim(backend: Backend, account: Address, request: ClaimRequest) -> ClaimAnswer:
-    """Returns the caller's next files, and the opinions that it must submit now.
-
-    Raises PolicyError if the account is not appointed.
-    """
-    return _only(claim_all(backend, [(account, request)]))
-
-
 def claim_all(
     backend: Backend, asked: Sequence[tuple[Address, ClaimRequest]]
 ) -> list[ClaimAnswer | PrimeError]:
-    """Answers claims like `claim`, all with the same few transactions. An entry is what `claim`
-    would raise."""
+    """Returns each caller's next files and the opinions that it must submit now, all with the same
+    few transactions. An entry is a PolicyError if its account is not appointed."""
     now = backend.now()
     with backend.store.read() as connection:
         callers = {account for account, _ in asked} & chain.appointed(
@@ -498,18 +487,11 @@ def release(backend: Backend, account: Address, request: ReleaseRequest) -> None
             )  # fmt: skip
 
 
-def rows_seen(backend: Backend, account: Address, request: RowsRequest) -> RowsAnswer:
-    """Returns which rows of a file that the caller judges also occur in other files.
-
-    Raises ConflictError if the caller has no claim on it.
-    """
-    return _only(rows_seen_all(backend, [(account, request)]))
-
-
 def rows_seen_all(
     backend: Backend, asked: Sequence[tuple[Address, RowsRequest]]
 ) -> list[RowsAnswer | PrimeError]:
-    """Answers requests like `rows_seen`, in one transaction. An entry is what it would raise."""
+    """Returns which rows of files that their callers judge also occur in other files, in one
+    transaction. An entry is a ConflictError if its caller has no claim on the file."""
     found: list[RowsAnswer | PrimeError] = []
     files = {Digest(request.submission): request.marks for _, request in asked}
     with backend.store.read() as connection:
@@ -546,29 +528,14 @@ def _part(
     return next((row for row in work.get(digest, ()) if row.validator == account), None)
 
 
-def _only(answers: Sequence[Answered | PrimeError]) -> Answered:
-    """Returns the one answer, or raises it."""
-    (found,) = answers
-    if isinstance(found, PrimeError):
-        raise found
-    return found
-
-
 # ── opinions ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def seal(backend: Backend, account: Address, request: SealRequest) -> SealAnswer:
-    """Stores the hash of an opinion; the answer says whether the opinion is due.
-
-    Raises ConflictError if the caller has no claim on the file or has sealed another opinion.
-    """
-    return _only(seal_all(backend, [(account, request)]))
 
 
 def seal_all(
     backend: Backend, asked: Sequence[tuple[Address, SealRequest]]
 ) -> list[SealAnswer | PrimeError]:
-    """Seals opinions like `seal`, in one transaction. An entry is what `seal` would raise."""
+    """Stores the hashes of opinions, in one transaction; an answer says whether the opinion is due.
+    An entry is a ConflictError if its caller has no claim on the file or sealed another opinion."""
     now = backend.now()
     faults: list[PrimeError | None] = []
     changed: list[AssignmentRow] = []
@@ -652,20 +619,15 @@ def given(account: Address, entry: GivenOpinion) -> Given:
     return Given(account, entry.signed, None if entry.table is None else entry.table.encode())
 
 
-def give_opinion(backend: Backend, account: Address, signed: SignedOpinion) -> None:
-    """Stores a sealed opinion once it is due. Repeating it is harmless.
-
-    Raises UntrustedError or MalformedError if the signature or form is invalid, PolicyError if its
-    author is not appointed, NotFoundError if there is no such submission or object, ConflictError
-    if it was not sealed, is not due yet, or is for another file, pool or law.
-    """
-    _only(give_all(backend, [Given(account, signed)]))
-
-
 def give_all(backend: Backend, asked: Sequence[Given]) -> list[bool | PrimeError]:
-    """Stores opinions like `give_opinion`, in one transaction. An entry is True, or what
-    `give_opinion` would raise. Tables are stored, and objects looked up, before anything is
-    locked, and only of opinions that are due."""
+    """Stores sealed opinions that are due, in one transaction. Repeating it is harmless. Tables are
+    stored, and objects looked up, before anything is locked, and only of opinions that are due.
+
+    An entry is True, or its error: UntrustedError or MalformedError if the signature or form is
+    invalid, PolicyError if its author is not appointed, NotFoundError if there is no such
+    submission or object, ConflictError if it was not sealed, is not due yet, or is for another
+    file, pool or law.
+    """
     now = backend.now()
     answers: list[bool | PrimeError | None] = [_forged(backend, one) for one in asked]
     digests = {Digest(one.signed.opinion.submission) for one in asked}

@@ -19,11 +19,9 @@ interface Vm {
     function prank(address caller) external;
     function startPrank(address caller) external;
     function stopPrank() external;
-    function deal(address account, uint256 wei_) external;
     function store(address account, bytes32 slot, bytes32 value) external;
     function load(address account, bytes32 slot) external view returns (bytes32);
     function etch(address account, bytes calldata code) external;
-    function label(address account, string calldata name) external;
     function assume(bool condition) external pure;
     function expectRevert() external;
     function expectRevert(bytes calldata data) external;
@@ -35,10 +33,6 @@ interface Vm {
     function revertToState(uint256 id) external returns (bool);
     function readFile(string calldata path) external view returns (string memory);
     function toString(uint256 value) external pure returns (string memory);
-    function parseJson(string calldata json, string calldata key)
-        external
-        pure
-        returns (bytes memory);
     function parseJsonUint(string calldata json, string calldata key)
         external
         pure
@@ -63,14 +57,6 @@ interface Vm {
         external
         pure
         returns (bytes32[] memory);
-    function parseJsonUintArray(string calldata json, string calldata key)
-        external
-        pure
-        returns (uint256[] memory);
-    function parseJsonAddressArray(string calldata json, string calldata key)
-        external
-        pure
-        returns (address[] memory);
     function assertTrue(bool condition) external pure;
     function assertTrue(bool condition, string calldata what) external pure;
     function assertFalse(bool condition) external pure;
@@ -83,7 +69,6 @@ interface Vm {
     function assertLe(uint256 left, uint256 right) external pure;
     function assertLe(uint256 left, uint256 right, string calldata what) external pure;
     function assertLt(uint256 left, uint256 right, string calldata what) external pure;
-    function assertGe(uint256 left, uint256 right, string calldata what) external pure;
     function lastCallGas() external view returns (Gas memory);
     function snapshotGasLastCall(string calldata name) external returns (uint256);
     function snapshotGasLastCall(string calldata group, string calldata name)
