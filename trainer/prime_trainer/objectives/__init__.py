@@ -1,21 +1,13 @@
-"""The registry of objectives, and plugins under the entry point below."""
+"""Objectives by name: built-in ones, and plugins under the entry point below."""
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 
 from prime_core.errors import UserError
-from prime_trainer.objectives import cispo, dr_grpo, grpo, grpo_token_mean, gspo, one_sided
 from prime_trainer.objectives.base import Objective
+from prime_trainer.objectives.built_in import REGISTRY as REGISTRY
 
-REGISTRY: dict[str, Objective] = {
-    "grpo": grpo.OBJECTIVE,
-    "grpo_token_mean": grpo_token_mean.OBJECTIVE,
-    "dr_grpo": dr_grpo.OBJECTIVE,
-    "gspo": gspo.OBJECTIVE,
-    "cispo": cispo.OBJECTIVE,
-    "one_sided": one_sided.OBJECTIVE,
-}
 ENTRY_POINT_GROUP = "prime_open.objectives"
 """A plugin names its Objective here, e.g. `mine = "my_package:OBJECTIVE"`."""
 
