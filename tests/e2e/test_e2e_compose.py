@@ -17,7 +17,7 @@ import httpx
 import pytest
 from compose_file import OURS
 from compose_kit import Project, project
-from docker.errors import DockerException
+from docker_engine import docker_engine
 from docker_registry import registry
 from e2e_kit import ROOT, require_anvil, until
 
@@ -30,15 +30,10 @@ USER = "65532"
 def engine() -> Iterator[docker.DockerClient]:
     """The Docker engine, for one test at a time: the file names the network's addresses."""
     require_anvil()
-    try:
-        client = docker.from_env(timeout=600)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
-    with (Path(tempfile.gettempdir()) / "prime-tests-compose.lock").open("w") as file:
+    lock = Path(tempfile.gettempdir()) / "prime-tests-compose.lock"
+    with docker_engine() as client, lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield client
-    client.close()
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import docker
 import pytest
-import requests
-from docker.errors import DockerException
+from docker_engine import docker_engine
 
 pytestmark = pytest.mark.docker
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,22 +41,17 @@ with Sandbox() as box:
 @pytest.fixture(scope="module")
 def image() -> Iterator[tuple[docker.DockerClient, str]]:
     """An image with nothing in it: what runs is mounted."""
-    try:
-        client = docker.from_env(timeout=60)
-        client.ping()
-    except (DockerException, requests.RequestException) as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
     empty = io.BytesIO()
     with tarfile.open(fileobj=empty, mode="w") as archive:
         for name in ("tmp", "etc"):
             folder = tarfile.TarInfo(name)
             folder.type, folder.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(folder)
-    made = client.api.import_image_from_data(empty.getvalue())
-    identity = json.loads(made.splitlines()[-1])["status"]
-    yield client, identity
-    client.images.remove(identity, force=True)
-    client.close()
+    with docker_engine() as client:
+        made = client.api.import_image_from_data(empty.getvalue())
+        identity = json.loads(made.splitlines()[-1])["status"]
+        yield client, identity
+        client.images.remove(identity, force=True)
 
 
 def test_programs_are_confined_where_the_container_gives_no_privilege(

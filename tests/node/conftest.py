@@ -10,7 +10,7 @@ from pathlib import Path
 import docker
 import pytest
 from bridge_kit import Kit, bridge_kit
-from docker.errors import DockerException
+from docker_engine import docker_engine
 from node_world import NodeWorld, node_world
 
 
@@ -30,14 +30,8 @@ def kit(world: NodeWorld, tmp_path: Path) -> Iterator[Kit]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[docker.DockerClient]:
-    """The Docker engine of this machine; skipped where none answers."""
-    try:
-        client = docker.from_env(timeout=600)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
-    yield client
-    client.close()
+    with docker_engine() as client:
+        yield client
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import docker
 import pytest
-from docker.errors import DockerException, ImageNotFound
+from docker.errors import ImageNotFound
+from docker_engine import docker_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,20 +73,15 @@ def engine() -> Iterator[docker.DockerClient]:
     """The Docker engine; afterwards its tags of IMAGES are as they were."""
     if shutil.which("docker-registry") is None:
         pytest.skip("no docker-registry (Debian: apt-get install docker-registry)")
-    try:
-        client = docker.from_env(timeout=600)
-        client.ping()
-    except DockerException as error:
-        pytest.skip(f"no Docker engine (scripts/ci_docker.sh start, or install docker.io): {error}")
     tags = [f"{name}:{version()}" for name in IMAGES]
-    before = {tag: image for tag in tags if (image := found(client, tag)) is not None}
-    yield client
-    for tag in tags:
-        if found(client, tag) is not None:
-            client.images.remove(tag)
-        if tag in before:
-            before[tag].tag(*tag.split(":"))
-    client.close()
+    with docker_engine() as client:
+        before = {tag: image for tag in tags if (image := found(client, tag)) is not None}
+        yield client
+        for tag in tags:
+            if found(client, tag) is not None:
+                client.images.remove(tag)
+            if tag in before:
+                before[tag].tag(*tag.split(":"))
 
 
 def version() -> str:
