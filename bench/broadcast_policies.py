@@ -72,20 +72,7 @@ def batch_of(run: RunDefinition, engine: PlainEngine, step: int) -> TrainingBatc
         grade = environment.grade_output(
             row.problem, row.target_length, made.output_tokens, engine.tokenizer
         )
-        rollouts.append(
-            Rollout(
-                problem_id=row.problem.problem_id,
-                group=row.group,
-                sample=row.sample,
-                prompt_tokens=row.prompt_tokens,
-                output_tokens=made.output_tokens,
-                logprobs=tuple(float(value) for value in made.logprobs),
-                target_length=row.target_length,
-                finish_reason=made.finish_reason,
-                policy_version=step,
-                reward=grade.reward_micro / MICRO,
-            )
-        )
+        rollouts.append(row.rollout(made, step, grade.reward_micro / MICRO))
     size = run.samples_per_group
     groups = [tuple(rollouts[at : at + size]) for at in range(0, len(rollouts), size)]
     mixed = [group for group in groups if len({row.reward for row in group}) > 1]

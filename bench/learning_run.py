@@ -329,18 +329,7 @@ class Learning:
 def plain(draft: Draft) -> list[Rollout]:
     """An honest file's rows without the way through proofs and judging."""
     return [
-        Rollout(
-            problem_id=row.problem.problem_id,
-            group=row.group,
-            sample=row.sample,
-            prompt_tokens=row.prompt_tokens,
-            output_tokens=tuple(made.output_tokens),
-            logprobs=tuple(float(value) for value in made.logprobs),
-            target_length=row.target_length,
-            finish_reason=made.finish_reason,
-            policy_version=draft.lease.signed.policy_version,
-            reward=reward,
-        )
+        row.rollout(made, draft.lease.signed.policy_version, reward)
         for row, made, reward in zip(draft.plan, draft.generations, draft.rewards, strict=True)
     ]
 

@@ -26,7 +26,7 @@ from prime_core.errors import PolicyError, UnavailableError
 from prime_core.gateway import Answers, GatewayAnswer, GatewayCall, tokens_digest
 from prime_core.ids import Digest
 from prime_core.proof_form import PROOF_WINDOW, FinishReason
-from prime_core.rollout import SCHEMA_VERSION, model_ranges, model_tokens
+from prime_core.rollout import SCHEMA_VERSION, Rollout, model_ranges, model_tokens
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import Lease, SignedLease
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
@@ -46,6 +46,22 @@ class PlannedRow:
     target_length: int
     prompt_tokens: tuple[int, ...]
     noise_seed: int
+
+    def rollout(self, made: Generation, policy_version: int, reward: float) -> Rollout:
+        """The row for training, without the way through a file and its verdict."""
+        return Rollout(
+            problem_id=self.problem.problem_id,
+            group=self.group,
+            sample=self.sample,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=made.output_tokens,
+            logprobs=tuple(float(value) for value in made.logprobs),
+            target_length=self.target_length,
+            finish_reason=made.finish_reason,
+            policy_version=policy_version,
+            reward=reward,
+            spans=made.spans,
+        )
 
 
 def problem_indices(seed: Digest, run: RunDefinition, opening: SaltOpening | None) -> list[int]:

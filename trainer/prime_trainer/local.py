@@ -28,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -415,19 +415,9 @@ class Local:
                     self.engine.tokenizer,
                     generation.spans,
                 )
-                rollout = Rollout(
-                    problem_id=row.problem.problem_id,
-                    group=row.group,
-                    sample=row.sample,
-                    prompt_tokens=row.prompt_tokens,
-                    output_tokens=generation.output_tokens,
-                    logprobs=tuple(float(value) for value in generation.logprobs),
-                    target_length=row.target_length,
-                    finish_reason="ungraded" if grade.ungraded else generation.finish_reason,
-                    policy_version=self.version,
-                    reward=grade.reward_micro / MICRO,
-                    spans=generation.spans,
-                )
+                rollout = row.rollout(generation, self.version, grade.reward_micro / MICRO)
+                if grade.ungraded:
+                    rollout = replace(rollout, finish_reason="ungraded")
                 groups[row.group].append(rollout)
                 made.rows.append((row, rollout, grade))
             for number, rollouts in groups.items():
