@@ -87,6 +87,12 @@ class World:
         self.forward(RUN.root_seconds)
         self.ticks()
 
+    def until_settled(self, ticks: int = 3) -> None:
+        """Lets them be rooted, and the epoch that they then are settled in end."""
+        self.until_rooted()
+        self.forward(RUN.validity_seconds + RUN.epoch_seconds)
+        self.ticks(ticks)
+
     def join(self, node: LocalSigner, provider: LocalSigner) -> None:
         """Stake, registration, consent, invite and membership of one node; in store and chain."""
         c = self.contracts

@@ -72,9 +72,7 @@ def worked(members: World) -> World:
     world, mgr = members, members.mgr
     world.start_of_an_epoch()
     mgr.judge(mgr.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
+    world.until_settled(4)
     world.start_of_an_epoch()
     mgr.judge(mgr.submit(HONEST))
     mgr.judge(mgr.submit(LIAR), Reason.WRONG_SKETCH)

@@ -11,7 +11,18 @@ from anvil_kit import needs_anvil
 from chain_kit import ARBITER, World, make_world
 from fastapi.testclient import TestClient
 from money_kit import RUN, TOKEN, VALIDATOR
-from walk_kit import HONEST, LIAR, OTHER, OWNER, Published, amounts, one, rebuild_root, settled
+from walk_kit import (
+    HONEST,
+    LIAR,
+    OTHER,
+    OWNER,
+    Published,
+    amounts,
+    one,
+    post_own_leaf,
+    rebuild_root,
+    settled,
+)
 
 from prime_chain.contracts import Claim
 from prime_chain.event import Event
@@ -39,7 +50,6 @@ from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.settlement import _leaves, _Turn, settle_epochs
 from prime_orchestrator.store import (
     chain,
-    leases,
     rewards,
     runs,
     schema,
@@ -277,9 +287,7 @@ def test_an_appealed_file_is_paid_by_the_next_root_and_rebuilt_so(members: World
     granted = next(event for event in events if isinstance(event, FileRestored))
     late = replace(granted, leaf=other.digest, amount=7, block=first.as_of_block + 1, log_index=999)
     mgr.judge(mgr.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
+    world.until_settled(4)
     omitting = settled(world)
     problems = _rebuilder(world, late).rebuild(omitting.epoch).problems
     assert any(other.digest in problem for problem in problems), problems
@@ -343,9 +351,7 @@ def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
     assert (made.run_digest, made.from_step) == (later.digest(), 3)
     for step in (2, 3, 4):
         mgr.judge(mgr.submit(HONEST, step=step))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks(4)
+    world.until_settled(4)
     found = settled(world)
     price = RUN.price_per_unit
     assert sorted(int(f.price_per_unit) for f in found.files) == [price, 3 * price, 3 * price]
@@ -400,9 +406,7 @@ def test_validators_are_paid_for_each_judged_file_with_any_verdict(tmp_path: Pat
         files = [mgr.submit(HONEST) for _ in range(3)]
         mgr.judge(files[0])
         mgr.judge(files[1], Reason.MALFORMED)
-        world.until_rooted()
-        world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-        world.ticks()
+        world.until_settled()
         settlement = settled(world)
         assert {f.submission_digest: f.state for f in settlement.files} == {
             files[0].digest: "paid", files[1].digest: "void", files[2].digest: "unjudged"
@@ -439,9 +443,7 @@ def _an_accused_planted_file_costs_the_validator_its_fees(world: World) -> None:
         reveal(mgr.store, mgr.context, planted, mgr.now)
     mgr.judge(row, Reason.WRONG_SKETCH)
     mgr.judge(mgr.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks()
+    world.until_settled()
     settlement = settled(world)
     assert settlement.amounts()[VALIDATOR.address] == 2 * TOKEN, "nothing was added"
     (record,) = settlement.fee_records
@@ -484,9 +486,7 @@ def _a_file_that_is_settled_after_it_was_charged_is_refused(
             .values(shadow=False)
         )
     world.loops = replace(world.loops, planted=Planted())
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks()
+    world.until_settled()
     later = settled(world)
     assert [file.submission_digest for file in later.files] == [charged.digest]
     events = read_events(world.client, world.deployment)
@@ -525,9 +525,7 @@ def test_prompts_are_paid_once_each_at_their_own_price_and_rebuilt_so(tmp_path: 
         world.start_of_an_epoch()
         row = mgr.submit(HONEST)
         mgr.judge(row)
-        world.until_rooted()
-        world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-        world.ticks()
+        world.until_settled()
         settlement = settled(world)
         due = 20 * RUN.price_per_unit + 6 * price  # two prompts of 3 tokens, two rows each
         assert settlement.amounts() == {HONEST.address: due}
@@ -550,9 +548,7 @@ def test_a_run_without_a_price_for_prompts_settles_in_the_same_bytes_as_before(
     assert b"prompt_token" not in RUN.raw()
     members.start_of_an_epoch()
     members.mgr.judge(members.mgr.submit(HONEST))
-    members.until_rooted()
-    members.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    members.ticks()
+    members.until_settled()
     (file,) = settled(members).model_dump(mode="json")["files"]
     assert not {"prompt_units", "price_per_prompt_token"} & set(file)
 
@@ -631,23 +627,6 @@ def test_rebuild_refuses_a_settlement_that_leaves_a_file_out(members: World) -> 
         world.loops.chain_tick()
     with pytest.raises(UntrustedError, match="leaves out"):
         rebuild_root(world, settled(world).epoch)
-
-
-def post_own_leaf(world: World, row: SubmissionRow) -> None:
-    """The node roots its own submission, as the contract lets it an epoch after the receipt."""
-    with world.mgr.store.read() as connection:
-        lease = leases.get(connection, row.lease_digest)
-    assert lease is not None
-    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
-    call = world.contracts.work.post_leaf(
-        promise.lease,
-        promise.signature,
-        claim.submission,
-        claim.signature,
-        receipt.receipt,
-        receipt.signature,
-    )
-    world.send(OWNER, call)
 
 
 def test_a_leaf_that_its_node_posted_is_paid_once_and_rebuilt(members: World) -> None:

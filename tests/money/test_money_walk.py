@@ -271,9 +271,7 @@ def test_a_reward_root_without_funds_is_queued_again_once_there_are_some(members
     mgr.context = rich
     world.loops = dataclasses.replace(world.loops, context=rich)
     mgr.judge(mgr.submit(HONEST))
-    world.until_rooted()
-    world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    world.ticks()
+    world.until_settled()
     with mgr.store.read() as connection:
         [failed] = intents.pending(connection, ("failed",))
     assert "InsufficientFunds" in (failed.error or "")

@@ -6,13 +6,12 @@ import pytest
 from anvil_kit import needs_anvil
 from chain_kit import World
 from money_kit import MANAGER, RUN, VALIDATOR
-from walk_kit import HONEST, OWNER
+from walk_kit import HONEST, OWNER, post_own_leaf
 
 from devnet.deployed import opinions_on
 from prime_chain.errors import ChainRevertedError
 from prime_core.encoding import sha256
 from prime_core.verdict import Reason
-from prime_orchestrator.store import leases
 
 pytestmark = needs_anvil
 
@@ -23,26 +22,15 @@ def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     row = mgr.submit(HONEST, shadow=True)
     mgr.judge(row, Reason.WRONG_SAMPLING)
     world.ticks()
-    with mgr.store.read() as connection:
-        lease = leases.get(connection, row.lease_digest)
-    assert lease is not None
-    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
     world.forward(RUN.epoch_seconds + 1)
-    own_leaf = world.contracts.work.post_leaf(
-        promise.lease,
-        promise.signature,
-        claim.submission,
-        claim.signature,
-        receipt.receipt,
-        receipt.signature,
-    )
     with pytest.raises(ChainRevertedError):
-        world.send(OWNER, own_leaf)
+        post_own_leaf(world, row)
 
     pool = mgr.context.pool
     world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
     seq = 1
     assert world.contracts.work.rooted_at(pool, seq, row.digest, [])
+    claim = row.signed()
     said = opinions_on(world.deployment, claim.submission, [VALIDATOR])
     slash = world.contracts.slasher.propose(claim.submission, claim.signature, seq, [], said)
     with pytest.raises(ChainRevertedError):

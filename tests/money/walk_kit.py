@@ -20,7 +20,8 @@ from prime_core.storage.base import digest_key
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.settlement import newest_settlement
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import leases, schema
+from prime_orchestrator.store.submissions import SubmissionRow
 
 HONEST, LIAR = key(10), key(11)
 OWNER, OTHER = key(12), key(13)
@@ -37,6 +38,23 @@ def amounts(world: World) -> dict[str, str]:
             sa.select(schema.credits.c.submission_digest, schema.credits.c.status)
         ).all()
     return {digest: status for digest, status in rows}  # noqa: C416
+
+
+def post_own_leaf(world: World, row: SubmissionRow) -> None:
+    """The node roots its own submission, as the contract lets it an epoch after the receipt."""
+    with world.mgr.store.read() as connection:
+        lease = leases.get(connection, row.lease_digest)
+    assert lease is not None
+    promise, claim, receipt = lease.signed(), row.signed(), row.receipt_answer()
+    call = world.contracts.work.post_leaf(
+        promise.lease,
+        promise.signature,
+        claim.submission,
+        claim.signature,
+        receipt.receipt,
+        receipt.signature,
+    )
+    world.send(OWNER, call)
 
 
 def until(world: World, holds: Callable[[], bool]) -> None:
