@@ -17,23 +17,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from bench.conversations import Words
 from bench.form import ROOT, Row
 from bench.honest import Bench
 from bench.smol_network import SMOLLM
 from prime_core.errors import FatalError
 from prime_core.run import Conversation
 from prime_core.verdict import Outcome
-from prime_envs.base import Problem
 from prime_envs.chat import chat_from
-from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for, environment_ref
 from prime_envs.search import SearchIndex
-from prime_envs.tools import TOOL_ERROR, Observation, answer, load_tools
+from prime_envs.tools import TOOL_ERROR, answer, load_tools
 from prime_verify import build
 from prime_verify.checks import check_rewards
 from prime_verify.replies import check_replies
@@ -58,19 +57,7 @@ REPEATS = 50
 T = TypeVar("T")
 
 
-class Words(Reverse):
-    """Asks for the same word again after each turn, in the words of the prompt."""
-
-    name = "words"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)))
-
-    def observation_text(self, said: str) -> str:
-        return said
-
-
-BUILT_IN["words"] = __name__
+BUILT_IN[Words.name] = Words.__module__
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from judging_kit import LIAR, JudgedPool, signed_policy, small_run
 
+from bench.conversations import registered
 from prime_core.ids import Digest
 from prime_core.proof_form import SKETCH_DIMENSIONS
 from prime_core.run import Conversation, Corpus, RunDefinition
@@ -20,8 +21,7 @@ from prime_core.task import SignedLease
 from prime_core.verdict import Reason
 from prime_envs.base import Environment, Problem
 from prime_envs.chat import chat_from
-from prime_envs.environments.reverse import Reverse
-from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.registry import environment_for, environment_ref
 from prime_envs.sources import file_digest
 from prime_envs.tools import Observation
 from prime_verify import build
@@ -30,37 +30,6 @@ from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_
 
 TEMPLATE = """{% for message in messages %}{{ message.content }}
 {%- if message.role == 'system' %}|{% else %}>{% endif %}{% endfor %}"""
-
-
-class Words(Reverse):
-    """Asks for the same word again after each turn, in the words of the prompt."""
-
-    name = "words"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)))
-
-    def observation_text(self, said: str) -> str:
-        return said
-
-
-class Searches(Words):
-    """Searches the run's corpus for each answer; a hit ends with the next prompt."""
-
-    name = "searches"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
-
-
-class Computes(Words):
-    """Runs a program for each answer, which prints the next prompt."""
-
-    name = "computes"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        prompt = self.prompt_text(problem, 2 * len(turns))
-        return Reverse.observe(self, problem, [f"```\nprint({prompt!r})\n```" for _ in turns])
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +45,6 @@ def panel_run(
     """A run of conversations; the parameter names how the environment answers (default: words), or
     "chat" for words and the policy's template."""
     kind = getattr(request, "param", "words")
-    own = {found.name: __name__ for found in (Words, Searches, Computes)}
-    BUILT_IN.update(own)
     run = small_run()
     changes: dict[str, Any] = {"conversation": Conversation(turns=3)}
     if kind == "chat":
@@ -88,16 +55,17 @@ def panel_run(
     elif kind == "computes":
         changes["conversation"] = Conversation(turns=3, tools=("python-2",), calls="fence-1")
     name = "words" if kind == "chat" else kind
-    yield run.model_copy(
-        update={
-            "environment": environment_ref(name, {}, run.budgets, train_size=100, heldout_size=10),
-            "max_output_tokens": 64,
-            "schema_version": 3,
-            **changes,
-        }
-    )
-    for known in own:
-        del BUILT_IN[known]
+    with registered():
+        yield run.model_copy(
+            update={
+                "environment": environment_ref(
+                    name, {}, run.budgets, train_size=100, heldout_size=10
+                ),
+                "max_output_tokens": 64,
+                "schema_version": 3,
+                **changes,
+            }
+        )
 
 
 def corpus_of(file: Path, run: RunDefinition) -> Corpus:

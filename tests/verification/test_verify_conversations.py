@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.conversations import Words, registered
 from prime_core.errors import UntrustedError, UserError
 from prime_core.proof_form import SKETCH_DIMENSIONS
 from prime_core.rollout import Rollout
@@ -20,8 +21,7 @@ from prime_core.verdict import Outcome, Reason, VerdictTable
 from prime_engine.base import Generation
 from prime_envs.base import Problem
 from prime_envs.definition import run_from
-from prime_envs.environments.reverse import Reverse
-from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.registry import environment_for, environment_ref
 from prime_envs.search import NOTHING
 from prime_envs.sources import file_digest
 from prime_envs.tools import Observation
@@ -41,59 +41,10 @@ from prime_verify.rollout_file import (
 TURNS = 3
 
 
-class Words(Reverse):
-    """Asks for the same word again after each turn, in the words of the prompt."""
-
-    name = "words"
-
-    exact = True
-    limit: Any = ""
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Observation(self.prompt_text(problem, 2 * len(turns)), self.exact, self.limit)
-
-    def observation_text(self, said: str) -> str:
-        return said
-
-
-class Searches(Words):
-    """Searches the run's corpus for each answer; the last hit ends with the next prompt."""
-
-    name = "searches"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        return Reverse.observe(self, problem, [f"<search>{turn}</search>" for turn in turns])
-
-
-class Writes(Words):
-    """Appends the next prompt to a file after each turn; the answer is the whole file."""
-
-    name = "writes"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        prompts = [self.prompt_text(problem, 2 * turn) for turn in range(1, len(turns) + 1)]
-        calls = [f"<files>append words.txt {prompt}</files>" for prompt in prompts]
-        return Reverse.observe(self, problem, [*calls, "<files>read words.txt</files>"])
-
-
-class Computes(Words):
-    """Runs a program for each answer, which prints the next prompt."""
-
-    name = "computes"
-
-    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
-        prompt = self.prompt_text(problem, 2 * len(turns))
-        return Reverse.observe(self, problem, [f"```\nprint({prompt!r})\n```" for _ in turns])
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    registered = (Words, Searches, Writes, Computes)
-    for environment in registered:
-        BUILT_IN[environment.name] = __name__
-    yield
-    for environment in registered:
-        del BUILT_IN[environment.name]
+    with registered():
+        yield
 
 
 def talking_run(**changes: Any) -> RunDefinition:
