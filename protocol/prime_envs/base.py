@@ -343,7 +343,8 @@ class Environment(ABC):
         try:
             grade = self.grade(problem, target_length, text, generated, thought, said[:-1])
             if self.conversation is not None:
-                earned = self.turn_rewards(problem, said)
+                earned = tuple(self.turn_rewards(problem, said))
+            total = sum(earned)
         except OF_THIS_MACHINE:
             raise
         except Exception as error:
@@ -358,7 +359,7 @@ class Environment(ABC):
         grade = replace(grade, by_plugin=self.plugin)
         if self.conversation is None:
             return grade
-        total, given_up = sum(earned), grade.given_up_micro
+        given_up = grade.given_up_micro
         return replace(
             grade,
             reward_micro=grade.reward_micro + total,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,7 @@ class Fails(Reverse):
 
     error: Exception | None = None
     of_turns: Exception | None = None
+    late: bool = False
 
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         if self.error:
@@ -57,9 +58,16 @@ class Fails(Reverse):
         return super().check(problem, output_text, output_tokens)
 
     def turn_rewards(self, problem: Problem, turns: Sequence[str]) -> Sequence[int]:
+        if self.late:
+            return cast(Any, self._one_by_one())
         if self.of_turns:
             raise self.of_turns
         return ()
+
+    def _one_by_one(self) -> Iterator[int]:
+        if self.of_turns:
+            raise self.of_turns
+        yield 250_000
 
 
 def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(
@@ -85,8 +93,13 @@ def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(
     assert not graded().ungraded, "a row of one turn has no rewards of turns"
     environment.conversation = Conversation(turns=2)
     assert graded().ungraded
+    environment.late = True
+    assert graded().ungraded, "a generator raises only when its rewards are read"
+    environment.of_turns = None
+    late = graded()
+    assert (late.reward_micro, late.parts["turn_0_micro"]) == (1_250_000, 250_000)
     said = "the environment reverse raised KeyError('row 3 has no answer')"
-    assert caplog.messages == 2 * [
+    assert caplog.messages == 3 * [
         f"problem {problem.problem_id}, turn 0: {said} when it graded the row, which is not "
         "trained on"
     ]
