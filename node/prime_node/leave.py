@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from prime_core import ids
-from prime_core.errors import UnavailableError, UserError
+from prime_core.errors import PrimeError, UnavailableError, UserError
 from prime_core.ids import Address
 from prime_core.messages import LeaseInfo, RevokeRequest
 from prime_core.node import SessionRevocation
@@ -123,13 +123,14 @@ def stop_agent(
 
 
 def _open_leases(settings: Settings, node: Address) -> list[LeaseInfo] | None:
-    """Returns the node's open leases; None if no orchestrator is named or it does not answer."""
+    """Returns the node's open leases; None if no orchestrator is named or it does not answer
+    with a list."""
     if not settings.orchestrator:
         return None
     try:
         with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
             return [one for one in api.leases(node) if one.status == "open"]
-    except UnavailableError:
+    except PrimeError:
         return None
 
 

@@ -32,8 +32,8 @@ from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_A
 from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_validator.folder import Folder
-from prime_validator.judging import LATER_SECONDS
+from prime_validator.folder import Folder, Sealed
+from prime_validator.judging import LATER_SECONDS, _AbstainError, _LaterError
 from prime_verify import replay
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
@@ -332,6 +332,24 @@ def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing
     panel.mgr.now.time += LATER_SECONDS
     assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "accepted"
+
+
+@pytest.mark.parametrize("kind", [_LaterError, _AbstainError])
+def test_a_claim_that_is_lost_before_the_file_is_given_up_ends_nothing(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, kind: type[_AbstainError]
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    validator = panel.validator.validator
+    assert validator is not None
+
+    def too_late(job: object, engines: object) -> Sealed:
+        with panel.mgr.store.begin() as connection:
+            jobs.end_assignment(connection, row.digest, VALIDATOR.address, "missed", now=0.0)
+        raise kind(Reason.OUT_OF_RESOURCES, "the machine is too slow")
+
+    monkeypatch.setattr(validator, "_judge", too_late)
+    assert validator.judge_some(1) == [row.digest]
+    assert status_of(panel, row)[1] == "missed"
 
 
 def test_a_policy_that_no_relay_serves_delays_the_file(panel: JudgedPool, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld
 from programs import typed
+from served import served
 from typer.testing import CliRunner
 
 from devnet.chain import free_port
@@ -420,6 +422,19 @@ def test_leaving_says_how_many_leases_are_open_and_until_when(
     agent.stop()
     assert "gives its open leases back (0) and delivers" in agent.said[0]
     assert agent.said[-1] == "the agent has ended"
+
+
+def test_an_orchestrator_that_answers_nonsense_keeps_no_node_from_leaving() -> None:
+    class Nonsense(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"nonsense")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with served(Nonsense) as url:
+        assert leave._open_leases(config.load({"orchestrator": url}), NODE.address) is None
 
 
 def test_a_node_that_left_learns_where_to_withdraw_its_stake(wallet: tuple[str, ...]) -> None:

@@ -185,6 +185,13 @@ class Validator:
     def _judge_claimed(self, job: Job, engines: EngineProvider) -> None:
         digest = Digest(job.submission_digest)
         try:
+            self._judge_once(job, digest, engines)
+        except ConflictError as error:  # it took longer than a claim lasts without contact
+            log.warning("the claim on %s was lost: %s", digest, error)
+
+    def _judge_once(self, job: Job, digest: Digest, engines: EngineProvider) -> None:
+        """Raises ConflictError if another has the file by now."""
+        try:
             sealed = self._judge(job, engines)
         except _LaterError as error:
             log.warning("%s waits: %s", digest, error)
@@ -199,11 +206,8 @@ class Validator:
         except UnavailableError as error:  # the disk is full: others may have the file
             self._api.delay(digest, Reason.OUT_OF_RESOURCES, str(error), LATER_SECONDS)
             raise
-        try:
-            if self._api.seal(digest, sealed.signed.seal()):
-                self.hand_in(digest)
-        except ConflictError as error:
-            log.warning("the claim on %s was lost: %s", digest, error)
+        if self._api.seal(digest, sealed.signed.seal()):
+            self.hand_in(digest)
 
     def _judge(self, job: Job, engines: EngineProvider) -> Sealed:
         self._check(job)
