@@ -220,8 +220,8 @@ def test_killed_at_random_instants_it_publishes_the_bytes_of_an_undisturbed_run(
                     assert child.stdout is not None
                     # from its first word on, any instant of the next seconds
                     child.stdout.readline()
-                    until = time.monotonic() + rng.uniform(0.0, 4.0)
-                    until(lambda u=until: time.monotonic() > u, "the instant")
+                    instant = time.monotonic() + rng.uniform(0.0, 4.0)
+                    until(lambda end=instant: time.monotonic() > end, "the instant")
                     child.send_signal(signal.SIGKILL)
                     child.wait()
             ended = finished(command)
