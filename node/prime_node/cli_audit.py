@@ -80,8 +80,8 @@ def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> N
 def audit_export(
     settings: Settings, subject: Subject, folder: Folder, as_json: Json = False
 ) -> None:
-    """Write all that an audit needs into a folder. That is file, lease, run, verdict and
-    evidence."""
+    """Write all that an audit needs into a folder. This includes file, lease, run, verdict
+    and evidence."""
     from prime_node.audit import export
 
     written = [str(path) for path in export(settings, subject, folder)]
@@ -161,8 +161,8 @@ def audit_mirror(
     max_gb: Annotated[float, typer.Option(help="Largest size of the folder.", min=0)] = 20,
     as_json: Json = False,
 ) -> None:
-    """Copy what rewards and slashes depend on. That is settlements, evidence and lists of
-    leaves.
+    """Copy what rewards and slashes depend on. This includes settlements, evidence and lists
+    of leaves.
 
     Anyone may. If the orchestrator stops, rewards can be claimed and slashes checked from the copy:
     give the mirror's URL in place of the orchestrator's. Exits with 69 if something that the chain

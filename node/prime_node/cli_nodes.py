@@ -78,7 +78,7 @@ def add(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Take a node in. Registers the wallet as a provider first, if it is none."""
+    """Add a node. Registers the wallet as a provider first if needed."""
     from prime_chain import flows
     from prime_chain.amounts import parse_amount
     from prime_node.nodes import check_owner, read_consent
@@ -304,7 +304,8 @@ def appeal(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Ask the arbiter to have an unpaid file paid. It was rejected, void or not judged. Once a
+    """Ask the arbiter to have an unpaid file paid. Applies to a file that was rejected, void
+    or not judged. Once a
     file, within validity and slash window after its root; no deposit.
 
     See why it was not paid: prime-node audit show SUBMISSION. Granted amounts come with the next

@@ -193,7 +193,7 @@ def stake_show(settings: Settings, as_json: Json = False) -> None:
 def stake_add(
     settings: Settings, amount: Amount, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
-    """Deposit stake. Registers the wallet as a provider first, if it is none."""
+    """Deposit stake. Registers the wallet as a provider first if needed."""
     from prime_chain import flows
     from prime_chain.amounts import parse_amount, prime
 
@@ -333,7 +333,7 @@ def rewards_explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what each file earned, or why nothing.
+    """Show what each file earned, or why it earned nothing.
 
     Exits with 1 if the files do not add up to what the reward root on chain gives.
     """
@@ -400,7 +400,8 @@ def work_post(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Root a file that the manager ignored for an epoch. It has a receipt. Any account may."""
+    """Root a file that the manager ignored for an epoch. The file must have a receipt. Any
+    account may do this."""
     from prime_core import ids
     from prime_node.state import DataFolder
     from prime_node.work import pick, post_call, read_receipts, standing

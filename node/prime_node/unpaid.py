@@ -6,8 +6,8 @@
 
 A reward root on chain that gives the node less in all than its own files earned is logged once.
 
-A thread reads the chain: each CHECK_SECONDS while more than half of a limit is owed, and seldom
-otherwise. While the chain cannot be read, the limits are unknown and work goes on.
+A thread reads the chain: every CHECK_SECONDS while more than half of a limit is owed, otherwise
+every `calm_seconds`. While the chain cannot be read, the limits are unknown and work goes on.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prime_core.errors import UserError
 from prime_core.gateway import MAX_ARGUMENTS
@@ -46,6 +46,7 @@ TOOL_ERROR = "error: "
 Tool = Callable[[Sequence[Arguments]], Observation]
 """Arguments of the row's calls of this tool so far → the message after the last call."""
 
+T = TypeVar("T")
 MAX_ARGUMENT = 8192
 """Maximum characters of a call's arguments."""
 MAX_BITS = 4096
@@ -352,19 +353,26 @@ def _shown(value: Fraction) -> str:
 # ── notes ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _replayed(
+    call: Callable[[dict[str, T], Arguments], str], calls: Sequence[Arguments]
+) -> Observation:
+    """Makes every call of the row again, on a state that starts empty; returns the last answer."""
+    kept: dict[str, T] = {}
+    said = ""
+    for arguments in calls:
+        try:
+            said = call(kept, arguments)
+        except _ToolError as error:
+            said = f"{TOOL_ERROR}{error}"
+    return Observation(said)
+
+
 def notes(calls: Sequence[Arguments]) -> Observation:
     """A scratchpad of named texts: `set NAME TEXT`, `get NAME`, `list`.
 
     Arguments: `input`, or `action` ("set", "get", "list") with `name` and `text`.
     """
-    kept: dict[str, str] = {}
-    said = ""
-    for arguments in calls:
-        try:
-            said = _note(kept, arguments)
-        except _ToolError as error:
-            said = f"{TOOL_ERROR}{error}"
-    return Observation(said)
+    return _replayed(_note, calls)
 
 
 def _note(kept: dict[str, str], arguments: Arguments) -> str:
@@ -399,14 +407,7 @@ def files(calls: Sequence[Arguments]) -> Observation:
     separates name and text; the text is kept as it is. Sizes are in bytes of UTF-8. A call that
     fails changes nothing.
     """
-    kept: dict[str, bytes] = {}
-    said = ""
-    for arguments in calls:
-        try:
-            said = _file(kept, arguments)
-        except _ToolError as error:
-            said = f"{TOOL_ERROR}{error}"
-    return Observation(said)
+    return _replayed(_file, calls)
 
 
 def _file(kept: dict[str, bytes], arguments: Arguments) -> str:

@@ -325,7 +325,7 @@ def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing
     folder = panel.validator.validator._folder
     folder._run("INSERT INTO opinions VALUES ('', '', zeroblob(4000), NULL, 1)")
     folder._run("PRAGMA max_page_count = 1")  # no page is left, as on a full disk
-    with pytest.raises(UnavailableError, match=r"validator.sqlite is refused: .* full"):
+    with pytest.raises(UnavailableError, match=r"validator.sqlite cannot be used: .* full"):
         panel.validator.validator.judge_some(1)
     assert status_of(panel, row) == ("open", "assigned"), "delayed, as by other trouble of its own"
     folder._run("PRAGMA max_page_count = 1000000")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from other_user import as_another_user, open_path
@@ -12,7 +15,8 @@ from other_user import as_another_user, open_path
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.transport import addresses
 from prime_node.config import load
-from prime_node.runtime.docker import DockerRuntime, check_registry, registry_of
+from prime_node.runtime import docker
+from prime_node.runtime.docker import ContainerHandle, DockerRuntime, check_registry, registry_of
 
 
 def test_no_engine_names_how_to_get_one(tmp_path: Path) -> None:
@@ -107,3 +111,30 @@ def test_private_registries_are_allowed_where_other_private_addresses_are(
 ) -> None:
     flags = {"data": tmp_path, "orchestrator": orchestrator, "allow_private": allowed}
     assert load(flags).public_only is public_only
+
+
+class Ended:
+    """A container that was killed; at each look the engine says whether it was for memory."""
+
+    def __init__(self, looks: Sequence[bool]) -> None:
+        self._looks = list(looks)
+        self.attrs: dict[str, Any] = {}
+
+    def reload(self) -> None:
+        state = {"Running": False, "Status": "exited", "ExitCode": 137}
+        self.attrs = {"State": state | {"OOMKilled": self._looks.pop(0)}}
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"), [([True], 1), ([False, True], 1), ([False, False, False], 0)]
+)
+def test_a_task_killed_for_memory_is_named_also_if_the_engine_learns_of_it_late(
+    looks: Sequence[bool],
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(docker, "_POLL_SECONDS", 0.0)
+    with caplog.at_level(logging.ERROR):
+        assert ContainerHandle(Ended(looks)).wait(60.0) == 137
+    assert sum("more memory than its limit" in line for line in caplog.messages) == said

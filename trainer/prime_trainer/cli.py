@@ -193,7 +193,7 @@ def plan(
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan memory, traffic and time of a step. Simulated without weights or GPUs."""
+    """Plan memory, traffic and time of a step. Needs no weights or GPUs."""
     from prime_core.run_file import read_run
     from prime_trainer.config import load
     from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans, plan_table

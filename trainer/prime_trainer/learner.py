@@ -34,14 +34,52 @@ from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
 from prime_trainer.objectives import objective_of
 from prime_trainer.packing import Extra, Plan, collate, generated_logprobs, plan, quality
-from prime_trainer.parallel import World, all_finite, clip_gradients, rounded, shard
-from prime_trainer.past import PastPolicies
+from prime_trainer.parallel import (
+    World,
+    all_finite,
+    clip_gradients,
+    replaced,
+    rounded,
+    shard,
+    trained_parts,
+)
 from prime_trainer.samples import spread
 
 log = logging.getLogger(__name__)
 
 MISMATCH_ROWS = 8
 """Stale rows of a batch that are scored again, at most."""
+HOST = torch.device("cpu")
+
+
+class PastPolicies:
+    """The trained weights of recent policies by version: this rank's shards, in host memory."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._parts
+
+    @torch.no_grad()
+    def keep(
+        self, version: int, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None
+    ) -> None:
+        """Copies the current weights as those of policy `version`, in `dtype` (None: their own)."""
+        self._parts[version] = [
+            part.to(HOST, dtype or part.dtype, copy=True) for part in trained_parts(optimizer)
+        ]
+
+    def forget(self, oldest: int) -> None:
+        """Drops policies below version `oldest`."""
+        for version in [one for one in self._parts if one < oldest]:
+            del self._parts[version]
+
+    def in_place(
+        self, version: int, policy: Policy, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        """Gives `policy` the weights of `version` for a block. A collective operation."""
+        return replaced(policy, optimizer, self._parts[version], HOST)
 
 
 @dataclass(frozen=True)
@@ -350,8 +388,8 @@ def _note_past(learner: Learner, step: int, version: int) -> None:
     every = settings.mismatch_every
     learner.past.forget(oldest)
     if version >= oldest and every - version % every <= learner.run.max_staleness:
-        width = torch.bfloat16 if settings.bf16 or _rounds(settings) else None
-        learner.past.keep(version, learner.optimizer, width)
+        dtype = torch.bfloat16 if settings.bf16 or _rounds(settings) else None
+        learner.past.keep(version, learner.optimizer, dtype)
 
 
 def train_step(

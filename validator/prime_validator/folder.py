@@ -64,8 +64,8 @@ class KeptVote:
 
 
 class Folder:
-    """The database in `path`. Thread-safe. Every method raises UnavailableError if the disk is full
-    or refuses."""
+    """The database in `path`. Thread-safe. Every method raises UnavailableError if the database
+    cannot be read or written, for example because the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_folder(path)
@@ -91,7 +91,7 @@ class Folder:
         try:
             yield
         except sqlite3.OperationalError as error:
-            raise UnavailableError(f"{self._database} is refused: {error}") from error
+            raise UnavailableError(f"{self._database} cannot be used: {error}") from error
 
     # -- draw secrets --------------------------------------------------------------------------
 

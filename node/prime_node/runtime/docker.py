@@ -63,7 +63,7 @@ PULL_SILENCE_SECONDS = 600
 """Without a word about a pull the engine is given up."""
 _POLL_SECONDS = 0.5
 _LOOKS_FOR_CAUSE = 2
-"""More looks at a task that was killed: Docker may learn of too much memory after the end."""
+"""How often the state of a killed container is read again: Docker may set OOMKilled late."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ContainerHandle:
 
     def wait(self, timeout: float) -> int | None:
         end = time.monotonic() + timeout
-        looks = 1 + _LOOKS_FOR_CAUSE
+        looks = _LOOKS_FOR_CAUSE
         while True:
             try:
                 self._container.reload()
@@ -127,10 +127,10 @@ class ContainerHandle:
                 return None
             state = self._container.attrs["State"]
             if not state["Running"] and state["Status"] in ("exited", "dead"):
-                looks -= 1
                 if state.get("OOMKilled"):
                     log.error("the task was killed: it used more memory than its limit")
                 elif state["ExitCode"] == 137 and looks:
+                    looks -= 1
                     time.sleep(_POLL_SECONDS)
                     continue
                 return int(state["ExitCode"])

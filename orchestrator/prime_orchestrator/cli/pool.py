@@ -240,8 +240,8 @@ def end(session: ChainSession, pool: PoolNumber) -> Done:
 @app.command()
 @sends_transactions
 def refund(session: ChainSession, pool: PoolNumber) -> Done:
-    """Take back the bond and unowed funds of an ended pool. A year later also what was not
-    claimed.
+    """Take back an ended pool's bond and unowed funds. After a year, also
+    unclaimed rewards.
 
     Not before its last work can have been rooted, judged and promised its pay: `show` says when.
     """

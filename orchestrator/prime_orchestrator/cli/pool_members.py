@@ -145,7 +145,7 @@ def allow(
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Take it off the list.")] = False,
 ) -> Done:
-    """Put providers on the pool's list. With --off they are taken off."""
+    """Add providers to the pool's list. --off removes them."""
     providers = [ids.address(one) for one in provider]
     session.perform([session.contracts.pools.set_listed(pool, one, not off) for one in providers])
     said = f"{len(providers)} provider(s) {'off' if off else 'on'} the list of pool {pool}"

@@ -81,8 +81,8 @@ def rebuild(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Rebuild a reward root and compare it with the chain's. Rebuilds all that it builds on,
-    too.
+    """Rebuild a reward root and compare it with the chain's. Also rebuilds the roots before
+    it.
 
     Exits with 1 if they differ. Warns of files that their nodes posted themselves and that no
     settlement has.
@@ -122,7 +122,7 @@ def explain_node(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Show what each of a node's files earned, or why nothing.
+    """Show what each file of a node earned, or why it did not.
 
     Exits with 1 if the files do not add up to what the root gives.
     """
@@ -195,8 +195,8 @@ def post_table(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement.")],
     signature: Annotated[list[str], typer.Argument(help="As `validator sign-table` gives it.")],
 ) -> Done:
-    """Post the validators' table for a silent manager. In the place of a reward root. Anyone
-    may.
+    """Post the validators' table for a silent manager. It replaces the reward root. Anyone
+    may do this.
 
     Paid from the pool's free funds, then from the manager's bond.
     """

@@ -231,8 +231,8 @@ def export(
     grade: Again = False,
     json_output: Json = False,
 ) -> None:
-    """Export rollouts as one Parquet file. Columns: docs/tutorial.md; with texts if --model
-    is given."""
+    """Export rollouts as one Parquet file. Includes texts if --model is given.
+    docs/tutorial.md lists the columns."""
     from prime_orchestrator import rollouts
     from prime_orchestrator.store import backup
 

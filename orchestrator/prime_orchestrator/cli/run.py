@@ -71,8 +71,8 @@ def revise(
     ] = 1800.0,
     json_output: Json = False,
 ) -> None:
-    """Revise the run of a running pool. Its image, prices, environment, budgets or
-    requirements change.
+    """Revise the run of a running pool: its image, prices or budgets. Also its environment
+    or requirements.
 
     Leases that are given already keep their revision: they are judged and paid by it. The step must
     not be leased yet. Its leases wait until the revision is final on chain, so name a step some

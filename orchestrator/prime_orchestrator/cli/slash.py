@@ -95,8 +95,8 @@ def disable(
     pool: PoolNumber,
     epoch: Annotated[int, typer.Option(help="Epoch of the reward root.", min=0)],
 ) -> Done:
-    """Disable an unclaimable reward root and all later ones. One that cannot be claimed yet.
-    By the arbiter.
+    """Disable a reward root before it is claimable. Also disables all later roots. Only the
+    arbiter may do this.
 
     Check it first: orchestrator rewards rebuild --epoch N.
     """

@@ -1,4 +1,4 @@
-"""A multi-turn game: Nim against an opponent who makes no mistake.
+"""A multi-turn game: Nim against a perfect opponent.
 
 prompt  heaps A 1, B 2, C 7
 model   C 4           environment  I take C 3: A 1, B 2, C 0
