@@ -13,7 +13,7 @@ TRIES=${PRIME_SETUP_TRIES:-120}
 cd "$KEYS"
 
 retry() { # runs a command until it works, once a second, TRIES times at most
-  for _ in $(seq "$TRIES"); do
+  for ((tries = 0; tries < TRIES; tries++)); do
     if "$@"; then return; fi
     sleep 1
   done
