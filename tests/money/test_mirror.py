@@ -18,6 +18,7 @@ from anvil_kit import needs_anvil
 from chain_kit import World, run_indexer_tick
 from fastapi.testclient import TestClient
 from money_kit import RUN, VALIDATOR, key
+from programs import typed
 from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.contracts import Claim
@@ -36,7 +37,13 @@ from prime_chain.mirror import (
 from prime_chain.rewards import Rebuilder, history_of
 from prime_chain.watcher import FREE_FOR_ALL, pool_queries
 from prime_core.encoding import sha256
-from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError
+from prime_core.errors import (
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UntrustedError,
+    UserError,
+)
 from prime_core.ids import Digest
 from prime_core.settlement import load_settlement
 from prime_core.storage.base import digest_key
@@ -44,9 +51,10 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_core.verdict import Reason
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.cli.main import main as orchestrator
 from prime_orchestrator.manager.indexer import _take
 from prime_orchestrator.manager.settlement import settle_epochs
-from prime_orchestrator.store import roots, schema
+from prime_orchestrator.store import meta, roots, schema
 
 pytestmark = needs_anvil
 STRANGER = key(30)
@@ -121,6 +129,59 @@ def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirro
     claim = Claim(1, found.epoch, HONEST.address, amount, tuple(proof))
     world.send(STRANGER, c.rewards.claim(claim))
     assert c.token.balance_of(OWNER.address) - before == amount
+
+
+def test_a_table_of_others_is_settled_upon_once_its_object_was_imported(
+    worked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 2)
+    world, mgr = worked, worked.mgr
+    events = read_events(world.client, world.deployment)
+    source = Orchestrator(world)
+    books = Rebuilder(
+        events, world.deployment, 1, history_of(events, 1, source.run), source._client
+    )
+    last = max(event.epoch for event in events if isinstance(event, RootPosted))
+    table = books.settle(last, source.submission)
+    head, pages = table.published()
+    assert len(pages) == 2
+    silent = world.contracts.rewards.silent_from(1)
+    assert silent is not None
+    world.forward(silent - world.client.block("latest").time)
+    said = table.table()
+    signature = VALIDATOR.sign(said, world.deployment.domain_of(said))
+    file = world.folder / "table.json"
+    file.write_bytes(head)
+    options = (
+        "--database", mgr.url, "--objects", str(world.folder / "objects"), "--json",
+    )  # fmt: skip
+    typing = ("orchestrator", "rewards", "import", str(file), *options)
+    with mgr.store.begin() as connection:
+        meta.put(connection, meta.SERVES, f"31337/{world.deployment.contracts.pools}/1")
+    status, _, answer = typed(orchestrator, *typing)
+    assert (status, "no reward root" in answer) == (NotFoundError.exit_code, True), answer
+    world.send(STRANGER, world.contracts.rewards.post_table(said, [signature]))
+
+    mgr.submit(HONEST)  # never judged
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    world.anvil.mine(2)
+    run_indexer_tick(mgr.store, mgr.context, world.loops.watcher, mgr.now)
+    with pytest.raises(UnavailableError, match="orchestrator rewards import"):
+        world.until_rooted()
+    status, _, answer = typed(orchestrator, *typing)
+    assert (status, pages and sha256(pages[0]) in answer) == (UserError.exit_code, True), answer
+    assert not mgr.objects.exists(digest_key(sha256(head))), "nothing is written in part"
+    for page in pages:
+        (world.folder / f"table.json.{sha256(page)}").write_bytes(page)
+    (world.folder / f"table.json.{sha256(pages[0])}").write_bytes(pages[1])
+    status, _, answer = typed(orchestrator, *typing)
+    assert (status, "do not hash" in answer) == (UntrustedError.exit_code, True), answer
+    (world.folder / f"table.json.{sha256(pages[0])}").write_bytes(pages[0])
+    status, out, answer = typed(orchestrator, *typing)
+    assert (status, json.loads(out)) == (0, {"epoch": last, "digest": sha256(head)}), answer
+    world.until_settled(4)
+    assert settled(world).previous == sha256(head)
+    assert settled(world).amounts() == table.amounts()
 
 
 def _restore_the_unjudged_file(world: World) -> FileRestored:

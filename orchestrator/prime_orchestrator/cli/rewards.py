@@ -18,9 +18,11 @@ from prime_core.command_line import AllowPrivate, Json, Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError
-from prime_core.ids import Signature
+from prime_core.given import read_given
+from prime_core.ids import Digest, Signature
 from prime_core.settlement import read_settlement
 from prime_core.times import utc
+from prime_orchestrator.cli.storage import StoreOptions, with_objects
 
 if TYPE_CHECKING:
     from prime_chain.rewards import Rebuilder
@@ -216,6 +218,44 @@ def post_table(
     session.perform([post])
     facts = {"pool": table.pool, "epoch": table.epoch, "root": table.root}
     return Done(facts, f"the table of epoch {table.epoch} of pool {table.pool} is posted")
+
+
+@app.command("import")
+@with_objects
+def import_file(
+    options: StoreOptions,
+    settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
+    json_output: Json = False,
+) -> None:
+    """Put the settlement of a reward root on chain into the manager's object store. For a table
+    that others posted, or a settlement that was lost: `serve` settles no later epoch without it.
+
+    Its digest must be that of a reward root on chain, as `serve` read it. Pages of more than 10,000
+    files lie next to the file as SETTLEMENT.DIGEST, as `rewards settle` writes them.
+    """
+    from prime_orchestrator.context import MAX_OBJECT_BYTES
+    from prime_orchestrator.manager.settlement import import_settlement
+    from prime_orchestrator.store import backup
+
+    hint = "get it from those who posted the table, or from a mirror: URL/v1/objects/DIGEST"
+
+    def given(path: Path) -> bytes:
+        return read_given(path, "settlement", hint, limit=MAX_OBJECT_BYTES)
+
+    head = given(settlement)
+    name = sha256(head)
+
+    def part(digest: Digest) -> bytes:
+        if digest == name:
+            return head
+        return given(settlement.with_name(f"{settlement.name}.{digest}"))
+
+    with options.pool() as (settings, store):
+        objects = settings.open_objects("", backup.place(store))
+        row = import_settlement(store, objects, name, part)
+    facts = {"epoch": row.epoch, "digest": name}
+    said = f"the settlement of epoch {row.epoch} is in the object store; serve goes on with it"
+    typer.echo(json.dumps(facts) if json_output else said)
 
 
 @app.command("claim")

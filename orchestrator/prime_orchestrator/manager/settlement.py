@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from prime_core.errors import MalformedError, NotFoundError, UnavailableError
+from prime_core.encoding import sha256
+from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UntrustedError
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
@@ -205,8 +206,43 @@ def load(objects: ObjectStore, name: Digest) -> Settlement:
     is missing or is not a settlement, as one of a table that others posted may be."""
     try:
         return load_settlement(name, partial(read_object, objects))
-    except (NotFoundError, MalformedError) as error:
-        raise UnavailableError(f"no settlement can follow {name}: {error}") from error
+    except NotFoundError as error:
+        raise UnavailableError(
+            f"settlement {name}, which is on chain, is not complete in the object store ({error}): "
+            "get a copy from those who posted it, or from a mirror, and put it there: "
+            "orchestrator rewards import FILE"
+        ) from error
+    except MalformedError as error:
+        raise UnavailableError(
+            f"no settlement can follow {name}: {error}; the arbiter must disable its reward root"
+        ) from error
+
+
+def import_settlement(
+    store: Store, objects: ObjectStore, name: Digest, get: Callable[[Digest], bytes]
+) -> RewardRootRow:
+    """Puts the settlement `name` and its pages into the object store, and returns the reward root
+    on chain that names it. `get` returns an object's bytes, at most MAX_OBJECT_BYTES.
+
+    Raises NotFoundError if no reward root on chain names it, UntrustedError if an object's bytes
+    are not those of its digest, MalformedError if it is no settlement. Then nothing is written.
+    """
+    with store.read() as connection:
+        row = rewards.confirmed_root(connection, name)
+    if row is None:
+        raise NotFoundError(f"no reward root that this store knows from the chain names {name}")
+    found: list[bytes] = []
+
+    def checked(digest: Digest) -> bytes:
+        found.append(get(digest))
+        if sha256(found[-1]) != digest:
+            raise UntrustedError(f"the bytes given for object {digest} do not hash to it")
+        return found[-1]
+
+    load_settlement(name, checked)
+    for data in reversed(found):  # the head last: what is there is complete
+        put_object(objects, data)
+    return row
 
 
 def _settle(

@@ -119,6 +119,14 @@ def root_of(connection: Connection, epoch: int) -> RewardRootRow | None:
     return record(RewardRootRow, connection.execute(query).mappings().first())
 
 
+def confirmed_root(connection: Connection, settlement: Digest) -> RewardRootRow | None:
+    """Returns the reward root on chain that names a settlement, or None."""
+    query = sa.select(schema.reward_roots).where(
+        _roots.object == settlement, _roots.claimable_at.is_not(None)
+    )
+    return record(RewardRootRow, connection.execute(query).mappings().first())
+
+
 def add_root(connection: Connection, row: RewardRootRow) -> None:
     """Writes an epoch's reward root. Raises IntegrityError if it has one."""
     connection.execute(sa.insert(schema.reward_roots).values(**vars(row)))
