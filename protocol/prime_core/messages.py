@@ -27,7 +27,7 @@
 | POST /v1/leases/{digest}/upload | node* | UploadRequest → UploadAnswer |
 | PUT/GET /v1/store/{key} | holder of a signed URL | bytes |
 | POST /v1/submissions | anyone who has it | SignedSubmission → ReceiptAnswer |
-| GET  /v1/submissions?node=&before= | anyone | → list[SubmissionInfo], newest first, by pages |
+| GET  /v1/submissions?node=&before=&archived= | anyone | → list[SubmissionInfo], by pages |
 | GET  /v1/submissions/{digest} | anyone | → SubmissionInfo |
 | GET  /v1/draws | anyone | → list[DrawInfo], latest epoch first, at most 256 |
 | GET  /v1/objects/{digest} | anyone | → 307 to a signed URL (verdicts, evidence, tables, roots) |

@@ -18,8 +18,9 @@ from prime_core.encoding import sha256
 from prime_core.errors import ConflictError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.signing import LocalSigner
-from prime_core.storage.base import digest_key, put_object
+from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
+from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
 from prime_orchestrator import rollouts, scheduler
 from prime_orchestrator.api import intake, status
@@ -259,6 +260,43 @@ def test_an_archived_file_answers_as_before_and_survives_a_kill_and_a_restore(
     assert set(backup.check(new, copy, read=True).absent) == absent
 
     new.close()
+
+
+def test_a_nodes_list_reaches_its_archived_files_a_page_of_the_archive_an_answer(
+    pool: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = filled(pool)
+    worker = archiver(pool, page_files=1)  # so most pages have no file of the other node
+    for _ in rows:
+        worker.tick()
+    assert len(archived_names(pool)) == 10
+    read: list[Digest] = []
+    real = archive.read
+
+    def counted(objects: ObjectStore, page: Digest) -> list[str]:
+        read.append(page)
+        return real(objects, page)
+
+    monkeypatch.setattr(archive, "read", counted)
+    with TestClient(create_app(pool.backend)) as http:
+        client = OrchestratorClient("http://testserver")
+        client._http = http
+        for node in (HONEST, OTHER):
+            listed = [info.submission_digest for info in client.submissions(node.address)]
+            assert listed == [row.digest for row in rows if row.node == node.address][::-1]
+        first = f"/v1/submissions?node={HONEST.address}"
+        read.clear()
+        answer = http.get(first)
+        assert not read
+        for _ in range(3):
+            read.clear()
+            answer = http.get(answer.links["next"]["url"])
+            assert len(read) == 1
+        for wrong in ("-1", "x", "9" * 30):
+            assert http.get(f"{first}&archived={wrong}").status_code == 400
+        assert http.get(f"{first}&archived=0").json() == []
+        pool.objects.delete(digest_key(read[0]))
+        assert http.get(answer.request.url).status_code == 503
 
 
 # ── files of every kind ──

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Literal
 
@@ -339,10 +340,18 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
     return info
 
 
-def submission_list(backend: Backend, node: Address, before: Digest | None) -> list[SubmissionInfo]:
+@dataclass(frozen=True)
+class SubmissionPage:
+    """A page of a node's submissions; `following` is the query for the next one, "" at the end."""
+
+    submissions: list[SubmissionInfo]
+    following: str
+
+
+def submission_list(backend: Backend, node: Address, before: Digest | None) -> SubmissionPage:
     """Returns a page of the node's submissions, newest first, those older than `before` if it is
-    given, without archived ones. Raises NotFoundError if `before` is not a submission of this
-    node."""
+    given, without archived ones, which follow the last page. Raises NotFoundError if `before` is
+    not a submission of this node."""
     with backend.store.browse() as connection:
         last = None
         if before is not None:
@@ -351,7 +360,21 @@ def submission_list(backend: Backend, node: Address, before: Digest | None) -> l
             raise NotFoundError(f"node {node} has no submission {before}")
         wanted = Wanted(node=node)
         rows = submissions.newest(connection, wanted, SUBMISSIONS_PAGE, before=last)
-        return _submission_infos(connection, rows)
+        if len(rows) == SUBMISSIONS_PAGE:
+            following = f"before={rows[-1].digest}"
+        else:
+            page = archive.newest_page(connection)
+            following = "" if page is None else f"archived={page}"
+        return SubmissionPage(_submission_infos(connection, rows), following)
+
+
+def archived_list(backend: Backend, node: Address, newest: int) -> SubmissionPage:
+    """Returns the node's submissions in one page of the archive, the newest with a number up to
+    `newest`. Often there are none, although older pages have some."""
+    with backend.store.browse() as connection:
+        rows, page = archive.of_node(connection, backend.objects, node, newest)
+        following = "" if page is None else f"archived={page}"
+        return SubmissionPage(_submission_infos(connection, rows), following)
 
 
 def _submission_infos(

@@ -440,6 +440,39 @@ def pages(connection: Connection, since: float | None = None) -> list[Page]:
     return [Page(**row) for row in connection.execute(query).mappings()]
 
 
+def newest_page(connection: Connection) -> int | None:
+    """Returns the id of the newest page of files; None if there is none."""
+    found = connection.execute(sa.select(sa.func.max(_pages.id)).where(_pages.files > 0)).scalar()
+    return None if found is None else int(found)
+
+
+def of_node(
+    connection: Connection, objects: ObjectStore, node: Address, newest: int
+) -> tuple[list[SubmissionRow], int | None]:
+    """Returns the submissions of a node, newest first, in the newest page of files with an id up to
+    `newest`, and the id of the next older page (None: there is none).
+
+    Raises UnavailableError if the page cannot be read.
+    """
+    query = (
+        sa.select(schema.archive_pages)
+        .where(_pages.id <= newest, _pages.files > 0)
+        .order_by(_pages.id.desc())
+        .limit(2)
+    )
+    left = [Page(**row) for row in connection.execute(query).mappings()]
+    try:
+        files = [one for page in left[:1] for one in of_page(objects, page, Wanted(node=node))]
+    except (NotFoundError, MalformedError, UntrustedError) as error:
+        raise UnavailableError(f"a page of the archive cannot be read: {error}") from error
+    found = sorted(
+        (one.submission for one in files),
+        key=lambda row: (row.received_at, row.digest),
+        reverse=True,
+    )
+    return found, left[1].id if len(left) > 1 else None
+
+
 def every(connection: Connection, objects: ObjectStore, wanted: Wanted) -> Iterator[ArchivedFile]:
     """Yields all matching archived files, oldest page first. Raises as `read`."""
     for page in pages(connection, wanted.since):
@@ -449,6 +482,8 @@ def every(connection: Connection, objects: ObjectStore, wanted: Wanted) -> Itera
 def of_page(objects: ObjectStore, page: Page, wanted: Wanted) -> Iterator[ArchivedFile]:
     """Yields the matching files of a page. Raises as `read`."""
     for line in read(objects, page.digest) if page.files else ():
+        if wanted.node is not None and wanted.node not in line:
+            continue  # parsing costs most
         one = _parse(line)
         if wanted.fits(one.submission):
             yield one

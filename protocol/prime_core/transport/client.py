@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ from prime_core.transport.paced import at_public_address, paced_client  # noqa: 
 Model = TypeVar("Model", bound=Strict)
 _NODES = TypeAdapter(list[NodeInfo])
 _SUBMISSIONS = TypeAdapter(list[SubmissionInfo])
+_ARCHIVED = re.compile(r'[?&]archived=([0-9]{1,18})>; rel="next"')
 UPLOAD_TYPE = "application/octet-stream"
 MAX_ANSWER_BYTES = 8 << 20
 SESSION_SECONDS = 12 * 3600
@@ -140,25 +142,38 @@ class OrchestratorClient:
         return Domain(chain_id=pool.chain_id, contract=getattr(pool.contracts, contract))
 
     def submissions(self, node: Address) -> Iterator[SubmissionInfo]:
-        """Yields every submission of `node`, newest first."""
+        """Yields every submission of `node`, newest first; archived ones follow, by page of the
+        archive. One that is archived meanwhile may come twice."""
         before, known = "", set[Digest]()
         while True:
-            query = urlencode({"node": node, "before": before})
-            page = self._page(f"/v1/submissions?{query}", _SUBMISSIONS)
+            page, newest = self._submissions(node, {"before": before})
             yield from page
             if len(page) < SUBMISSIONS_PAGE:
-                return
+                break
             before = page[-1].submission_digest
             if before in known:
                 raise MalformedError("the list of submissions does not advance")
             known.add(before)
+        while newest is not None:
+            page, following = self._submissions(node, {"archived": str(newest)})
+            yield from page
+            if following is not None and following >= newest:
+                raise MalformedError("the list of archived submissions does not advance")
+            newest = following
+
+    def _submissions(
+        self, node: Address, place: dict[str, str]
+    ) -> tuple[list[SubmissionInfo], int | None]:
+        """A page of a node's submissions, and the page of the archive that the answer names as
+        next, if it does."""
+        path = f"/v1/submissions?{urlencode({'node': node, **place})}"
+        reply = self._exchange("GET", path, b"", {}, signed=False)
+        named = _ARCHIVED.search(reply.headers.get("link", ""))
+        following = None if named is None else int(named[1])
+        return _listed(path, reply.content, _SUBMISSIONS), following
 
     def _page(self, path: str, kind: TypeAdapter[list[Model]]) -> list[Model]:
-        raw = self.request("GET", path, b"", signed=False)
-        try:
-            return kind.validate_json(raw)
-        except ValidationError as error:
-            raise MalformedError(f"{path} was answered by something else: {error}") from error
+        return _listed(path, self.request("GET", path, b"", signed=False), kind)
 
     def nodes(self, provider: Address | None = None) -> Iterator[NodeInfo]:
         """Yields every node of the pool (or of one provider), by address."""
@@ -441,6 +456,13 @@ def _parse(answer: type[Model], raw: bytes) -> Model:
         return answer.model_validate_json(raw)
     except ValueError as error:
         raise MalformedError(f"the answer is not a {answer.__name__}: {error}") from error
+
+
+def _listed(path: str, raw: bytes, kind: TypeAdapter[list[Model]]) -> list[Model]:
+    try:
+        return kind.validate_json(raw)
+    except ValidationError as error:
+        raise MalformedError(f"{path} was answered by something else: {error}") from error
 
 
 def _pause(response: httpx.Response) -> float:

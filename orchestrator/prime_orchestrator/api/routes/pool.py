@@ -175,10 +175,20 @@ def router(backend: Backend) -> APIRouter:
         return answer(status.reward_info(backend, ids.address(node)))
 
     @routes.get("/v1/submissions", responses={200: {"model": list[SubmissionInfo]}})
-    def submission_list(node: str, before: str = "") -> Response:
-        """A node's submissions, newest first, a page at a time."""
-        last = ids.digest(before) if before else None
-        return answer(status.submission_list(backend, ids.address(node), last))
+    def submission_list(node: str, before: str = "", archived: str = "") -> Response:
+        """A node's submissions, newest first, a page at a time, then archived ones. The header
+        `Link` names the next page; a page of the archive may be empty."""
+        owner = ids.address(node)
+        if archived:
+            page = status.archived_list(backend, owner, _number(archived, "archived"))
+        else:
+            last = ids.digest(before) if before else None
+            page = status.submission_list(backend, owner, last)
+        found = answer(page.submissions)
+        if page.following:
+            target = f"/v1/submissions?node={owner}&{page.following}"
+            found.headers["Link"] = f'<{target}>; rel="next"'
+        return found
 
     @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
     def submission(digest: str) -> Response:
@@ -191,11 +201,17 @@ def router(backend: Backend) -> APIRouter:
 def _sealed(
     backend: Backend, step: str, find: Callable[[Connection, int], BatchRow | None]
 ) -> BatchRow:
-    number = step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS
-    if not number or int(step) > MAX_STEP:
-        raise MalformedError("a step is a whole number")
+    number = _number(step, "step")
     with backend.store.read() as connection:
-        row = find(connection, int(step))
+        row = find(connection, number)
     if row is None:
-        raise NotFoundError(f"batch {int(step)} is not sealed yet")
+        raise NotFoundError(f"batch {number} is not sealed yet")
     return row
+
+
+def _number(text: str, name: str) -> int:
+    """Returns a number of a path or query. Raises MalformedError."""
+    number = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+    if not number or int(text) > MAX_STEP:
+        raise MalformedError(f"{name} is a whole number")
+    return int(text)
