@@ -17,8 +17,8 @@ from prime_core.run import RunDefinition
 DAY_SECONDS = 86_400
 LATE_NONCE = 1 << 20
 LEFT_OUT = (
-    "not included: published policies, joins, ejections, what an owner types (deployment, stake, "
-    "pool funds), and what validators, jurors and providers send"
+    "not included: what an owner types (deployment, stake, pool funds), and what validators, "
+    "jurors and providers send"
 )
 
 
@@ -35,16 +35,23 @@ ACTS = {
     "reward_root": Act(136_490, 164),
     "propose": Act(177_013, 1_540),
     "execute": Act(121_441, 36),
+    "policy": Act(63_312, 260),
+    "join": Act(86_389, 260),
+    "eject": Act(49_533, 68),
 }
 """By the kind of intent."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Files and slashes a day, and the run's settings that decide how many roots they take."""
+    """Files, slashes, policies, joins and ejections a day, and the run's settings that decide how
+    many roots the files take."""
 
     files: int
     slashes: int = 0
+    policies: int = 0
+    joins: int = 0
+    ejections: int = 0
     root_seconds: int = RunDefinition.model_fields["root_seconds"].default
     root_submissions: int = RunDefinition.model_fields["root_submissions"].default
     epoch_seconds: int = RunDefinition.model_fields["epoch_seconds"].default
@@ -57,6 +64,9 @@ class Load:
             "reward_root": min(self.files, DAY_SECONDS // self.epoch_seconds),
             "propose": self.slashes,
             "execute": self.slashes,
+            "policy": self.policies,
+            "join": self.joins,
+            "eject": self.ejections,
         }
 
 

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from devnet.deployed import Deployed, opinions_on
 from prime_chain.costs import GAS_PRICE_ORACLE
+from prime_core.checkpoint import PolicyStatement
 from prime_core.encoding import merkle_proof, sha256
 from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.node import Invite
 from prime_core.rollout import Submission
 from prime_orchestrator.cli import costs
 from prime_orchestrator.daily_costs import ACTS, Load, daily_costs
@@ -36,6 +38,9 @@ def test_gas_is_what_the_contracts_tests_measure() -> None:
         "reward_root": int(snapshot["later reward root"]),
         "propose": int(snapshot["propose"]),
         "execute": int(snapshot["execute"]),
+        "policy": int(snapshot["later policy"]),
+        "join": int(snapshot["join"]),
+        "eject": int(snapshot["eject at 400 nodes"]),
     }
     rows = json.loads((ROOT / "bench/results/gas.json").read_text())["rows"]
     recorded = {row["name"]: row["value"] for row in rows}
@@ -53,11 +58,16 @@ def test_calldata_is_as_long_as_that_of_the_calls(deployed: Deployed) -> None:
     signature = node.sign(submission, deployed.deployment.domain_of(submission))
     leaves = [Digest(sha256(b"%d" % number)) for number in range(64)]
     said = opinions_on(deployed.deployment, submission, deployed.accounts[5:7])
+    policy = PolicyStatement(pool=1, version=1, manifest_digest=ZERO_DIGEST)
+    invite = Invite(pool=1, node=node.address, deadline=1)
     calls = {
         "root": c.work.post_root(1, ZERO_DIGEST, 64, ZERO_DIGEST),
         "reward_root": c.rewards.post_reward_root(1, 1, ZERO_DIGEST, 1, ZERO_DIGEST),
         "propose": c.slasher.propose(submission, signature, 1, merkle_proof(leaves, 7), said),
         "execute": c.slasher.execute(ZERO_DIGEST),
+        "policy": c.pools.publish_policy(policy, signature),
+        "join": c.pools.join(invite, signature),
+        "eject": c.pools.eject(1, node.address),
     }
     sizes = {kind: len(call.data) for kind, call in calls.items()}
     assert sizes == {kind: act.data_bytes for kind, act in ACTS.items()}
@@ -75,8 +85,8 @@ def test_the_table_of_the_docs_is_computed() -> None:
     assert len(rows) == 5
     for files, slashes, seconds, submissions, roots, gas, ether, data in rows:
         load = Load(
-            int(files.replace(",", "")), 0 if slashes == "none" else int(slashes), int(seconds),
-            int(submissions.replace(",", "")),
+            int(files.replace(",", "")), 0 if slashes == "none" else int(slashes),
+            root_seconds=int(seconds), root_submissions=int(submissions.replace(",", "")),
         )  # fmt: skip
         found = daily_costs(load, 8453, None)
         total = sum(one.gas for one in found)
@@ -87,10 +97,11 @@ def test_the_table_of_the_docs_is_computed() -> None:
 
 @pytest.mark.parametrize("oracle", [FJORD, ECOTONE])
 def test_the_l1_data_fee_is_that_of_the_chains_oracle(deployed: Deployed, oracle: str) -> None:
-    client, load = deployed.client, Load(100_000, 10)
+    client, load = deployed.client, Load(100_000, 10, policies=50, joins=20, ejections=5)
     local = daily_costs(load, 31337, client)
     assert {one.l1_wei for one in local} == {None}
-    words = ["--files", "100000", "--slashes", "10", "--network", "local", "--rpc", deployed.url]
+    words = ["--files", "100000", "--slashes", "10", "--policies", "50", "--joins", "20",
+             "--ejections", "5", "--network", "local", "--rpc", deployed.url]  # fmt: skip
     deployed.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, oracle)
     try:
         found = daily_costs(load, 31337, client)
@@ -98,7 +109,7 @@ def test_the_l1_data_fee_is_that_of_the_chains_oracle(deployed: Deployed, oracle
         text = CliRunner().invoke(costs.app, words, catch_exceptions=False)
     finally:
         deployed.anvil.rpc("anvil_setCode", GAS_PRICE_ORACLE, "0x")
-    assert [one.transactions for one in found] == [8640, 24, 10, 10]
+    assert [one.transactions for one in found] == [8640, 24, 10, 10, 50, 20, 5]
     for one in found:
         size = one.l1_bytes // one.transactions
         asked = size if oracle == FJORD else 4 + 64 + (size + 31) // 32 * 32

@@ -8,6 +8,7 @@ import {
     Invite,
     NodeConsent,
     Opinions,
+    PolicyStatement,
     RewardTable,
     Statements,
     Submission
@@ -169,6 +170,19 @@ contract GasTest is Network {
         vm.prank(manager);
         work.postRoot(pool, RUN, 1024, EVIDENCE);
         bar("work root of 1024", 1024 * 250);
+    }
+
+    function publishPolicy(uint64 version) private {
+        PolicyStatement memory s = PolicyStatement(pool, version, EVIDENCE);
+        bytes memory signature = sign(TRAINER_KEY, pools.policyStatementDigest(s));
+        vm.prank(manager);
+        pools.publishPolicy(s, signature);
+    }
+
+    function test_PublishPolicy() public {
+        publishPolicy(0);
+        publishPolicy(1);
+        bar("later policy", 80_000);
     }
 
     function test_Reject() public {

@@ -42,6 +42,11 @@ def costs(
         typer.Option(min=0, help="Instead: what so many files a day would cost, without a pool."),
     ] = None,
     slashes: Annotated[int, typer.Option(min=0, help="With --files: slashes a day.")] = 0,
+    policies: Annotated[
+        int, typer.Option(min=0, help="With --files: policies published a day.")
+    ] = 0,
+    joins: Annotated[int, typer.Option(min=0, help="With --files: nodes that join a day.")] = 0,
+    ejections: Annotated[int, typer.Option(min=0, help="With --files: nodes ejected a day.")] = 0,
     root_seconds: Annotated[
         int | None, typer.Option(min=1, help="With --files: the run's root_seconds.")
     ] = None,
@@ -64,8 +69,8 @@ def costs(
     the pool's validators and trainer are shown apart, as far as events of the pool name them.
     Deployments, stake and pool funds are not included.
 
-    With --files: what a day with so many files and slashes would cost, from measured gas; with
-    --rpc, at the fees of --network now.
+    With --files: what a day with so many files, slashes, policies, joins and ejections would cost,
+    from measured gas; with --rpc, at the fees of --network now.
     """
     chain: dict[str, object] = {"rpc": tuple(rpc or ()), "rpc_quorum": rpc_quorum}
     if files is None:
@@ -78,7 +83,8 @@ def costs(
         "root_seconds": root_seconds, "root_submissions": root_submissions,
         "epoch_seconds": epoch_seconds,
     }  # fmt: skip
-    load = Load(files, slashes, **{name: value for name, value in given.items() if value})
+    a_day = {"slashes": slashes, "policies": policies, "joins": joins, "ejections": ejections}
+    load = Load(files, **a_day, **{name: value for name, value in given.items() if value})
     chain_id, settings = by_name(network).chain_id, options.settings(chain)
     client = settings.open_chain(chain_id) if settings.rpc else None
     try:
