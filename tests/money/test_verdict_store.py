@@ -15,7 +15,7 @@ from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, ManagerSide, key, open_man
 
 from prime_core import encoding
 from prime_core.ids import ZERO_DIGEST, Digest
-from prime_core.rollout import decode_leaves
+from prime_core.rollout import MAX_PROMPT_TOKENS, decode_leaves
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.verdict import Opinion, Reason, Verdict, VerdictRow, VerdictTable
 from prime_orchestrator.manager import batches as batches_module
@@ -102,6 +102,50 @@ def test_acceptance_writes_credit_groups_and_verdict_at_once(mgr: ManagerSide) -
     assert signed.validator == VALIDATOR.address
     raw = mgr.objects.get(digest_key(signed.opinion.table), 1 << 20)
     assert VerdictTable.model_validate_json(raw).units == after.units
+
+
+def test_an_acceptance_that_states_what_no_file_has_pays_nothing(mgr: ManagerSide) -> None:
+    """A single validator's table sets the pay, and its numbers go into columns of 64 bits."""
+    honest = mgr.table_rows()
+
+    def wrong(**changes: Any) -> tuple[VerdictRow, ...]:
+        return (*honest[:-1], honest[-1].model_copy(update=changes))
+
+    lies: list[tuple[tuple[VerdictRow, ...], dict[str, Any]]] = [
+        (wrong(prompt_tokens=MAX_PROMPT_TOKENS + 1), {}),
+        (wrong(observation_tokens=RUN.max_output_tokens), {}),
+        (wrong(reward_micro=2**63), {}),
+        (wrong(group=2**63), {}),
+        (wrong(sample=0), {}),
+        (wrong(problem_id="another"), {}),
+        (honest, {"repeated_rows": 2**63}),
+        (honest, {"marks": {"\0": True}}),
+        (honest, {"setup": "\0"}),
+        (honest, {"shares": {"\0": "0.5"}}),
+    ]
+    for table, fields in lies:
+        row = mgr.submit(HONEST)
+        job = mgr.bench.claim()
+        assert job is not None
+        mgr.bench.say(job, Reason.NONE, table, **fields)
+        assert judge_of(mgr.backend).tick() == []
+        assert mgr.row(row.digest).status == "submitted"
+    assert rows(mgr, schema.credits) == rows(mgr, schema.opinions) == []
+
+
+def test_statistics_that_are_no_numbers_are_in_no_sum(mgr: ManagerSide) -> None:
+    row = mgr.submit(HONEST)
+    job = mgr.bench.claim()
+    assert job is not None
+    shares = {"sketch": "0.5", "sign": "nan", "mantissa": "inf", "exponent": "1e300"}
+    mgr.bench.say(
+        job, Reason.NONE, mgr.table_rows(), shares=shares, statistics={"compute_share": "inf"}
+    )
+    assert judge_of(mgr.backend).tick() == [row.digest]
+    assert [(one["statistic"], one["total"]) for one in rows(mgr, schema.drift)] == [
+        ("sketch", 0.5)
+    ]
+    assert mgr.row(row.digest).compute_share is None
 
 
 def test_rejection_pays_nothing_quarantines_and_queues_one_slash(mgr: ManagerSide) -> None:

@@ -33,6 +33,7 @@ later; after a crash, all of them are.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from prime_core.errors import (
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.opinions import check_stated
 from prime_core.revisions import RunHistory
-from prime_core.rollout import MAX_ROWS
+from prime_core.rollout import MAX_PROMPT_TOKENS, MAX_ROWS
 from prime_core.run import RunDefinition
 from prime_core.settlement import judged_fact
 from prime_core.storage.base import ObjectStore, put_object
@@ -101,6 +102,14 @@ AT_ONCE = 64
 """Most files decided in one tick."""
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
+MAX_NAME = 512
+"""Most letters of a set-up's or statistic's name in a table."""
+MOST_SHARE = 1000.0
+"""Largest share of a limit that counts for drift. Limits on whole files are not applied to files of
+few rows, so a share may exceed 1."""
+MAX_REWARD_MICRO = 10**15
+"""Largest reward of a row, in millionths: the store sums those of MAX_ROWS rows in 64 bits."""
+_MARK = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -140,8 +149,10 @@ class Judgement:
         return self.table.repeated_rows is not None and not self.whole
 
     def shares(self) -> dict[str, float]:
-        """Returns the file's statistics as shares of their limits."""
-        return {name: float(value) for name, value in self.table.shares.items()}
+        """Returns the file's statistics as shares of their limits, without those that no accepted
+        file has: sums over files must stay numbers."""
+        found = {name: float(value) for name, value in self.table.shares.items()}
+        return {name: share for name, share in found.items() if 0 <= share <= MOST_SHARE}
 
     @property
     def exact_rows(self) -> int:
@@ -159,9 +170,10 @@ class Judgement:
 
     @property
     def compute_share(self) -> float | None:
-        """Compute spent on the replay as a share of the compute spent on making the file."""
-        found = self.table.statistics.get("compute_share")
-        return None if found is None else float(found)
+        """Compute spent on the replay as a share of the compute spent on making the file, which is
+        replayed at most twice; None if the opinion states no such number."""
+        found = float(self.table.statistics.get("compute_share", "nan"))
+        return found if 0 <= found <= 2 else None
 
 
 def enough(
@@ -592,14 +604,30 @@ def check_table(
             float(number)
         except ValueError as error:
             raise MalformedError(f"{number[:20]!r} is not a number") from error
+    if any(len(name) > MAX_NAME or not name.isprintable() for name in (table.setup, *table.shares)):
+        raise MalformedError("the table names a set-up or a statistic that no file has")
+    if len(table.marks) > MAX_ROWS or not all(map(_MARK.fullmatch, table.marks)):
+        raise MalformedError("the table has marks that no file's rows have")
+    if table.repeated_rows is not None and not 0 <= table.repeated_rows <= MAX_ROWS:
+        raise MalformedError("the table counts more repeated rows than a file has")
     if outcome is not Outcome.ACCEPTED:
         if table.rows:
             raise MalformedError("only an accepting opinion counts rows")
         return
     if len(table.rows) != run.rows_per_lease:
         raise MalformedError(f"a file of this run has {run.rows_per_lease} rows")
-    if any(one.output_tokens > run.max_output_tokens for one in table.rows):
-        raise MalformedError("the table counts more tokens than a row may have")
+    for place, one in enumerate(table.rows):
+        if (one.group, one.sample) != divmod(place, run.samples_per_group):
+            raise MalformedError(f"row {place} of the table is not in its place")
+        if one.problem_id != table.rows[place - one.sample].problem_id:
+            raise MalformedError(f"row {place} of the table has another problem than its group")
+        if (
+            one.prompt_tokens > MAX_PROMPT_TOKENS
+            or one.output_tokens + one.observation_tokens > run.max_output_tokens
+        ):
+            raise MalformedError("the table counts more tokens than a row may have")
+        if abs(one.reward_micro) > MAX_REWARD_MICRO:
+            raise MalformedError(f"row {place} of the table has a reward beyond all measure")
     if len(drawn) < run.least_drawn(len(table.rows)):
         raise MalformedError("the opinion accepts with fewer rows replayed than the run asks for")
 
