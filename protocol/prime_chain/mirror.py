@@ -470,10 +470,14 @@ class Mirror:
         verdict = self._parsed(Verdict, name)
         if verdict is None:
             return False
-        deciding = verdict.deciding
-        held = [self._object(deciding.opinion.table)]
-        if deciding.outcome is Outcome.REJECTED:
-            held.append(self._object(deciding.opinion.evidence))
+        try:
+            deciding = verdict.deciding.opinion
+        except MalformedError as error:
+            self._pass.missing[str(name)] = str(error)
+            return False
+        held = [self._object(deciding.table)]
+        if deciding.outcome == Outcome.REJECTED:
+            held.append(self._object(deciding.evidence))
         if None in held:
             return False
         self._done.add(name)
@@ -511,7 +515,11 @@ class Mirror:
         """The bytes under `key`, fetched if the folder lacks them. None if they cannot be had; then
         they are listed as missing, if they are `due`."""
         if self.store.exists(key):
-            return self.store.get(key, limit)
+            try:
+                return self.store.get(key, limit)
+            except MalformedError as error:  # a file that something names as another kind of object
+                self._pass.missing[key] = str(error)
+                return None
         data = self._asked(key, fetch, due=due)
         return data if data is not None and self._put(key, data) else None
 

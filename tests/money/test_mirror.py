@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.contracts import Claim
 from prime_chain.event import Event
-from prime_chain.events import EVENTS, FileRestored, RootPosted
+from prime_chain.events import EVENTS, FileRestored, RewardRootPosted, RootPosted
 from prime_chain.history import read_events, read_slashes
 from prime_chain.mirror import (
+    MAX_OBJECT_BYTES,
     AnnouncedMirrors,
     AnySource,
     Copied,
@@ -46,10 +47,10 @@ from prime_core.errors import (
 )
 from prime_core.ids import Digest
 from prime_core.settlement import load_settlement
-from prime_core.storage.base import digest_key
+from prime_core.storage.base import digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
 from prime_core.transport.client import OrchestratorClient, run_bytes
-from prime_core.verdict import Reason
+from prime_core.verdict import Reason, Verdict
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.cli.main import main as orchestrator
 from prime_orchestrator.manager.indexer import _take
@@ -306,6 +307,41 @@ def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World)
     source.fetched = 0
     later = follower(world, source).tick()
     assert (later.new, later.bytes, source.fetched) == (0, 0, 0)
+
+
+def test_what_a_manager_names_in_place_of_a_verdict_is_missing(worked: World) -> None:
+    """Its events may name any object; the mirror goes on with the others."""
+    world, source = worked, Orchestrator(worked)
+    settlement = settled(world)
+    kept = digest_key(Digest(settlement.files[0].verdict))
+    verdict = Verdict.model_validate_json(world.mgr.objects.get(kept, 1 << 20))
+    (said,) = verdict.opinions
+    unknown = said.model_copy(update={"opinion": said.opinion.model_copy(update={"outcome": 9})})
+    made = [
+        put_object(world.mgr.objects, false.canonical())
+        for false in (
+            verdict.model_copy(update={"outcome": 3}),
+            verdict.model_copy(update={"outcome": 9, "opinions": (unknown,)}),
+        )
+    ]
+    file = settlement.files[0].model_copy(update={"verdict": made[0]})
+    other = settlement.files[0].model_copy(update={"verdict": made[1]})
+    false_settlement = settlement.model_copy(update={"files": (file, other)})
+    name = put_object(world.mgr.objects, false_settlement.canonical())
+    events = read_events(world.client, world.deployment)
+
+    def update(named: Digest) -> dict[str, str]:
+        changed = [
+            replace(event, object=named) if isinstance(event, RewardRootPosted) else event
+            for event in events
+        ]
+        return mirror.update(changed).missing
+
+    mirror = Mirror(world.folder / "mirror", world.deployment, 1, source, max_bytes=10**8)
+    assert update(name) == {str(made[0]): "no opinion has the verdict's outcome"}
+    large = bytes(MAX_OBJECT_BYTES + 1)
+    mirror.hold(large)
+    assert "is larger than" in update(sha256(large))[digest_key(sha256(large))]
 
 
 def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> None:
