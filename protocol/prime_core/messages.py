@@ -326,7 +326,7 @@ class FileEnding(Answer):
     status: Literal["rejected", "void"]
     reason: int
     detail: str = Field(max_length=512)
-    judged_at: int
+    judged_at: Count
 
 
 Directive = Literal["join", "work", "wait", "stop"]

@@ -25,7 +25,7 @@ from prime_core.errors import (
     UntrustedError,
     UserError,
 )
-from prime_core.messages import ContractAddresses, PoolInfo, UploadAnswer
+from prime_core.messages import ContractAddresses, FileEnding, PoolInfo, UploadAnswer
 from prime_core.signing import CONTRACT_NAMES, LocalSigner
 from prime_core.transport.client import (
     MAX_ANSWER_BYTES,
@@ -60,6 +60,17 @@ def test_a_busy_server_is_asked_again_when_it_says_so() -> None:
     client = _client(httpx.MockTransport(lambda _: answers.pop(0)), waits)
     assert client.get("/x", Empty) == Empty()
     assert waits == [2.0]
+
+
+def test_a_pause_that_is_no_number_is_one_of_a_second() -> None:
+    answers = [
+        httpx.Response(429, headers={"Retry-After": "²".encode("latin-1")}),
+        httpx.Response(200, headers=VERSIONED, text="{}"),
+    ]
+    waits: list[float] = []
+    client = _client(httpx.MockTransport(lambda _: answers.pop(0)), waits)
+    assert client.get("/x", Empty) == Empty()
+    assert waits == [1.0]
 
 
 def test_a_server_that_stays_busy_is_unavailable_in_the_end() -> None:
@@ -253,6 +264,17 @@ def test_a_redirect_to_what_is_no_url_is_malformed(location: str) -> None:
         _client(serve, []).get_object(sha256(b"asked for"))
 
 
+def test_a_time_that_no_journal_can_hold_is_malformed() -> None:
+    """A node's agent writes it into SQLite, whose integers have 64 bits."""
+    body = {
+        "submission_digest": sha256(b"file"), "lease_digest": sha256(b"lease"), "status": "void",
+        "reason": 50, "detail": "", "judged_at": 2**63,
+    }  # fmt: skip
+    serve = httpx.MockTransport(lambda _: httpx.Response(200, headers=VERSIONED, json=body))
+    with pytest.raises(MalformedError, match="judged_at"):
+        _client(serve, []).get("/x", FileEnding)
+
+
 def test_a_defect_of_the_server_is_an_outage_for_its_clients() -> None:
     """A FatalError would end trainers and validators over one failed request."""
     problem = {"type": "urn:prime:problem:fatal", "detail": "half of a pair: \ud800"}
@@ -275,14 +297,24 @@ def test_a_signature_refused_for_a_wrong_clock_is_an_outage(
     ahead: int, kind: type[PrimeError], words: str
 ) -> None:
     """Nothing is wrong with the key, and the clock may be set right."""
-    problem = {"type": "urn:prime:problem:untrusted", "detail": "the signature has expired"}
     date = format_datetime(datetime.fromtimestamp(1_000_000, UTC), usegmt=True)
+    with pytest.raises(kind, match=words):
+        _refused_at(date, 1_000_000 + ahead)
+
+
+@pytest.mark.parametrize("date", ["", f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT"])
+def test_a_refusal_with_no_date_is_only_a_refusal(date: str) -> None:
+    with pytest.raises(UntrustedError, match="expired"):
+        _refused_at(date, 1_000_000)
+
+
+def _refused_at(date: str, now: float) -> None:
+    """A request whose signature the server refuses, with this date in its answer."""
+    problem = {"type": "urn:prime:problem:untrusted", "detail": "the signature has expired"}
     serve = httpx.MockTransport(
         lambda _: httpx.Response(401, headers={"date": date}, content=json.dumps(problem))
     )
-    clock = Clock(now=lambda: 1_000_000 + ahead)
-    client = OrchestratorClient("http://pool", signer(1), "node", clock=clock)
+    client = OrchestratorClient("http://pool", signer(1), "node", clock=Clock(now=lambda: now))
     client._http._transport, client._http._mounts = serve, {}
     client._session = (SessionKey.generate(), 2_000_000)
-    with pytest.raises(kind, match=words):
-        client.post("/x", Empty(), Empty)
+    client.post("/x", Empty(), Empty)

@@ -324,7 +324,7 @@ class OrchestratorClient:
         a signature was refused: the request may be repeated once the clock is right."""
         try:
             theirs = parsedate_to_datetime(reply.headers.get("date", "")).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             return
         if (ahead := round(self._clock.now() - theirs)) and abs(ahead) > MAX_SKEW_SECONDS:
             raise UnavailableError(
@@ -468,7 +468,7 @@ def _listed(path: str, raw: bytes, kind: TypeAdapter[list[Model]]) -> list[Model
 def _pause(response: httpx.Response) -> float:
     """Seconds that a 429 asks us to wait (RFC 9110, numeric Retry-After), bounded."""
     asked = response.headers.get("retry-after", "")
-    return min(float(asked), LONGEST_PAUSE) if asked.isdigit() else 1.0
+    return min(float(asked), LONGEST_PAUSE) if asked.isascii() and asked.isdigit() else 1.0
 
 
 class Empty(Answer):
