@@ -276,7 +276,11 @@ class HeartbeatLoop:
             return
         self._drained = True
         self._broker.set_working(False)
-        self._task.stop(REPLACE_SECONDS)
+        try:
+            self._task.stop(REPLACE_SECONDS)
+        except UnavailableError as error:
+            log.warning("the task does not end, so the proof of the cards waits: %s", error)
+            return
         self._next_proof = time.monotonic() + self._proof_pause
         self._proof_pause = min(LONGEST_PROOF_PAUSE, 2 * self._proof_pause)
         self._join.measure()

@@ -147,7 +147,12 @@ def test_the_proof_waits_for_what_is_not_delivered_and_the_task_for_the_proof(
         done: list[str] = []
         proves: list[bool] = []
         by: int | None = None
-        silent = False
+        silent, refused = False, [UnavailableError("the container engine does not answer")]
+
+        def stop(grace: float) -> None:
+            if refused:
+                raise refused.pop()
+            done.append("stopped")
 
         def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
             proves.append(body.proves)
@@ -159,7 +164,7 @@ def test_the_proof_waits_for_what_is_not_delivered_and_the_task_for_the_proof(
         with (
             patch.object(api, "heartbeat", heartbeat),
             patch.object(join, "measure", lambda: done.append("proven")),
-            patch.object(task, "stop", lambda grace: done.append("stopped"), create=True),
+            patch.object(task, "stop", stop, create=True),
         ):
             loop._beat()
             hand_in(kit)
@@ -169,6 +174,8 @@ def test_the_proof_waits_for_what_is_not_delivered_and_the_task_for_the_proof(
             assert (proves, done) == ([False, False, True], []), "a file is on its way"
             kit.uploader.start()
             kit.uploader.drain(20, time.monotonic)
+            loop._beat()
+            assert done == [], "the task runs on its cards"
             loop._beat()
             loop._beat()
             assert done == ["stopped", "proven"], "the next try comes after a pause"
