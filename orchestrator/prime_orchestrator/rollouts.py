@@ -76,12 +76,14 @@ GroupState = Literal["trained", "sealed", "waiting", "dropped", "held out"]
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group of an accepted file. `batch`: the step that took it (state "sealed" until a trainer
-    has trained that batch); `why`: why it waits or was dropped."""
+    """One group of an accepted file. `reward`: the mean of its rows, without the `ungraded` ones
+    (None: all of them). `batch`: the step that took it (state "sealed" until a trainer has trained
+    that batch); `why`: why it waits or was dropped."""
 
     group: int
     rows: int
-    reward: float
+    ungraded: int
+    reward: float | None
     state: GroupState
     batch: int | None
     staleness: int
@@ -92,9 +94,9 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One rollout file. Times in Unix seconds. `reward` is the mean over its groups (None: not
-    accepted). `staleness` refers to the batch that took its groups, else to the step it was leased
-    for."""
+    """One rollout file. Times in Unix seconds. `reward` is the mean of its rows that were graded
+    (None: there are none, or it is not accepted). `staleness` refers to the batch that took its
+    groups, else to the step it was leased for."""
 
     id: Digest
     node: Address
@@ -209,11 +211,14 @@ def _group_facts(
     group: GroupRow, run: RunDefinition, next_step: int, trained_below: int, *, planted: bool
 ) -> GroupFacts:
     step = next_step if group.batch_step is None else group.batch_step
+    graded = group.rows - group.ungraded
     state: GroupState = "dropped"
     if group.batch_step == groups.HELD_OUT:
         state, step, why = "held out", group.policy_version, "an evaluation's problem"
     elif group.batch_step is not None:
         state, why = "trained" if step < trained_below else "sealed", ""
+    elif not graded:
+        why = "not graded: the environment raised"
     elif not group.informative:
         why = "equal rewards: every advantage is zero"
     elif planted:
@@ -225,7 +230,8 @@ def _group_facts(
     return GroupFacts(
         group=group.group_no,
         rows=group.rows,
-        reward=group.reward_micro_sum / group.rows / MICRO,
+        ungraded=group.ungraded,
+        reward=group.reward_micro_sum / graded / MICRO if graded else None,
         state=state,
         batch=group.batch_step if state in ("trained", "sealed") else None,
         staleness=step - group.policy_version,
@@ -234,7 +240,8 @@ def _group_facts(
 
 
 def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts]) -> FileFacts:
-    rows = sum(group.rows for group in found)
+    rewards = [(group.reward, group.rows - group.ungraded) for group in found]
+    graded = sum(rows for _, rows in rewards)
     judged = row.status != "submitted"
     taken = [group.staleness for group in found if group.batch is not None]
     return FileFacts(
@@ -246,7 +253,9 @@ def _file_facts(row: SubmissionRow, environment: str, found: Sequence[GroupFacts
         staleness=max(taken, default=row.step - row.policy_version),
         environment=environment,
         rows=row.signed().submission.rows,
-        reward=sum(group.reward * group.rows for group in found) / rows if rows else None,
+        reward=sum(reward * rows for reward, rows in rewards if reward is not None) / graded
+        if graded
+        else None,
         verdict=row.status,
         reason=Reason(row.reason).name.lower() if judged else "",
         why=Reason(row.reason).sentence if judged else "no verdict yet",

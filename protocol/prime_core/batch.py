@@ -77,7 +77,8 @@ class SignedBatch(Strict):
 @dataclass(frozen=True)
 class FreeGroup:
     """An accepted group that is in no batch yet. `reward_micro_sum` is in millionths, `accepted_at`
-    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's."""
+    in Unix seconds; `sha256`, `size` (bytes) and `table` are its file's; `ungraded` of its `rows`
+    have no reward."""
 
     submission_digest: Digest
     group_no: int
@@ -89,6 +90,7 @@ class FreeGroup:
     sha256: Digest
     size: int
     table: Digest
+    ungraded: int = 0
 
 
 def choose(
@@ -114,7 +116,7 @@ def choose(
     def rank(group: FreeGroup) -> tuple[Fraction, int, float, str, int]:
         off = Fraction(0)
         if selection == "difficulty":
-            off = abs(Fraction(group.reward_micro_sum, group.rows) - MICRO // 2)
+            off = abs(Fraction(group.reward_micro_sum, group.rows - group.ungraded) - MICRO // 2)
         return (off, group.policy_version, group.accepted_at, *_name(group))
 
     fit.sort(key=rank)

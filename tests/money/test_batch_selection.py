@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,13 @@ def test_by_difficulty_the_middling_groups_are_taken_and_never_one_without_diffe
         free, step=0, groups_per_batch=2, max_staleness=2, surplus=3, selection="difficulty"
     )
     assert rewards(found) == [450_000, 520_000]
+
+
+def test_the_difficulty_of_a_group_leaves_out_rows_that_were_not_graded() -> None:
+    hard, partly = group(1, 300_000), replace(group(2, 250_000), ungraded=2)  # 0.5 of two rows
+    found = choose((hard, partly), step=0, groups_per_batch=1, max_staleness=0,
+                   selection="difficulty")  # fmt: skip
+    assert found == (partly,)
 
 
 def test_a_batch_waits_until_its_surplus_lies_ready() -> None:

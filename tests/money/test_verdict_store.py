@@ -25,7 +25,6 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.store import batches as store_batches
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.groups import HELD_OUT
 
 HONEST, LIAR = key(10), key(11)
 
@@ -74,14 +73,22 @@ def test_rows_that_were_not_graded_have_no_reward_in_their_group() -> None:
             submission_digest=none, sha256=none, policy_version=0, step=0, rows=tuple(rows)
         )
 
-    def found(rewards: list[int | None], step: int | None = None) -> list[tuple[int, int, bool]]:
-        submission: Any = SimpleNamespace(digest=ZERO_DIGEST, policy_version=0)
-        rows = judging.group_rows(table(rewards), submission, 0.0, step)
-        return [(row.rows, row.reward_micro_sum, row.informative) for row in rows]
+    submission: Any = SimpleNamespace(digest=ZERO_DIGEST, policy_version=0)
+    found = judging.group_rows(table([4, 0, 4, None, None, None]), submission, 0.0)
+    assert [(row.rows, row.ungraded) for row in found] == [(2, 0), (2, 1), (2, 2)]
+    assert [row.reward_micro_sum for row in found] == [4, 4, 0]
+    assert [row.informative for row in found] == [True, False, False]
 
-    rewards = [4, 0, 4, None, None, None]
-    assert found(rewards) == [(2, 4, True), (2, 4, False), (2, 0, False)]
-    assert found(rewards, HELD_OUT) == [(2, 4, True), (1, 4, False)]
+
+def test_the_mean_reward_of_a_batch_leaves_out_rows_that_were_not_graded(mgr: ManagerSide) -> None:
+    for _ in range(2):
+        mgr.judge(mgr.submit(HONEST))
+    with mgr.store.begin() as connection:
+        connection.execute(sa.update(schema.groups).values(rows=5, ungraded=3))
+    assert seal(mgr) == [0]
+    (batch,) = rows(mgr, schema.batches)
+    taken = [g["reward_micro_sum"] for g in rows(mgr, schema.groups) if g["batch_step"] == 0]
+    assert (batch["rows"], batch["mean_reward_micro"]) == (15, sum(taken) // 6)
 
 
 def test_acceptance_writes_credit_groups_and_verdict_at_once(mgr: ManagerSide) -> None:

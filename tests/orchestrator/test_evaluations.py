@@ -62,7 +62,7 @@ def listed(pool: Pool) -> list[Any]:
     return found
 
 
-def answered(pool: Pool, session: Session, answers: list[bool]) -> SignedLease:
+def answered(pool: Pool, session: Session, answers: list[bool | None]) -> SignedLease:
     """An accepted file for an evaluation lease."""
     lease = leased(pool.world, session)
     assert lease.heldout is not None
@@ -128,6 +128,13 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     assert listed(pool) == known, "archived files count as before"
     again = pool.orchestrator("evaluations", "grade", number, "--model", str(MODEL), "--json")
     assert again == graded
+
+
+def test_an_evaluation_leaves_out_answers_that_were_not_graded(pool: Pool) -> None:
+    start(pool, "--problems", "3")
+    answered(pool, proven(pool.world, 1), [RIGHT, None, None, None])
+    (found,) = listed(pool)
+    assert (found["answered"], found["rows"], found["reward"]) == (1, 1, 1.0)
 
 
 def test_a_mistyped_folder_is_no_pool_and_is_not_made(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Pool:
     arguments: tuple[str, ...]
 
     def hand_in(
-        self, session: Session, answers: Sequence[bool], lease: SignedLease | None = None
+        self, session: Session, answers: Sequence[bool | None], lease: SignedLease | None = None
     ) -> Digest:
         """A file of one row an answer, right or wrong, that claims a reward of 0.25 each."""
         lease = lease or self.world.lease(session)
@@ -85,8 +85,8 @@ class Pool:
         self.world.clock.advance(1)
         return Digest(answer.json()["receipt"]["submission_digest"])
 
-    def judge(self, reason: Reason = Reason.NONE, answers: Sequence[bool] = ()) -> None:
-        """The validator's opinion on the oldest file; the verdict follows."""
+    def judge(self, reason: Reason = Reason.NONE, answers: Sequence[bool | None] = ()) -> None:
+        """The validator's opinion on the oldest file; the verdict follows. None: not graded."""
         job = self.bench.claim()
         assert job is not None
         run = self.world.backend.context.run
@@ -103,13 +103,14 @@ class Pool:
                         f"..={row.problem.answer if right else 'zzz'}", add_special_tokens=False
                     )
                 ),
+                ungraded=right is None,
             )
             for row, right in zip(plan, answers, strict=False)
         ]  # fmt: skip
         self.bench.say(job, reason, rows)
         judge_of(self.world.backend).tick()
 
-    def accepted(self, session: Session, answers: Sequence[bool]) -> Digest:
+    def accepted(self, session: Session, answers: Sequence[bool | None]) -> Digest:
         digest = self.hand_in(session, answers)
         self.judge(answers=answers)
         return digest
@@ -212,6 +213,21 @@ def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     with pool.world.backend.store.begin() as connection:
         opinions.plant(connection, stale, "honest", now=0)
     assert "2 planted" in pool.run("list")
+
+
+def test_mean_rewards_leave_out_rows_that_were_not_graded(pool: Pool) -> None:
+    file = pool.accepted(pool.world.member(1), [RIGHT, None, None, None])
+    (line,) = pool.listed()
+    assert (line["rows"], line["reward"]) == (4, 1.0)
+    first, second = line["groups"]
+    assert (first["ungraded"], first["reward"], first["why"].partition(":")[0]) == (
+        1, 1.0, "equal rewards",
+    )  # fmt: skip
+    assert (second["ungraded"], second["reward"], second["state"]) == (2, None, "dropped")
+    assert second["why"] == "not graded: the environment raised"
+    said = pool.run("show", file)
+    assert "group 0: reward 1.000 without 1 rows that were not graded, dropped" in said
+    assert "group 1: no reward, dropped" in said
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import http.server
 import random
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -105,6 +105,27 @@ def test_how_many_groups_of_its_files_teach_nothing_is_counted() -> None:
     signed = kit.seal([kit.seal_file(objects, part, [1], STEP)], STEP, RUN)
     found = assemble(signed, STEP, kit.rules(RUN), objects.fetch)
     assert (len(found.groups), found.seen, found.alike) == (1, 3, 1)
+
+
+def test_a_row_that_was_not_graded_makes_no_difference_in_its_group() -> None:
+    objects = kit.Objects()
+    part = [
+        replace(r, reward=0.0, finish_reason="ungraded")
+        if r.group == 0 and r.sample == 0
+        else replace(r, reward=0.5)
+        if r.group == 0
+        else r
+        for r in rollouts(1)
+    ]
+
+    def batch(groups: Sequence[int]) -> TrainingBatch:
+        file = kit.seal_file(objects, part, groups, STEP)
+        return assemble(kit.seal([file], STEP, RUN), STEP, kit.rules(RUN), objects.fetch)
+
+    found = batch([1])
+    assert (len(found.groups), found.seen, found.alike) == (1, 2, 1)
+    with pytest.raises(UntrustedError, match="has equal rewards"):
+        batch([0])
 
 
 def test_the_batch_does_not_depend_on_the_order_of_downloads() -> None:

@@ -213,7 +213,7 @@ def file_of(
             output_tokens=r.output_tokens,
             logprobs=np.asarray(r.logprobs, dtype=np.float32),
             target_length=r.target_length,
-            finish_reason=r.finish_reason,
+            finish_reason="end" if r.finish_reason == "ungraded" else r.finish_reason,
             policy_version=r.policy_version,
             reward=advisory,
             proofs=b"",
@@ -250,6 +250,7 @@ def seal_file(
                 reward_micro=round(r.reward * 1e6),
                 prompt_tokens=len(r.prompt_tokens),
                 output_tokens=r.generated,
+                ungraded=r.finish_reason == "ungraded",
             )
             for r in rollouts
         ),

@@ -71,6 +71,7 @@ class TrainingBatch:
     number.
 
     The files that it takes groups from contain `seen` groups, `alike` of which have equal rewards.
+    Rows that could not be graded have none.
     """
 
     step: Step
@@ -160,9 +161,11 @@ def assemble(
         all_rows = _rows_of(file, step, rules, fetch)
         rewards: dict[int, set[float]] = {}
         for row in all_rows:
-            rewards.setdefault(row.group, set()).add(row.reward)
+            values = rewards.setdefault(row.group, set())
+            if row.finish_reason != "ungraded":
+                values.add(row.reward)
         seen += len(rewards)
-        alike += sum(len(values) == 1 for values in rewards.values())
+        alike += sum(len(values) < 2 for values in rewards.values())
         for number, rows in _groups_of(all_rows, file, rules):
             groups.append(rows)
             keys.append((file.sha256, number))
@@ -258,7 +261,7 @@ def _require_whole(
     asked = (rows[0].problem_id, rows[0].prompt_tokens)
     if any((row.problem_id, row.prompt_tokens) != asked for row in rows):
         raise UntrustedError(f"{where} mixes prompts")
-    if len({row.reward for row in rows}) == 1:
+    if len({row.reward for row in rows if row.finish_reason != "ungraded"}) < 2:
         raise UntrustedError(f"{where} has equal rewards: it carries no gradient, so no place here")
 
 

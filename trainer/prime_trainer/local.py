@@ -438,6 +438,7 @@ class Local:
                         sha256=digest,
                         size=0,
                         table=digest,
+                        ungraded=len(rollouts) - len(graded),
                     )
                     self.waiting.append(Group(free, tuple(rollouts)))
 

@@ -198,7 +198,10 @@ def _file_text(one: FileFacts, detail: str, damage: str) -> str:
         became = f"{found.state} ({found.why})"
         if found.batch is not None:
             became = f"{found.state} in batch {found.batch} ({found.staleness} old)"
-        lines.append(f"  group {found.group}: reward {found.reward:.3f}, {became}")
+        reward = "no reward" if found.reward is None else f"reward {found.reward:.3f}"
+        if found.ungraded and found.reward is not None:
+            reward += f" without {found.ungraded} rows that were not graded"
+        lines.append(f"  group {found.group}: {reward}, {became}")
     return "\n".join(lines)
 
 

@@ -187,7 +187,8 @@ def _write(
         digest=digest,
         body=batch.model_dump_json(),
         rows=manifest.rows,
-        mean_reward_micro=sum(g.reward_micro_sum for g in chosen) // manifest.rows,
+        mean_reward_micro=sum(g.reward_micro_sum for g in chosen)
+        // sum(g.rows - g.ungraded for g in chosen),
         staleness_max=manifest.step - min(manifest.policy_versions),
         sealed_at=now,
     )

@@ -744,14 +744,14 @@ def group_rows(
     table: VerdictTable, row: SubmissionRow, now: float, batch_step: int | None = None
 ) -> list[GroupRow]:
     """Returns the groups of an accepted file, from its verdict table. Rows that could not be graded
-    have no reward, and are not counted as answers to held-out problems."""
+    have no reward."""
     by_group: dict[int, list[int]] = defaultdict(list)
     rows: Counter[int] = Counter()
     for entry in table.rows:
         rewards = by_group[entry.group]
         if not entry.ungraded:
             rewards.append(entry.reward_micro)
-        rows[entry.group] += not (entry.ungraded and batch_step == groups.HELD_OUT)
+        rows[entry.group] += 1
     return [
         GroupRow(
             submission_digest=row.digest,
@@ -762,9 +762,9 @@ def group_rows(
             reward_micro_sum=sum(values),
             accepted_at=now,
             batch_step=batch_step,
+            ungraded=rows[group] - len(values),
         )
         for group, values in sorted(by_group.items())
-        if rows[group]
     ]
 
 

@@ -60,7 +60,8 @@ class BlockState:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The accepted rows of one held-out problem. `reward_micro_sum`: of all rows."""
+    """The graded rows of accepted files of one held-out problem. `reward_micro_sum`: of all of
+    them."""
 
     problem: int
     rows: int
@@ -155,15 +156,14 @@ def results(connection: Connection, number: int, problems: int) -> list[ProblemR
 
 
 def _results() -> sa.Select[Any]:
-    """The results of accepted files: evaluation, submission, problem, rows, sum of rewards."""
-    problem = _leases.heldout + _groups.group_no
+    """The results of accepted files: evaluation, submission, problem, graded rows, sum of
+    rewards. Problems without a graded row are left out."""
+    problem, graded = _leases.heldout + _groups.group_no, _groups.rows - _groups.ungraded
     return (
-        sa.select(
-            *(_leases.evaluation, _files.digest, problem, _groups.rows, _groups.reward_micro_sum)
-        )
+        sa.select(_leases.evaluation, _files.digest, problem, graded, _groups.reward_micro_sum)
         .join_from(schema.groups, schema.submissions, _files.digest == _groups.submission_digest)
         .join(schema.leases, _leases.digest == _files.lease_digest)
-        .where(_files.status == "accepted")
+        .where(_files.status == "accepted", graded > 0)
         .order_by(problem)
     )
 

@@ -23,7 +23,7 @@ HELD_OUT = -1
 @dataclass(frozen=True)
 class GroupRow:
     """`informative`: the group's rewards are not all equal. `batch_step` None: still free;
-    HELD_OUT: its problem is held out."""
+    HELD_OUT: its problem is held out. `ungraded` of its `rows` have no reward."""
 
     submission_digest: Digest
     group_no: int
@@ -33,6 +33,7 @@ class GroupRow:
     reward_micro_sum: int
     accepted_at: float
     batch_step: int | None = None
+    ungraded: int = 0
 
 
 def add(connection: Connection, rows: Iterable[GroupRow]) -> None:
@@ -136,6 +137,7 @@ def free(
         sa.select(
             *(_groups.submission_digest, _groups.group_no, _groups.policy_version, _groups.rows),
             *(_groups.informative, _groups.reward_micro_sum, _groups.accepted_at),
+            _groups.ungraded,
             *(files.sha256, files.size, files.verdict_table.label("table")),
         )
         .join(schema.submissions, files.digest == _groups.submission_digest)

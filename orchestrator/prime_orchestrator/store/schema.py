@@ -383,6 +383,7 @@ groups = Table(
     Column("reward_micro_sum", BigInteger, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("batch_step", BigInteger),  # None: free; groups.HELD_OUT: of an evaluation
+    Column("ungraded", Integer, nullable=False, server_default=text("0")),
     PrimaryKeyConstraint("submission_digest", "group_no"),
     Index("groups_free", "batch_step", "informative", "policy_version"),
     Index("groups_newest", "accepted_at"),
