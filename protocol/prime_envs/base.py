@@ -33,6 +33,9 @@ OF_THIS_MACHINE = (PrimeError, StoppedError, MemoryError, OSError)
 """Exceptions in an environment's code that are a fault of this machine, not of the row."""
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
+UNASKED = "unasked"
+"""The id of a problem that its environment could not ask, in a mixture after the part's label."""
+_UNASKED_PROMPT = "?"
 
 
 class Tokenizer(Protocol):
@@ -59,13 +62,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. `prompt` excludes the length instruction; `answer` is the gold solution."""
+    """One task. `prompt` excludes the length instruction; `answer` is the gold solution. `unasked`:
+    why a plugin could not ask it (see Environment.ask)."""
 
     problem_id: str
     index: int
     prompt: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    unasked: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,28 @@ class Environment(ABC):
             return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return prompt_tokens(self.chat, self.question(problem), target_length, tokenizer)
 
+    def ask(
+        self, index: int, target_length: int, tokenizer: Tokenizer
+    ) -> tuple[Problem, tuple[int, ...]]:
+        """Problem number `index` and the tokens of its prompt.
+
+        If the code of a plugin raises, that is logged, and the problem is UNASKED: its prompt is
+        one sign, and its answers are not graded. Lack of memory and errors of the system are
+        raised, like those of environments built in, and those of prompt_tokens.
+        """
+        try:
+            problem = self.problem(index)
+            return problem, tuple(self.prompt_tokens(problem, target_length, tokenizer))
+        except OF_THIS_MACHINE:
+            raise
+        except Exception as error:
+            if not self.plugin:
+                raise
+            why = f"the environment {self.name} raised {error!r} when problem {index} was asked"
+            log.warning("%s; its rows are not trained on", why)
+            prompt = tokenizer.encode(_UNASKED_PROMPT, add_special_tokens=False)
+            return Problem(UNASKED, index, _UNASKED_PROMPT, "", unasked=why), tuple(prompt)
+
     def reply(
         self,
         problem: Problem,
@@ -264,7 +291,7 @@ class Environment(ABC):
         last; `ask` gets calls of the gateway's tools. Raises the same errors as chat.reply_around,
         and those of `ask`.
         """
-        if self.conversation is None:
+        if self.conversation is None or problem.unasked:
             return Reply()
         turns = texts_of(tokenizer, output_tokens, spans)[::2]
         try:
@@ -323,24 +350,27 @@ class Environment(ABC):
         (`spans`, see prime_core.rollout.SCHEMAS), the last turn is the answer, and the length is
         that of all model turns; `turn_rewards` are added. Environment messages are not graded.
 
-        If `check` or `turn_rewards` of a plugin raises, that is logged, and the row is ungraded;
-        lack of memory and errors of the system are raised, like those of environments built in."""
+        If the code of a plugin raises, that is logged, and the row is ungraded, as is that of a
+        problem that was not asked; lack of memory and errors of the system are raised, like those
+        of environments built in."""
+        if problem.unasked:
+            return Grade(0, {}, problem.unasked, ungraded=True)
         ranges = model_ranges(spans, len(output_tokens))
         start, end = ranges[-1]
         text, thought = decode_output(tokenizer, output_tokens[start:end]), None
-        if self.chat is not None:
-            opened = self._prompt(problem, target_length, tokenizer).rstrip().endswith(THINK)
-            if opened:
-                text = THINK + text
-            if self.chat.length == "thinking":
-                thought = sum(
-                    thinking_tokens(tokenizer, output_tokens[start:end], opened)
-                    for start, end in ranges
-                )
         generated = sum(end - start for start, end in ranges)
         said = texts_of(tokenizer, output_tokens, spans)[::2]
         earned: Sequence[int] = ()
         try:
+            if self.chat is not None:
+                opened = self._prompt(problem, target_length, tokenizer).rstrip().endswith(THINK)
+                if opened:
+                    text = THINK + text
+                if self.chat.length == "thinking":
+                    thought = sum(
+                        thinking_tokens(tokenizer, output_tokens[start:end], opened)
+                        for start, end in ranges
+                    )
             grade = self.grade(problem, target_length, text, generated, thought, said[:-1])
             if self.conversation is not None:
                 earned = tuple(self.turn_rewards(problem, said))

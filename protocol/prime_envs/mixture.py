@@ -67,7 +67,18 @@ class Mixture(Environment):
     def problem(self, index: int) -> Problem:
         self._require_index(index)
         part, number = self._place(index)
-        found = self._parts[part].problem(number)
+        return self._as_ours(part, self._parts[part].problem(number), index)
+
+    def ask(
+        self, index: int, target_length: int, tokenizer: Tokenizer
+    ) -> tuple[Problem, tuple[int, ...]]:
+        self._require_index(index)
+        part, number = self._place(index)
+        found, prompt = self._parts[part].ask(number, target_length, tokenizer)
+        return self._as_ours(part, found, index), prompt
+
+    def _as_ours(self, part: int, found: Problem, index: int) -> Problem:
+        """A part's problem as problem `index` of the mixture."""
         label = self._labels[part]
         return replace(
             found,

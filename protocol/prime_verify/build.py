@@ -95,8 +95,7 @@ def plan_rows(
     indices = problem_indices(seed, run, opening)
     rows = []
     for group, index in enumerate(indices):
-        problem = environment.problem(index)
-        prompt = tuple(environment.prompt_tokens(problem, lease.target, tokenizer))
+        problem, prompt = environment.ask(index, lease.target, tokenizer)
         for sample in range(run.samples_per_group):
             key = seeds.noise_seed(seed, group, sample)
             rows.append(PlannedRow(group, sample, problem, lease.target, prompt, key))

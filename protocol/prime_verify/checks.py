@@ -17,7 +17,7 @@ from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason, VerdictRow
 from prime_engine.base import Engine
-from prime_envs.base import Environment, Grade
+from prime_envs.base import UNASKED, Environment, Grade
 from prime_verify.build import PlannedRow, plan_rows
 from prime_verify.case import Case
 from prime_verify.finding import RulingError
@@ -138,8 +138,10 @@ def check_rows(
     engine: Engine,
 ) -> None:
     """Checks the structure of every row (void), then the data that the seed dictates (rejected).
+    Where the code of a plugin raised on one machine only, so that a problem was not asked there, no
+    one is accused.
 
-    Raises RulingError: WRONG_ROWS, MALFORMED; WRONG_TARGETS, WRONG_PROMPTS.
+    Raises RulingError: WRONG_ROWS, MALFORMED; VALIDATOR_CRASHED; WRONG_TARGETS, WRONG_PROMPTS.
     """
     if [(row.group, row.sample) for row in rows] != [(row.group, row.sample) for row in plan]:
         raise RulingError(
@@ -158,6 +160,13 @@ def check_rows(
                 f"row {number} has target {row.target_length}, not the lease's {due.target_length}",
             )
         if row.problem_id != due.problem.problem_id or row.prompt_tokens != due.prompt_tokens:
+            if due.problem.unasked:
+                raise RulingError(Reason.VALIDATOR_CRASHED, f"row {number}: {due.problem.unasked}")
+            if row.problem_id.rpartition("/")[2] == UNASKED:
+                raise RulingError(
+                    Reason.WRONG_ROWS,
+                    f"row {number} was not asked its problem, which is asked here",
+                )
             raise RulingError(
                 Reason.WRONG_PROMPTS,
                 f"row {number} was not asked problem {due.problem.problem_id!r} in the run's words",
@@ -332,7 +341,13 @@ CHECKS = (
     Check("engine", (Reason.POLICY_MISSING,), _load_engine),
     Check(
         "rows",
-        (Reason.WRONG_ROWS, Reason.MALFORMED, Reason.WRONG_TARGETS, Reason.WRONG_PROMPTS),
+        (
+            Reason.WRONG_ROWS,
+            Reason.MALFORMED,
+            Reason.WRONG_TARGETS,
+            Reason.WRONG_PROMPTS,
+            Reason.VALIDATOR_CRASHED,
+        ),
         _check_planned_rows,
     ),
     Check(

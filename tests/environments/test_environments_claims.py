@@ -15,12 +15,13 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import BUDGET_WORDING, Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
-from prime_envs.base import Grade, Problem, TaskScore
+from prime_envs.base import Grade, Problem, TaskScore, Tokenizer
 from prime_envs.crowd_check import NAMES as FINDINGS
 from prime_envs.environments.reverse import Reverse
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import BUILT_IN, Grader, grader_class
 from prime_envs.lengths import budgets_from
+from prime_envs.mixture import Mixture
 from prime_envs.registry import BUILT_IN as ENVIRONMENTS
 from prime_envs.registry import environment_class
 from prime_envs.sources import file_digest
@@ -40,6 +41,9 @@ def test_a_claim_is_refuted_by_another_grade_unless_time_decided_or_the_claimant
 
 class Characters:
     """One token a character."""
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        return list(map(ord, text))
 
     def decode(self, tokens: list[int], **_: bool) -> str:
         return "".join(map(chr, tokens))
@@ -68,6 +72,37 @@ class Fails(Reverse):
         if self.of_turns:
             raise self.of_turns
         yield 250_000
+
+
+class Unasked(Reverse):
+    """A plugin without its second problem."""
+
+    def problem(self, index: int) -> Problem:
+        if index == 1:
+            raise KeyError("no question")
+        return super().problem(index)
+
+
+def test_a_problem_that_a_plugin_cannot_ask_is_named_and_not_graded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    environment, tokenizer = Unasked({}, BUDGETS), cast(Tokenizer, Characters())
+    with pytest.raises(KeyError):
+        environment.ask(1, 6, tokenizer)
+    environment.plugin = True
+    assert environment.ask(2, 6, tokenizer)[0] == environment.problem(2)
+    problem, prompt = environment.ask(1, 6, tokenizer)
+    assert prompt == (ord("?"),)
+    grade = environment.grade_output(problem, 6, prompt, tokenizer)
+    why = "the environment reverse raised KeyError('no question') when problem 1 was asked"
+    assert (grade.reward_micro, grade.ungraded, grade.reason) == (0, True, why)
+    assert caplog.messages == [f"{why}; its rows are not trained on"]
+
+    mixture = Mixture([("a", 1, environment), ("b", 1, Reverse({}, BUDGETS))], BUDGETS)
+    mixed, prompt = mixture.ask(2, 6, tokenizer)
+    assert (mixed.problem_id, mixed.index) == ("a/unasked", 2)
+    assert mixture.grade_output(mixed, 6, prompt, tokenizer).ungraded
+    assert mixture.ask(3, 6, tokenizer)[0] == mixture.problem(3)
 
 
 def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(

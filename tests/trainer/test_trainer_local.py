@@ -592,3 +592,51 @@ def test_rows_that_an_environment_cannot_grade_are_not_trained_on(
     assert step["reward"] == pytest.approx(sum(graded) / len(graded))
     evaluations = read_lines(tmp_path / "out" / "evaluations.jsonl")
     assert all(0 < one["reward"]["count"] < 16 for one in evaluations)
+
+
+class FailsToAsk(Reverse):
+    """A plugin with errors: it lacks every fourth problem, and cannot word one of the others."""
+
+    name = "fails_to_ask"
+
+    def problem(self, index: int) -> Problem:
+        if index % 4 == 1:
+            raise KeyError("the row has no question")
+        return super().problem(index)
+
+    def prompt_text(self, problem: Problem, target_length: int) -> str:
+        if problem.index % 4 == 2:
+            raise ValueError("the row has no words")
+        return super().prompt_text(problem, target_length)
+
+
+@pytest.mark.usefixtures("_one_process_group")
+def test_problems_that_an_environment_cannot_ask_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prime_envs.registry.environment_class", lambda name: FailsToAsk)
+    source = written(tmp_path / "in")
+    source.write_text(source.read_text().replace('"reverse"', '"fails_to_ask"'))
+    flags = {"model": DEMO, "data": tmp_path / "out", "steps": 2}
+    settings = load(flags, source.with_suffix(".trainer.toml"))
+    options = Options(evaluate_every=1, problems=16, samples=1000, threads=1)
+    stop = threading.Event()
+
+    def stop_after_a_step(line: str) -> None:
+        if line.startswith("step 0"):
+            stop.set()
+
+    with pytest.raises(StoppedError):
+        run_local(source, settings, options, stop, stop_after_a_step)
+    run_local(source, settings, replace(options, resume=True), threading.Event())
+    samples = read_lines(tmp_path / "out" / "samples.jsonl")
+    ungraded = [one for one in samples if one["finish"] == "ungraded"]
+    assert 0 < len(ungraded) < len(samples)
+    assert {(one["problem"], one["prompt"]) for one in ungraded} == {("unasked", "<unk>")}
+    said = " ".join(caplog.messages)
+    for error in ("KeyError('the row has no question')", "ValueError('the row has no words')"):
+        assert f"the environment fails_to_ask raised {error} when problem " in said
+    steps = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert [step["applied"] for step in steps] == [True, True]
+    evaluations = read_lines(tmp_path / "out" / "evaluations.jsonl")
+    assert all(0 < one["reward"]["count"] < 16 for one in evaluations)

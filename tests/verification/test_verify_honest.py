@@ -123,6 +123,41 @@ def test_a_row_on_which_a_plugin_raises_is_paid_and_not_trained_on(
     assert world.judge(replace(honest, data=data)).reason is Reason.TAMPERED_REWARD
 
 
+def test_a_problem_on_which_a_plugin_raises_is_paid_and_accuses_no_one(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin that raises does so for node and validator, or on one of the two machines only."""
+    broken = environment_for(world.run)
+    problem = broken.problem
+
+    def raises(index: int) -> Problem:
+        if index % 2:
+            raise KeyError("row 3 has no question")
+        return problem(index)
+
+    monkeypatch.setattr(broken, "plugin", True)
+    monkeypatch.setattr(broken, "problem", raises)
+    other = type(world)(world.run, broken, world.engine)
+    honest, made = world.honest(8), other.honest(8)
+    rows = read_rollout_file(made.data).rows
+    unasked = [row.problem_id == "unasked" for row in rows]
+    assert set(unasked) == {True, False}, "take another lease"
+    found = other.judge(made)
+    assert found.outcome is Outcome.ACCEPTED, found
+    assert [row.ungraded for row in found.table] == unasked
+    assert found.units == sum(len(row.output_tokens) for row in rows)
+    found = world.judge(made)
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS)
+    found = other.judge(honest)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.VALIDATOR_CRASHED)
+    assert "the environment reverse raised KeyError('row 3 has no question')" in found.detail
+    first = unasked.index(False)
+    lie = replace(rows[first], prompt_tokens=rows[first].prompt_tokens[1:])
+    lies = [*rows[:first], lie, *rows[first + 1 :]]
+    data = write_rollout_file(lies, read_rollout_file(made.data).metadata)
+    assert other.judge(replace(made, data=data)).reason is Reason.WRONG_PROMPTS
+
+
 def test_the_same_inputs_give_the_same_finding(world: Any) -> None:
     file = world.honest(2)
     assert world.judge(file) == world.judge(file)

@@ -88,10 +88,7 @@ def measured_prompt(run: RunDefinition, folder: Path) -> int:
         )
         target = max(run.budgets.targets)
         count = min(SAMPLED_PROMPTS, run.environment.train_size)
-        sizes = [
-            len(environment.prompt_tokens(environment.problem(i), target, tokenizer))
-            for i in range(count)
-        ]
+        sizes = [len(environment.ask(i, target, tokenizer)[1]) for i in range(count)]
     finally:
         environment.close()
     return round(sum(sizes) / count)

@@ -46,7 +46,7 @@ from prime_core.rollout import Rollout
 from prime_core.run import MICRO, RunDefinition
 from prime_core.waiting import StoppedError, interruptible
 from prime_engine.base import Discard, Engine
-from prime_envs.base import Grade
+from prime_envs.base import UNASKED, Grade, Problem
 from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
 from prime_envs.shares import pass_at_k
@@ -501,6 +501,7 @@ class Local:
             else [
                 {
                     "index": one.problem.index,
+                    "unasked": one.problem.unasked,
                     "target": one.target,
                     "grades": [vars(grade) for grade in one.grades],
                 }
@@ -568,7 +569,9 @@ class Local:
         if state["first"] is not None:
             self.first = [
                 Answered(
-                    self.environment.problem(one["index"]),
+                    Problem(UNASKED, one["index"], "", "", unasked=one["unasked"])
+                    if one["unasked"]
+                    else self.environment.problem(one["index"]),
                     one["target"],
                     tuple(Grade(**grade) for grade in one["grades"]),
                 )

@@ -58,9 +58,8 @@ def graded_again(
 ) -> Grade | None:
     """The grade of a row that answers `problem` of the environment; None if the row asks something
     else. Raises the errors of the environment."""
-    asked = environment.problem(problem)
-    prompt = environment.prompt_tokens(asked, row.target_length, tokenizer)
-    if (asked.problem_id, prompt) != (row.problem_id, list(row.prompt_tokens)):
+    asked, prompt = environment.ask(problem, row.target_length, tokenizer)
+    if (asked.problem_id, prompt) != (row.problem_id, tuple(row.prompt_tokens)):
         return None
     return environment.grade_output(
         asked, row.target_length, row.output_tokens, tokenizer, row.spans

@@ -202,9 +202,12 @@ def answer(
     size = max(1, ROWS // samples)
     for start in range(0, len(indices), size):
         numbers = range(start, min(len(indices), start + size))
-        asked = {number: environment.problem(indices[number]) for number in numbers}
+        asked = {
+            number: environment.ask(indices[number], targets[number], engine.tokenizer)
+            for number in numbers
+        }
         if kept is not None:
-            known = [kept.get(number, asked[number], targets[number]) for number in numbers]
+            known = [kept.get(number, asked[number][0], targets[number]) for number in numbers]
             if None not in known:
                 yield [one for one in known if one is not None]
                 continue
@@ -214,17 +217,15 @@ def answer(
                 sample=sample,
                 problem=problem,
                 target_length=targets[number],
-                prompt_tokens=tuple(
-                    environment.prompt_tokens(problem, targets[number], engine.tokenizer)
-                ),
+                prompt_tokens=prompt,
                 noise_seed=seeds.noise_seed(source, number, sample),
             )
-            for number, problem in asked.items()
+            for number, (problem, prompt) in asked.items()
             for sample in range(samples)
         ]
         made = iter(generate_rows(plan, run, engine, Discard(), environment, gateway))
         found = []
-        for number, problem in asked.items():
+        for number, (problem, _) in asked.items():
             grades = []
             for _ in range(samples):
                 row = next(made)
