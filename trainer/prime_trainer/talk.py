@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from prime_core.run import Chat, Conversation, RunDefinition
 from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs import tools
 from prime_envs.base import decode_output
-from prime_envs.chat import messages_of, prompt_tokens, render, reply_tokens
+from prime_envs.chat import (
+    messages_of,
+    prompt_tokens,
+    render,
+    reply_tokens,
+    tokens_with_plain_words,
+)
 from prime_envs.samples import SpanKind
 from prime_envs.search import SearchIndex
 
@@ -45,12 +51,6 @@ def rendered_text(
         if not isinstance(token, list)
     }
     return render(tokenizer.chat_template, messages, special, tools)
-
-
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-    """The tokens of `rendered_text`."""
-    text = rendered_text(tokenizer, messages)
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def policy_in(place: Path) -> tuple[Path, Path | None]:
@@ -99,8 +99,8 @@ class Talk:
     `index`: what tools.load_tools returned for it.
 
     With tools, the prompt of a turn is made as training makes it: the tokens so far, then those of
-    the message, whose special tokens are not parsed. Without tools, the template renders the whole
-    conversation for each question.
+    the message. Without tools, the template renders the whole conversation for each question.
+    Special tokens in questions and answers are not parsed.
     """
 
     engine: Engine
@@ -108,7 +108,8 @@ class Talk:
     how: Answering = Answering()
     conversation: Conversation | None = None
     index: SearchIndex | None = None
-    _messages: list[dict[str, str]] = field(default_factory=list, init=False)
+    _said: list[str] = field(default_factory=list, init=False)
+    """Questions and answers in turn, without tools."""
     _tokens: tuple[int, ...] = field(default=(), init=False)
     _ended: bool = field(default=True, init=False)
     """Whether the newest turn of the model ended with an end token."""
@@ -116,19 +117,24 @@ class Talk:
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
         """Yields the turns that answer a question: the model's, and between them the tools'.
         Raises MalformedError if the conversation does not fit the model, and the same errors as
-        chat.reply_around if it has tools."""
+        chat.reply_around if it has tools, else those of chat.tokens_with_plain_words."""
         chat = self.chat
         if self.how.budget is None:
             chat = chat.model_copy(update={"budget": ""})
         tokenizer = self.engine.tokenizer
         if self.conversation is None:
-            if self._messages:
-                self._messages.append({"role": "user", "content": question})
-            else:
-                self._messages = messages_of(chat, question, self.how.budget or 0)
-            self._tokens = rendered(tokenizer, self._messages)
+            said = [*self._said, question]
+
+            def written(mark: Callable[[str], str]) -> str:
+                messages = messages_of(chat, mark(said[0]), self.how.budget or 0)
+                for number, text in enumerate(said[1:], start=1):
+                    role = "assistant" if number % 2 else "user"
+                    messages.append({"role": role, "content": mark(text)})
+                return rendered_text(tokenizer, messages)
+
+            self._tokens = tokens_with_plain_words(written, tokenizer)
             text = self._generate()[0]
-            self._messages.append({"role": "assistant", "content": text})
+            self._said = [*said, text]
             yield "answer", text
             return
         if self._tokens:
@@ -142,10 +148,10 @@ class Talk:
             yield "answer", text
             if not ended or len(turns) >= self.conversation.turns:
                 return
-            said = tools.answer(turns, self.conversation, self.index)
-            if said is None:
+            answer = tools.answer(turns, self.conversation, self.index)
+            if answer is None:
                 return
-            reply = tools.cut(said.text, self.conversation)
+            reply = tools.cut(answer.text, self.conversation)
             self._append(self.conversation.role, reply)
             yield "environment", reply
 
