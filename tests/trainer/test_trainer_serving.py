@@ -331,7 +331,7 @@ class Says:
     """An engine that always says the same, and keeps its prompts."""
 
     def __init__(self, text: str, template: str = SHOWS_TOOLS) -> None:
-        self.tokenizer = character_tokenizer(CHARACTERS + '<>_{}"[]ABCDEF')
+        self.tokenizer = character_tokenizer(CHARACTERS + '`<>_{}"[]ABCDEF')
         self.tokenizer.add_tokens(["|stop|"], special_tokens=True)
         self.tokenizer.chat_template = template
         self.text, self.prompts = text, list[str]()
@@ -429,6 +429,56 @@ def test_calls_of_a_clients_tools_come_as_tool_calls_and_go_back() -> None:
             assert "tool_calls" not in choice["message"]
 
 
+def test_several_calls_in_one_answer_are_several_tool_calls() -> None:
+    second = '<tool_call>{"name": "other", "arguments": {"a": "1"}}</tool_call>'
+    third = '</tool_call><tool_call>{"name": "none", "arguments": {}}</tool_call>'
+    _, served = says(f"{ADDS} and {second} {third}<tool_call>{{</tool_call>{ADDS}")
+    body: dict[str, Any] = {"messages": HI, "tools": [ADD, OTHER]}
+
+    def names(answer: dict[str, Any]) -> list[str]:
+        return [call["function"]["name"] for call in answer["choices"][0]["message"]["tool_calls"]]
+
+    with served_by(served) as client:
+        assert names(ask(client, "/chat/completions", **body)) == ["add", "other", "add"]
+        one = ask(client, "/chat/completions", **body, parallel_tool_calls=False)
+        assert names(one) == ["add"]
+        *_, last = events(client, "/chat/completions", **body)
+    assert [call["index"] for call in last["choices"][0]["delta"]["tool_calls"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("talk", "choice", "begun", "said", "arguments"),
+    [
+        (None, "required", "<tool_call>\n", '{"name": "add", "arguments": {"a": 2}}</tool_call>',
+         '{"a": "2"}'),
+        (None, "add", '<tool_call>\n{"name": "add", "arguments": ', '{"a": 2}}</tool_call>',
+         '{"a": "2"}'),
+        ("tag-1", "required", "<calculator>", "2*3</calculator>", '{"input": "2*3"}'),
+        ("tag-1", "calculator", "<calculator>", "2*3</calculator>", '{"input": "2*3"}'),
+        ("fence-1", "calculator", "```\n", "2*3```", '{"input": "2*3"}'),
+    ],
+)  # fmt: skip
+def test_an_answer_begins_with_the_call_that_the_client_wants(
+    talk: str | None, choice: str, begun: str, said: str, arguments: str
+) -> None:
+    conversation, tools = None, [ADD, OTHER]
+    if talk is not None:
+        conversation = Conversation(turns=3, tools=("calculator-1",), calls=talk)  # type: ignore[arg-type]
+        tools = [CALCULATOR]
+    engine, served = says(said, conversation)
+    wanted = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    body: dict[str, Any] = {"messages": HI, "tools": tools, "tool_choice": wanted}
+    with served_by(served) as client:
+        (found,) = ask(client, "/chat/completions", **body)["choices"]
+        assert engine.prompts[0].endswith(f"u:hi|stop|a:{begun}")
+        assert found["message"]["content"] == begun + said
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["arguments"] == arguments
+        pieces = events(client, "/chat/completions", **body)
+    text = "".join(one["choices"][0]["delta"]["content"] for one in pieces)
+    assert text == begun + said
+
+
 OTHER = {"type": "function", "function": {"name": "other"}}
 CALCULATOR = {"type": "function", "function": {"name": "calculator"}}
 
@@ -466,7 +516,16 @@ def called(arguments: str) -> list[dict[str, Any]]:
     ("body", "says"),
     [
         ({"messages": HI, "tools": [ADD]}, "does not show tools"),
-        ({"messages": HI, "tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HI, "tools": [ADD], "tool_choice": "always"}, "tool_choice"),
+        ({"messages": HI, "tool_choice": "required"}, "a call of a tool, which is not in tools"),
+        (
+            {
+                "messages": HI,
+                "tools": [ADD],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "a call of other",
+        ),
         ({"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"messages": [{"role": "root", "content": "hi"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": None}]}, "needs a content"),

@@ -1,17 +1,19 @@
 """Requests of OpenAI's API, the tokens that ask them, and calls of tools in the answers.
 
 A client's words are ordinary text: special tokens in them are not parsed. Calls are read as in the
-conversations of runs (prime_envs/tools.py): one a turn, the first. A client that offers tools of
-the served policy's run gets its syntax, and the policy is asked as in training, without schemas.
-Tools of the client are shown by the chat template, and their calls are JSON in `<tool_call>` tags.
-The content of an answer has the call as the model wrote it.
+conversations of runs (prime_envs/tools.py). A client that offers tools of the served policy's run
+gets its syntax, one call a turn, and the policy is asked as in training, without schemas. Tools of
+the client are shown by the chat template, and their calls are JSON in `<tool_call>` tags. The
+content of an answer has the calls as the model wrote them. Where the client wants a call, the
+answer is begun with one; nothing forces the model to complete it.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import Chat, Conversation
 from prime_envs.chat import messages_of, tokens_with_plain_words
-from prime_envs.tools import first_call, tool_word
+from prime_envs.tools import ToolCall, first_call, tool_word
 from prime_trainer.talk import rendered_text
 
 SEEDS = 1 << 62
@@ -139,12 +141,26 @@ class ToolSchema(BaseModel):
         return {"type": self.type, "function": given}
 
 
+class NamedFunction(BaseModel):
+    """The function of a NamedTool."""
+
+    name: Name
+
+
+class NamedTool(BaseModel):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(SamplingRequest):
     """Body of /v1/chat/completions. `budget` is an extension: tokens of thinking to ask for."""
 
     messages: list[Message] = Field(min_length=1)
     tools: list[ToolSchema] | None = Field(default=None, max_length=MOST_TOOLS)
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(default=None, ge=1)
     budget: int | None = Field(default=None, ge=0)
 
@@ -154,6 +170,21 @@ class ChatRequest(SamplingRequest):
         if self.tool_choice == "none":
             return frozenset()
         return frozenset(tool.function.name for tool in self.tools or ())
+
+    @property
+    def required(self) -> str | None:
+        """The tool that the model has to call; "" if it may choose one, None if it need not call.
+        Raises MalformedError if that tool is not offered."""
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        name = ""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+        if name not in self.offered | {""} or not self.offered:
+            raise MalformedError(
+                f"tool_choice wants a call of {name or 'a tool'}, which is not in tools"
+            )
+        return name
 
 
 class CompletionRequest(SamplingRequest):
@@ -181,16 +212,53 @@ def call_syntax(asked: ChatRequest, conversation: Conversation | None) -> Conver
 
 
 def calls_in(text: str, asked: ChatRequest, conversation: Conversation | None) -> list[Any]:
-    """The valid call of an offered tool in an answer, in OpenAI's format, as a list."""
+    """The valid calls of offered tools in an answer, in OpenAI's format: of a client's own tools
+    up to MOST_TOOLS, unless it wants one."""
     syntax = call_syntax(asked, conversation)
-    call = None if syntax is None else first_call(text, syntax)
-    if call is None or call.problem or call.tool not in asked.offered:
+    if syntax is None:
         return []
-    function = {
-        "name": call.tool,
-        "arguments": json.dumps(dict(call.arguments), ensure_ascii=False),
-    }
-    return [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}]
+    most = MOST_TOOLS if syntax is CLIENTS and asked.parallel_tool_calls else 1
+    wanted = {asked.required} if asked.required else asked.offered
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {
+                "name": call.tool,
+                "arguments": json.dumps(dict(call.arguments), ensure_ascii=False),
+            },
+        }
+        for call in islice(_calls(text, syntax), most)
+        if not call.problem and call.tool in wanted
+    ]
+
+
+def _calls(text: str, syntax: Conversation) -> Iterator[ToolCall]:
+    """The calls in an answer, one after another; of another syntax than CLIENTS only the first."""
+    while (call := first_call(text, syntax)) is not None:
+        yield call
+        if syntax is not CLIENTS:
+            return
+        text = text.partition("<tool_call>")[2].partition("</tool_call>")[2]
+
+
+def beginning(asked: ChatRequest, conversation: Conversation | None) -> str:
+    """The text with which the answer begins: that of a call if the client wants one, else none.
+    Raises MalformedError for a call of a tool that is not offered, or for one of several tools if
+    the run's syntax begins a call with the tool's name."""
+    syntax, name = call_syntax(asked, conversation), asked.required
+    if name is None:
+        return ""
+    assert syntax is not None
+    if syntax.calls == "hermes-1":
+        return "<tool_call>\n" + (f'{{"name": "{name}", "arguments": ' if name else "")
+    if syntax.calls == "fence-1":
+        return "```\n"
+    if not name and len(asked.offered) > 1:
+        raise MalformedError(
+            "a call of this run's tools begins with the tool's name: name it in tool_choice"
+        )
+    return f"<{name or min(asked.offered)}>"
 
 
 def chat_tokens(

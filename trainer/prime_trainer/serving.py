@@ -42,6 +42,7 @@ from prime_trainer.openai_requests import (
     ChatRequest,
     CompletionRequest,
     SamplingRequest,
+    beginning,
     calls_in,
     chat_tokens,
 )
@@ -170,13 +171,18 @@ class Served:
         if model not in (None, "", self.name):
             raise NotFoundError(f"the model {model!r} is not served here; {self.name!r} is")
 
-    def chat_prompt(self, asked: ChatRequest) -> tuple[int, ...]:
-        """The tokens that ask a conversation; see openai_requests.chat_tokens. Raises its errors,
-        and UserError for a model without a chat template."""
+    def chat_prompt(self, asked: ChatRequest, begun: str = "") -> tuple[int, ...]:
+        """The tokens that ask a conversation, and those of the text that its answer begins with;
+        see openai_requests.chat_tokens. Raises its errors, and UserError for a model without a chat
+        template."""
         if self.chat is None:
             raise UserError("the model has no chat template", hint="ask /v1/completions")
         budget = self.budget if asked.budget is None else asked.budget
-        return chat_tokens(asked, self.chat, self.conversation, budget, self.engine.tokenizer)
+        tokenizer = self.engine.tokenizer
+        return (
+            *chat_tokens(asked, self.chat, self.conversation, budget, tokenizer),
+            *tokenizer.encode(begun, add_special_tokens=False),
+        )
 
     def raw_prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
         """The tokens of raw prompts, without special tokens, as runs encode them."""
@@ -186,15 +192,18 @@ class Served:
             for one in asked.prompts()
         ]
 
-    def jobs(self, prompts: Sequence[tuple[int, ...]], asked: SamplingRequest) -> list[_Listener]:
-        """Passes `n` rows per prompt to the engine; returns their listeners in order."""
+    def jobs(
+        self, prompts: Sequence[tuple[int, ...]], asked: SamplingRequest, begun: str
+    ) -> list[_Listener]:
+        """Passes `n` rows per prompt to the engine; returns their listeners in order. `begun`: the
+        text of the prompts that the answers begin with."""
         limit = asked.max_tokens or self.max_tokens
         greedy = asked.temperature < LEAST_TEMPERATURE
         first = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         found = []
         for number, prompt in enumerate(p for p in prompts for _ in range(asked.n)):
             seed = None if greedy else (first + number) % SEEDS
-            listener = _Listener(self.engine.tokenizer, asked.stops)
+            listener = _Listener(self.engine.tokenizer, asked.stops, begun)
             request = GenerationRequest(prompt, limit, seed)
             temperature = 1.0 if greedy else asked.temperature
             self.batcher.submit(Job(request, temperature, listener.receive))
@@ -205,8 +214,8 @@ class Served:
 class _Listener:
     """Turns the tokens of one row into text, in the server's event loop."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str], begun: str) -> None:
+        self._tokenizer, self._stops, self._begun = tokenizer, stops, begun
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[int | Generation | Exception] = asyncio.Queue()
 
@@ -231,7 +240,7 @@ class _Listener:
                     end, tokens = one, list(one.output_tokens)
                 else:
                     tokens.append(one)
-            text = decode_output(self._tokenizer, tokens)
+            text = self._begun + decode_output(self._tokenizer, tokens)
             cuts = [text.index(stop) for stop in self._stops if stop in text]
             if cuts:
                 yield Spoken(text[said : min(cuts)], len(tokens), "stop")
@@ -270,7 +279,9 @@ def application(served: Served) -> FastAPI:
         def calls(text: str) -> list[Any]:
             return calls_in(text, asked, served.conversation)
 
-        return await _answer(served, [served.chat_prompt(asked)], asked, "chat.completion", calls)
+        begun = beginning(asked, served.conversation)
+        prompt = served.chat_prompt(asked, begun)
+        return await _answer(served, [prompt], asked, "chat.completion", calls, begun)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest) -> Response:
@@ -328,11 +339,13 @@ async def _answer(
     asked: SamplingRequest,
     kind: str,
     calls: Calls = lambda _text: [],
+    begun: str = "",
 ) -> Response:
-    """The response to one request; `kind` is its `object`, `calls` finds the calls in an answer."""
+    """The response to one request; `kind` is its `object`, `calls` finds the calls in an answer,
+    `begun` is the text of the prompts that the answers begin with."""
     if asked.stream and len(prompts) * asked.n > 1:
         raise MalformedError("a stream has one answer: ask with n = 1 and one prompt")
-    listeners = served.jobs(prompts, asked)
+    listeners = served.jobs(prompts, asked, begun)
     read = sum(map(len, prompts))
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
