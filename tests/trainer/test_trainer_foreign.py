@@ -3,6 +3,9 @@
 - reasoning-gym: its family `spell_backward`, by the environment `reasoning_gym`
 - staros-stardata: its lipograms, by the environment `verifiers`. The package has rows and a reward
   function for verifiers before 1; `LIPOGRAMS` is the class that verifiers v1 asks for around them.
+- textarena: its game GuessTheNumber-v0, of several turns, by the environment `verifiers`, played by
+  that package's own TextArenaEnv. `GUESSES` selects it: the taskset there has other games only,
+  and downloads lists of words.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import reasoning_gym
 from safetensors.torch import load_file
 
 from bench.textmodel import build_model, build_tokenizer
+from prime_engine.tiny import character_tokenizer
 from prime_envs.environments.verifiers import VARIABLE
 from prime_trainer import local as local_module
 from prime_trainer.config import load
@@ -29,7 +33,7 @@ from prime_trainer.parallel import World
 
 STEPS = 3
 RUN = """name = "foreign"
-max_output_tokens = 24
+max_output_tokens = {tokens}
 samples_per_group = 8
 groups_per_lease = 2
 groups_per_batch = 2
@@ -43,7 +47,7 @@ heldout_size = 8
 [budgets]
 targets = [8]
 penalty_micro = 0
-"""
+{more}"""
 LIPOGRAMS = """
 import verifiers.v1 as vf
 from stardata.envs.constraint_gym import build_lipogram_dataset, lipogram_reward
@@ -75,6 +79,45 @@ for line in sys.stdin:
     print(lipogram_reward(answer, info=info))
 """
 """Scores answers by the package alone. The model reads ASCII only."""
+GUESSES = """
+import random
+import textarena
+import verifiers.v1 as vf
+from verifiers.v1.tasksets.textarena import TextArenaData, TextArenaEnv, TextArenaTask
+
+class GuessTaskset(vf.Taskset[TextArenaTask, vf.TasksetConfig]):
+    def load(self):
+        for seed in range(56):
+            random.seed(seed)
+            game = textarena.make("GuessTheNumber-v0")
+            game.reset(num_players=1)
+            info = {"game": "GuessTheNumber-v0", "seed": seed}
+            prompt = str(game.get_observation()[1])
+            yield TextArenaTask(TextArenaData(name=str(seed), prompt=prompt, info=info),
+                                self.config.task)
+
+__all__ = ["GuessTaskset", "TextArenaEnv"]
+"""
+PLAYS = """
+import json, random, sys
+import textarena
+from verifiers.v1.utils import loaders
+wanted = loaders.resolve_env_config({"taskset": {"id": "prime_guesses"}})
+seeds = {task.key: task.data.info["seed"] for task in loaders.load_environment(wanted).taskset}
+for line in sys.stdin:
+    problem, turns = json.loads(line)
+    random.seed(seeds[problem])
+    game = textarena.make("GuessTheNumber-v0")
+    game.reset(num_players=1)
+    said = []
+    for turn in turns:
+        game.step(turn)
+        if game.state.done:
+            break
+        said.append(str(game.get_observation()[1]).split("[GAME]")[-1].strip())
+    print(json.dumps([game.state.rewards[0] if game.state.done else 0.0, said]))
+"""
+"""Plays the games of problems by the package alone."""
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +137,40 @@ def trained(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     world: World,
+    *,
+    steps: int = STEPS,
+    tokens: int = 24,
+    more: str = "",
 ) -> list[dict[str, Any]]:
-    """Trains STEPS policies; returns all rows generated, and checks that each step changed the
-    weights."""
+    """Trains `steps` policies; returns all rows generated, and checks that each step changed the
+    weights. `tokens`: of a row at most; `more`: further tables of the run."""
     monkeypatch.setattr(local_module, "joined_world", lambda: nullcontext(world))
     source, out = folder / "run.toml", folder / "out"
-    source.write_text(RUN.format(name=name, arguments=arguments))
-    settings = load({"model": model, "data": out, "steps": STEPS, "learning_rate": 3e-3,
+    source.write_text(RUN.format(name=name, arguments=arguments, tokens=tokens, more=more))
+    settings = load({"model": model, "data": out, "steps": steps, "learning_rate": 3e-3,
                      "warmup_steps": 0})  # fmt: skip
     options = Options(evaluate_every=0, samples=10**6, threads=1)
     run_local(source, settings, options, threading.Event(), lambda _: None)
     lines = read_lines(out / "metrics.jsonl")
-    assert [line["applied"] for line in lines] == [True] * STEPS
+    assert [line["applied"] for line in lines] == [True] * steps
     assert all(line["gradient_norm"] > 0 for line in lines)
     before, after = (load_file(at / "model.safetensors") for at in (model, out / "model"))
     assert any((before[key] != after[key]).any() for key in before)
     samples = read_lines(out / "samples.jsonl")
-    assert {sample["policy"] for sample in samples} == set(range(STEPS))
+    assert {sample["policy"] for sample in samples} == set(range(steps))
     return samples
+
+
+def interpreter(package: str, module: str) -> str:
+    """The interpreter that has verifiers and `package`; skips the test if there is none."""
+    python = os.environ.get(VARIABLE, "")
+    look = [python, "-c", f"import verifiers.v1, {module}"]
+    if not python or subprocess.run(look, capture_output=True, check=False).returncode != 0:
+        pytest.skip(
+            f"verifiers and {package} are not installed: scripts/setup_verifiers.sh, and "
+            f"{VARIABLE}=<its folder>/bin/python"
+        )
+    return python
 
 
 @pytest.mark.slow
@@ -134,13 +193,7 @@ def test_reasoning_gym_trains_by_its_own_scorer(
 def test_a_package_of_prosody_graders_trains_through_the_verifiers_adapter(
     tmp_path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
-    python = os.environ.get(VARIABLE, "")
-    look = [python, "-c", "import verifiers.v1, stardata.envs.constraint_gym"]
-    if not python or subprocess.run(look, capture_output=True, check=False).returncode != 0:
-        pytest.skip(
-            f"verifiers and staros-stardata are not installed: scripts/setup_verifiers.sh, and "
-            f"{VARIABLE}=<its folder>/bin/python"
-        )
+    python = interpreter("staros-stardata", "stardata.envs.constraint_gym")
     (tmp_path / "prime_lipograms.py").write_text(LIPOGRAMS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     taskset = '{ environment = "prime_lipograms" }'
@@ -152,3 +205,31 @@ def test_a_package_of_prosody_graders_trains_through_the_verifiers_adapter(
     own = [float(line) for line in scored.stdout.split()]
     assert [sample["reward"] for sample in samples] == pytest.approx(own, abs=1e-6)
     assert len(set(own)) > 1
+
+
+@pytest.mark.slow
+def test_a_game_of_several_turns_trains_through_the_verifiers_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """The model writes the digits 1 and 2 only, so that some of its guesses are numbers."""
+    python = interpreter("textarena", "textarena")
+    model, tokenizer = tmp_path / "digits", character_tokenizer("\n12?")
+    build_model(len(tokenizer), hidden=64, layers=2).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "prime_guesses.py").write_text(GUESSES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    samples = trained(
+        tmp_path, "verifiers", '{ environment = "prime_guesses" }', model, monkeypatch, world,
+        steps=1, tokens=460, more='[conversation]\nturns = 4\ntools = []\ncalls = "hermes-1"\n',
+    )  # fmt: skip
+    asked = [json.dumps([one["problem"], one["turns"][::2]]) + "\n" for one in samples]
+    played = subprocess.run(
+        [python, "-c", PLAYS], input="".join(asked), capture_output=True, text=True, check=True
+    )
+    own = [json.loads(line) for line in played.stdout.splitlines()]
+    assert [one["reward"] for one in samples] == pytest.approx([reward for reward, _ in own])
+    assert len({reward for reward, _ in own}) > 1
+    for sample, (_, said) in zip(samples, own, strict=True):
+        shown = ["".join(sign if sign in "12" else "?" for sign in text) for text in said]
+        assert sample["turns"][1::2] == shown[: len(sample["turns"]) // 2]
+    assert max(len(sample["turns"]) for sample in samples) >= 5
