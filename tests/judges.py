@@ -168,7 +168,7 @@ class Bench:
         backend, run = self.backend, self.backend.context.run
         claim, promise = job.submission.submission, job.lease.lease
         draw = self.draws.draw(job)
-        accepted = reason is Reason.NONE
+        drawn = range(run.least_drawn(run.rows_per_lease) if reason is Reason.NONE else 0)
         table = VerdictTable(
             submission_digest=job.submission_digest,
             sha256=claim.sha256,
@@ -176,8 +176,7 @@ class Bench:
             step=promise.step,
             rows=tuple(rows),
             draw_secret=draw.secret,
-            rows_drawn=tuple(range(run.least_drawn(run.rows_per_lease))) if accepted else (),
-            **fields,
+            **{"rows_drawn": tuple(drawn), **fields},
         )
         evidence = ZERO_DIGEST
         if reason.outcome is Outcome.REJECTED:

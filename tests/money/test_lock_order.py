@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from judges import judge_of
 from money_kit import RUN, ManagerSide, key, open_manager
 
-from prime_core.ids import ZERO_DIGEST
+from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.verdict import Reason
+from prime_orchestrator.manager import reviews
 from prime_orchestrator.manager.indexer import derive
 from prime_orchestrator.manager.planting import Planted, reveal
+from prime_orchestrator.manager.roots import void_unrooted
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void, void_unjudged
 from prime_orchestrator.store import chain, jobs, lock, meta, nodes, submissions
+from prime_orchestrator.store.submissions import SubmissionRow
 
-NODE = key(10)
+NODE, OTHER = key(10), key(11)
 
 
 @pytest.fixture
@@ -135,3 +139,103 @@ def test_a_verdict_waits_for_no_writer_that_waits_for_its_file(
         assert nodes.lock_row(connection, node) is not None
     writing.join(30)
     assert not failures
+
+
+def until_blocked(mgr: ManagerSide, thread: threading.Thread) -> None:
+    """Waits until `thread` waits for a lock, or has ended."""
+    blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+    while thread.is_alive():
+        with mgr.store.read() as connection:
+            if connection.execute(blocked).scalar_one():
+                return
+        thread.join(0.01)
+
+
+@pytest.fixture
+def unrooted(mgr: ManagerSide) -> tuple[threading.Thread, list[Exception]]:
+    """A thread that voids what was never rooted, and what it raised."""
+    failures: list[Exception] = []
+
+    def end() -> None:
+        try:
+            void_unrooted(mgr.store, mgr.context, mgr.now)
+        except Exception as error:
+            failures.append(error)
+
+    return threading.Thread(target=end), failures
+
+
+def never_rooted(mgr: ManagerSide, row: SubmissionRow) -> None:
+    """All files up to this one will never be rooted."""
+    last = row.signed().submission.valid_until + mgr.context.deployment.periods.accountable
+    with mgr.store.begin() as connection:
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(last + RUN.epoch_seconds + 1))
+
+
+@pytest.mark.postgres
+def test_a_verdict_that_sends_another_file_back_waits_in_no_circle_with_the_end_of_both(
+    mgr: ManagerSide,
+    unrooted: tuple[threading.Thread, list[Exception]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ending, failures = unrooted
+    shared = {"f" * 32: True}
+    rows = [mgr.submit(NODE) for _ in range(2)]
+    for row in rows:
+        job = mgr.bench.claim()
+        assert job is not None
+        assert job.submission_digest == row.digest
+        drawn = tuple(range(RUN.rows_per_lease if row is rows[1] else RUN.rows_per_lease - 1))
+        mgr.bench.say(job, Reason.NONE, mgr.table_rows(), marks=shared, rows_drawn=drawn)
+        if row is rows[0]:
+            assert judge_of(mgr.backend).tick() == [row.digest]
+    never_rooted(mgr, rows[1])
+    real, sent = reviews.send_back, list[Digest]()
+
+    def send_back(*args: Any) -> list[Digest]:
+        ending.start()
+        until_blocked(mgr, ending)
+        sent.extend(real(*args))
+        return sent
+
+    monkeypatch.setattr(reviews, "send_back", send_back)
+    assert judge_of(mgr.backend).tick() == [rows[1].digest]
+    ending.join(30)
+    assert failures == []
+    assert sent == [rows[0].digest]
+    assert {mgr.row(row.digest).status for row in rows} == {"void"}
+
+
+@pytest.mark.postgres
+def test_verdicts_on_several_nodes_wait_in_no_circle_with_the_end_of_their_files(
+    mgr: ManagerSide,
+    unrooted: tuple[threading.Thread, list[Exception]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both write how many files of each node were accepted."""
+    ending, failures = unrooted
+    mgr.admit(OTHER)
+    first, second = sorted((NODE, OTHER), key=lambda one: one.address)
+    late = [mgr.judge(mgr.submit(node)) for node in (second, first)]
+    mgr.now.time += 100
+    files = [mgr.submit(node) for node in (first, second)]
+    for _ in files:
+        job = mgr.bench.claim()
+        assert job is not None
+        mgr.bench.say(job, Reason.NONE, mgr.table_rows())
+    never_rooted(mgr, late[-1])
+    real = submissions.set_verdicts
+
+    def set_verdicts(connection: sa.Connection, rows: list[SubmissionRow]) -> None:
+        assert [row.node for row in rows] == [first.address, second.address]
+        real(connection, rows[:1])
+        ending.start()
+        until_blocked(mgr, ending)
+        real(connection, rows[1:])
+
+    monkeypatch.setattr(submissions, "set_verdicts", set_verdicts)
+    assert judge_of(mgr.backend).tick() == [row.digest for row in files]
+    ending.join(30)
+    assert failures == []
+    assert [mgr.row(row.digest).status for row in late] == ["void", "void"]

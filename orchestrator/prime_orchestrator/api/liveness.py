@@ -335,6 +335,7 @@ class LifeTicks:
         """Deletes what is no longer needed."""
         backend = self._backend
         with backend.store.begin() as connection:
+            lock(connection, "row_marks")  # a verdict deletes some, too
             sessions.forget(connection, now)
             challenges.forget(connection, now)
             row_marks.forget(connection, now)

@@ -385,11 +385,11 @@ class Judge:
         """Accepts plain files in one transaction; returns those that it accepted. It leaves out
         files that changed, whose rows are locked, or that share rows with other files."""
         with self.store.begin() as connection:
+            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
             digests = [one.row.digest for one, _ in plain]
             held = jobs.lock_free(connection, digests)
             given = opinions.of_those(connection, digests)
             appointed = chain.appointed(connection, self.context.pool)
-            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
             rows = submissions.lock_free(connection, digests)
             same = {
                 one.row.digest: (one, verdict)
@@ -401,7 +401,11 @@ class Judge:
             }
             marks = {digest: verdict.chosen.table.marks for digest, (_, verdict) in same.items()}
             fresh = row_marks.unshared(connection, marks)
-            accepted = [same[digest] for digest in same if digest in fresh]
+            # `tallies` are written by node and kind of file, as `shadows.forget` writes them
+            accepted = sorted(
+                (same[digest] for digest in same if digest in fresh),
+                key=lambda pair: (pair[0].row.node, pair[0].row.shadow),
+            )
             now = self.now()
             nodes.lock_rows(connection, {one.row.node for one, _ in accepted})
             row_marks.remember_all(
@@ -424,7 +428,18 @@ class Judge:
         """Decides one file. Returns False if it needs another opinion, has more by now, or already
         has a verdict."""
         digest, found, faults = one.row.digest, one.found, dict(one.faults)
+        whole = [said.table.marks for said in found if said.whole]
         with self.store.begin() as connection:
+            if whole:
+                lock(connection, "assignments")  # before rows of several jobs
+            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
+            if whole:  # reviews.send_back may reopen them
+                sharing = {
+                    other
+                    for marks in whole
+                    for other in row_marks.holders(connection, marks, but=digest)
+                }
+                jobs.lock_rows(connection, sharing)
             job, row = jobs.lock_row(connection, digest), submissions.get(connection, digest)
             if job != one.job or row is None or row.status != one.row.status:
                 return False  # the next tick decides
@@ -507,24 +522,28 @@ class Judge:
 
         Returns False if the file already has a verdict, or if another file has included some of its
         rows in the meantime; it is then judged again. If this file was replayed whole, accepted
-        files that share rows with it are sent back for review (reviews.py).
+        files that share rows with it are sent back for review (reviews.py). The caller holds the
+        lock "row_marks", and the jobs of this file and of those.
         """
         chosen, found = verdict.chosen, verdict.found
         digest, outcome, now = row.digest, chosen.outcome, self.now()
         differs = chosen.reason in suspicion.ONLY_DIFFERS
-        if outcome is Outcome.ACCEPTED:
-            lock(connection, "row_marks")  # each acceptance sees the previous one's rows
-            if chosen.partly_seen and row_marks.seen(connection, chosen.table.marks, but=digest):
-                log.info("submission %s: its rows came in another file; once more", digest)
-                opinions.forget(connection, digest)
-                jobs.change(connection, digest, status="open")
-                jobs.start_over(connection, digest)
-                return False
+        if (
+            outcome is Outcome.ACCEPTED
+            and chosen.partly_seen
+            and row_marks.seen(connection, chosen.table.marks, but=digest)
+        ):
+            log.info("submission %s: its rows came in another file; once more", digest)
+            opinions.forget(connection, digest)
+            jobs.change(connection, digest, status="open")
+            jobs.start_over(connection, digest)
+            return False
         jobs.change(connection, digest, status="done")
         locked = submissions.lock_row(connection, digest)
         if locked is None or locked.status != "submitted":
             log.warning("submission %s has a verdict; this one is dropped", digest)
             return False
+        nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if differs and self._class_at_fault(connection, row, verdict):
             void(connection, digest, Reason.UNAVAILABLE, now)
             log.warning("submission %s is void: its proof passes differ in a suspect class", digest)
@@ -533,7 +552,6 @@ class Judge:
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)
-        nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if outcome is Outcome.ACCEPTED:
             row_marks.remember(connection, digest, chosen.table.marks, now=now)
         if not differs:
@@ -552,7 +570,6 @@ class Judge:
 
     def _class_at_fault(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:
         """Counts a file with nothing but a mismatch against it. Whether its class is suspect."""
-        nodes.lock_row(connection, row.node)
         now = self.now()
         key = _note_class(connection, row, verdict, now)
         lease = leases.get(connection, row.lease_digest)

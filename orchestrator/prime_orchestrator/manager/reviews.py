@@ -45,7 +45,7 @@ def send_back(
     connection: Connection, context: PoolContext, submission: Digest, marks: Mapping[str, bool]
 ) -> list[Digest]:
     """Reopens the jobs of accepted files that share rows with `submission`, which was replayed
-    whole without fault; returns them. The caller holds the lock "row_marks"."""
+    whole without fault; returns them. The caller holds the lock "row_marks" and their jobs."""
     sent = []
     for other in row_marks.holders(connection, marks, but=submission):
         row = submissions.get(connection, other)

@@ -20,7 +20,7 @@ from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, void
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, lock_files, void
 from prime_orchestrator.store import Connection, roots, submissions
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent
@@ -127,9 +127,7 @@ def void_unrooted(
             return 0
         late = never_rooted(connection, context, clock.time, without)
         ending = [row.digest for row in late if row.status in _UNPUNISHED]
-        if ending:
-            lock(connection, "assignments")  # claims lock several jobs, too
-        for digest in ending:
+        for digest in lock_files(connection, ending) if ending else ():
             void(connection, digest, Reason.UNROOTED, now(), of=_UNPUNISHED)
         return len(ending)
 

@@ -9,7 +9,7 @@ since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ from prime_orchestrator.store import (
     chain,
     groups,
     jobs,
+    nodes,
     opinions,
     rewards,
     roots,
@@ -556,6 +557,19 @@ def void(
     groups.drop_free(connection, submission)
 
 
+def lock_files(connection: Connection, digests: Collection[Digest]) -> list[Digest]:
+    """Locks what `void` writes of several submissions, in the order that `lock` states; returns
+    them by node, the order in which their nodes' `tallies` are written."""
+    lock(connection, "assignments")
+    for digest in digests:
+        jobs.lock_row(connection, digest)
+    lock(connection, CHAIN_LOCK)  # the indexer writes several submissions
+    found = [submissions.get(connection, digest) for digest in digests]
+    rows = [row for row in found if row is not None]
+    nodes.lock_rows(connection, {row.node for row in rows})
+    return [row.digest for row in sorted(rows, key=lambda row: row.node)]
+
+
 def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
     """Voids submissions that have no verdict by the end of their root's validity, and returns how
     many. Shadow submissions have no root; their validity starts on receipt.
@@ -570,8 +584,6 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
         late = submissions.unjudged(
             connection, rooted_before=clock.time - validity, shadow_before=now() - validity
         )
-        if late:
-            lock(connection, "assignments")  # claims lock several jobs, too
-        for digest in late:
+        for digest in lock_files(connection, late) if late else ():
             void(connection, digest, Reason.UNAVAILABLE, now())
         return len(late)

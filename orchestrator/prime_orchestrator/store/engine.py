@@ -312,9 +312,10 @@ def lock(connection: Connection, name: str) -> None:
     time.
 
     A transaction takes several locks in this order, so that no two transactions wait for each
-    other: "assignments" (before rows of several jobs), the row of a job, "chain", "leases", rows of
-    submissions, of nodes by address, of leases by digest, "measurements". A no-op on SQLite, whose
-    write transactions are already serialized.
+    other: "assignments" (before rows of several jobs), "row_marks", rows of jobs, "chain",
+    "leases", rows of submissions, of nodes by address, of leases by digest, "measurements". Writing
+    a file's verdict also locks its node's `tallies`, by a trigger: lock the node's row first. A
+    no-op on SQLite, whose write transactions are already serialized.
     """
     if connection.dialect.name == "postgresql":
         number = zlib.crc32(f"prime/{name}".encode())

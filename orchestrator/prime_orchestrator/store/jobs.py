@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, record, records, upsert_all
+from prime_orchestrator.store.rows import insert_all_new, one_of, record, records, upsert_all
 
 _jobs = schema.jobs.c
 _work = schema.assignments.c
@@ -101,7 +101,7 @@ def lock_rows(connection: Connection, submissions: Collection[Digest]) -> dict[D
     than one."""
     query = (
         sa.select(schema.jobs)
-        .where(_jobs.submission_digest.in_(list(submissions)))
+        .where(one_of(connection, _jobs.submission_digest, submissions))
         .with_for_update()
     )
     rows = records(JobRow, connection.execute(query).mappings().all())
