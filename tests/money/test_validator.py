@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +24,7 @@ from prime_broadcast.sources import SourceBook
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import UnavailableError
+from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
@@ -34,6 +37,7 @@ from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder, Sealed
 from prime_validator.judging import LATER_SECONDS, _AbstainError, _LaterError
+from prime_validator.run import Background, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash
 from prime_verify.engines import FolderEngines, load_engine
@@ -352,14 +356,50 @@ def test_a_claim_that_is_lost_before_the_file_is_given_up_ends_nothing(
     assert status_of(panel, row)[1] == "missed"
 
 
-def test_a_policy_that_no_relay_serves_delays_the_file(panel: JudgedPool, tmp_path: Path) -> None:
+def test_a_policy_that_no_relay_serves_delays_the_file(
+    panel: JudgedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trust = Trust(TRAINER.address, panel.mgr.context.domain(PolicyStatement), 1)
+    api = panel.validator.api
     assert panel.validator.validator is not None
-    panel.validator.validator._policies = Policies(
-        PolicyFolder(tmp_path / "empty", trust), panel.validator.api
-    )
+    policies = Policies(PolicyFolder(tmp_path / "empty", trust), api)
+    panel.validator.validator._policies = policies
     row = panel.judged(panel.honest)
     assert status_of(panel, row) == ("open", "assigned")
+
+    def page(version: int) -> None:
+        raise MalformedError("a proxy's page")
+
+    monkeypatch.setattr(api, "policy", page)
+    policies._known.clear()
+    panel.mgr.now.time += LATER_SECONDS
+    asked = panel.validator.judge_next()
+    assert asked == row.digest
+    assert status_of(panel, row) == ("open", "assigned")
+
+
+def test_another_program_s_answer_does_not_end_a_validator() -> None:
+    """What a proxy sends while the orchestrator is away is not in its protocol."""
+    stop, left = threading.Event(), 2
+
+    def ask(most: int = 1) -> list[Digest]:
+        nonlocal left
+        left -= 1
+        if not left:
+            stop.set()
+        raise MalformedError("it is another program's")
+
+    judging: Any = SimpleNamespace(judge_some=ask)
+    judge_until(stop, judging, 1, 0.0)
+    assert left == 0
+
+    stop, left = threading.Event(), 2
+    background = Background(stop)
+    background.start("a test", ask, 0.0)
+    assert stop.wait(60)
+    background.join()
+    background.raise_defect()
+    assert left == 0
 
 
 def test_a_validator_connects_to_no_private_address_that_a_pool_names(

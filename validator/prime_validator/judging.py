@@ -265,7 +265,7 @@ class Validator:
             ) from error
         try:
             self._policies.ensure(job.lease.policy_version, Digest(promise.policy_digest))
-        except UnavailableError as error:
+        except (UnavailableError, MalformedError, PolicyError) as error:
             raise _LaterError(Reason.POLICY_MISSING, str(error)) from error
         except UntrustedError as error:
             raise _AbstainError(Reason.POLICY_MISSING, str(error)) from error

@@ -30,7 +30,7 @@ from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core import tracing
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import PolicyError, PrimeError, UnavailableError
+from prime_core.errors import MalformedError, PolicyError, PrimeError, UnavailableError
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
@@ -173,7 +173,7 @@ def judge_until(
                 announcer.tick()
             judged = validator.judge_some(pack)
             pause = idle_seconds
-        except (UnavailableError, PolicyError) as error:
+        except (UnavailableError, PolicyError, MalformedError) as error:
             pause = min(2 * pause, LONGEST_PAUSE)
             log.warning("judging pauses for %.1f s: %s", pause, error)
             judged = []
@@ -260,7 +260,7 @@ class Background:
             try:
                 tick()
                 pause = every
-            except (UnavailableError, PolicyError) as error:
+            except (UnavailableError, PolicyError, MalformedError) as error:
                 pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
                 log.warning("%s: tries again in %.0f s: %s", name, pause, error)
             except Exception as error:  # a defect ends the process; its supervisor restarts it
