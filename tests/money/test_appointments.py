@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -13,8 +15,10 @@ from judges import appoint
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
 from sqlalchemy.pool import QueuePool
 
+from prime_chain.contracts.pools import Appointment
 from prime_core.encoding import sha256
 from prime_core.ids import Address
+from prime_core.verdict import Outcome
 from prime_orchestrator.manager.appointments import (
     LEAST,
     SHARE,
@@ -22,7 +26,7 @@ from prime_orchestrator.manager.appointments import (
     abstains_too_often,
     end_appointments,
 )
-from prime_orchestrator.manager.transactions import requeue_wanted
+from prime_orchestrator.manager.transactions import quorum_of, requeue_wanted
 from prime_orchestrator.store import intents, opinions, schema
 from prime_orchestrator.store.opinions import OpinionRow
 
@@ -119,6 +123,35 @@ def test_a_file_that_no_one_judged_and_a_needed_validator_are_left_alone(mgr: Ma
     assigned(mgr, me, LEAST, 0)
     assert dismissed(mgr, quorum=3) == [], "the quorum needs it"
     assert dismissed(mgr) == [me]
+
+
+def test_a_slash_is_proposed_with_the_opinions_that_count_for_its_file(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract refuses a proposal with any other: THIRD was dismissed and appointed again."""
+    roles = {
+        VALIDATOR.address: Appointment(1, on=False, counts_from=0),
+        THIRD.address: Appointment(2, on=True, counts_from=101),
+        OTHER.address: Appointment(3, on=True, counts_from=100),
+    }
+    given = [
+        SimpleNamespace(
+            outcome=Outcome.REJECTED, validator=who,
+            signed=lambda who=who: SimpleNamespace(opinion=SimpleNamespace(law="one"), by=who),
+        )
+        for who in roles
+    ]  # fmt: skip
+    contracts: Any = SimpleNamespace(
+        pools=SimpleNamespace(
+            validator_of=lambda pool, who: roles[who],
+            judgement_of=lambda pool: SimpleNamespace(quorum=1),
+        )
+    )
+    monkeypatch.setattr(opinions, "of", lambda connection, digest: given)
+    with mgr.store.read() as connection:
+        found: Any = quorum_of(connection, contracts, 1, sha256(b"file"), 100)
+        assert [one.by for one in found] == [OTHER.address]
+        assert quorum_of(connection, contracts, 1, sha256(b"file"), 99) is None
 
 
 def test_a_dismissal_under_way_counts_so_that_the_quorum_stays(mgr: ManagerSide) -> None:

@@ -227,24 +227,25 @@ def _propose(
     if found is None:
         return None  # its root is not confirmed yet
     seq, proof = found
-    agreeing = quorum_of(connection, contracts, pool, digest)
+    signed = row.signed()
+    agreeing = quorum_of(connection, contracts, pool, digest, signed.submission.valid_until)
     if agreeing is None:
         return None
-    signed = row.signed()
     return contracts.slasher.propose(signed.submission, signed.signature, seq, proof, agreeing)
 
 
 def quorum_of(
-    connection: Connection, contracts: Contracts, pool: int, digest: Digest
+    connection: Connection, contracts: Contracts, pool: int, digest: Digest, valid_until: int
 ) -> list[SignedOpinion] | None:
     """Returns a quorum of opinions under one law that reject a submission, in the order the
-    contract requires; None while there are too few. Raises UnavailableError."""
+    contract requires; None while there are too few. `valid_until`: the submission's. Raises
+    UnavailableError."""
     by_law: dict[Digest, list[tuple[int, SignedOpinion]]] = {}
     for row in opinions.of(connection, digest):
         if row.outcome is not Outcome.REJECTED:
             continue
         found = contracts.pools.validator_of(pool, row.validator)
-        if found is not None and found.on:
+        if found is not None and found.on and found.counts_from <= valid_until:
             said = row.signed()
             by_law.setdefault(said.opinion.law, []).append((found.number, said))
     quorum = contracts.pools.judgement_of(pool).quorum
