@@ -138,6 +138,16 @@ def test_a_revision_that_the_chain_refused_is_forgotten(world: World) -> None:
     with world.backend.store.read() as connection:
         assert runs.every(connection) == []
         assert revisions.waits_for(connection, 9) == ""
+    assert revise(world, later, 1).status_code == 200, "the cause may be gone"
+    revisions.settle_revisions(
+        world.backend.store,
+        SimpleNamespace(client=None),  # type: ignore[arg-type]
+    )
+    with world.backend.store.read() as connection:
+        assert [row.digest for row in runs.every(connection)] == [later.digest()]
+        intent = intents.get(connection, f"revise:1:{later.digest()}")
+        assert intent is not None
+        assert intent.status == "waiting"
 
 
 def test_no_lease_is_given_for_a_step_whose_run_is_not_here(world: World) -> None:

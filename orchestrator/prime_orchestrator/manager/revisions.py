@@ -78,7 +78,7 @@ def announce(
     store: Store, context: PoolContext, request: RevisionRequest, now: float
 ) -> RunRevision:
     """Stores a revision from the manager and queues its digest for the chain. Repeating it is
-    harmless.
+    harmless; one that the chain refused is tried again.
 
     Raises MalformedError if it is not a run definition, PolicyError if it changes what cannot be
     revised, ConflictError if its first step is already leased or not after the last revision's.
@@ -108,13 +108,14 @@ def announce(
         row = runs.RunRow(request.from_step, digest, raw, final=False, announced_at=now)
         runs.add(connection, row)
         if not on_chain:
-            intents.queue_intent(
+            intent = intents.queue_intent(
                 connection,
                 kind="revise",
                 key=row.key,
                 payload={"run_digest": digest, "from_step": request.from_step},
                 now=now,
             )
+            intents.requeue_failed(connection, intent, now, not_before=now)
     log.info("run revision %s from step %d is announced", digest, request.from_step)
     return revision_of(row)
 
