@@ -239,11 +239,33 @@ def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
     kept = set(present[max(0, len(present) - keep) :]) | set(pinned)
     kept |= _bases_needed(root, kept & set(present))
     gone = [version for version in present if version not in kept]
+    remove(root, gone)
+    return gone
+
+
+def expired(root: Path, before: float, *, keep: int, later: int) -> list[int]:
+    """The versions that an origin may remove: those with a version at least `later` numbers on that
+    was published before `before` (Unix seconds), as were all up to it.
+
+    Version 0, the newest `keep`, and what thin ones that stay are made from are not among them.
+    """
+    present = versions(root)
+
+    def is_old(version: int) -> bool:
+        return (version_folder(root, version) / MANIFEST_NAME).stat().st_mtime < before
+
+    newest = max(itertools.takewhile(is_old, present), default=0)
+    kept = {v for v in present if v > newest - later} | {0} | set(present[-keep:])
+    kept |= _bases_needed(root, kept & set(present))
+    return [version for version in present if version not in kept]
+
+
+def remove(root: Path, gone: Collection[int]) -> None:
+    """Removes versions. Files that a reader has open stay readable."""
     for version in gone:
         remove_folder(version_folder(root, version))
     if gone:
         write_index(root)
-    return gone
 
 
 def newest_first(manifests: Iterable[SignedManifest]) -> list[SignedManifest]:

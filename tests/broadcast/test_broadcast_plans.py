@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from broadcast_world import Run, same_files
 
 from prime_broadcast import layout
 from prime_broadcast.client import fetch
-from prime_broadcast.manifest import verify_folder
+from prime_broadcast.manifest import MANIFEST_NAME, verify_folder
 from prime_broadcast.plans import Base, Speed, plan_from_anchor, plan_route
 from prime_broadcast.server import Origin
 from prime_broadcast.sources import SourceBook
@@ -117,6 +118,28 @@ def test_pruning_spares_what_thin_versions_are_made_from(
     layout.thin(run.root, keep_whole=1, anchor_every=4)
     assert layout.prune(run.root, 2) == [0, 1, 2, 3]
     assert layout.versions(run.root) == [4, 5, 6, 7]
+
+
+def test_versions_expire_by_the_age_of_those_after_them_and_never_what_others_need(
+    run: Run, published: list[SignedManifest]
+) -> None:
+    layout.thin(run.root, keep_whole=1, anchor_every=4)
+
+    def publish_at(version: int, time: float) -> None:
+        os.utime(layout.version_folder(run.root, version) / MANIFEST_NAME, (time, time))
+
+    for version in range(8):
+        publish_at(version, 100.0 + version)
+    assert layout.expired(run.root, 100.0, keep=1, later=1) == []
+    assert layout.expired(run.root, 104.0, keep=1, later=3) == [], "0 stays, 1 to 3 are in use"
+    assert layout.expired(run.root, 105.0, keep=1, later=3) == [], "2 is made from 1"
+    assert layout.expired(run.root, 107.0, keep=1, later=1) == [1, 2, 3], "7 is made from 4"
+    assert layout.expired(run.root, 107.0, keep=6, later=1) == []
+    publish_at(2, 10**10)
+    assert layout.expired(run.root, 107.0, keep=1, later=1) == [], "published again since"
+    layout.remove(run.root, [1, 2, 3])
+    assert layout.versions(run.root) == [0, 4, 5, 6, 7]
+    assert [s.manifest.version for s in layout.read_index(run.root)] == [7, 6, 5, 4, 0]
 
 
 def test_a_thinned_version_comes_from_its_anchor_bit_for_bit(

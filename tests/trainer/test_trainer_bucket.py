@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +31,10 @@ from prime_trainer.run import bucket_of, new_origin, new_publisher
 
 
 @contextmanager
-def publishing(pool: Pool, data: Path, s3: S3Server) -> Iterator[tuple[Publisher, Bucket]]:
-    set_ = pool.settings(data, s3_bucket=PUBLIC, s3_endpoint=s3.url)
+def publishing(
+    pool: Pool, data: Path, s3: S3Server, **changes: object
+) -> Iterator[tuple[Publisher, Bucket]]:
+    set_ = pool.settings(data, s3_bucket=PUBLIC, s3_endpoint=s3.url, **changes)
     with OrchestratorClient(pool.url, kit.TRAINER, "trainer") as client:
         facts = pool_facts(client, None)
         bucket = bucket_of(set_, facts)
@@ -159,6 +163,70 @@ def test_files_of_thinned_versions_leave_the_bucket(
         keys = set(bucket._store.keys("policies/1/"))
     assert keys == {"policies/1/manifest.json", "policies/1/delta-0"}
     assert signed.manifest.version == 2
+
+
+def test_a_policy_costs_a_list_of_its_own_files_once_the_bucket_was_read(
+    pool: Pool, tmp_path: Path, empty: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    with publishing(pool, tmp_path / "data", empty) as (publisher, bucket):
+        real = bucket._store.keys
+
+        def keys(prefix: str = "") -> Iterator[str]:
+            asked.append(prefix)
+            return real(prefix)
+
+        monkeypatch.setattr(bucket._store, "keys", keys)
+        folder = pool.model
+        for version in range(3):
+            publisher.publish(folder, version)
+            folder = next_model(folder, tmp_path / f"next-{version}")
+        assert asked == ["policies/", "policies/1/", "policies/2/"]
+        assert bucket.versions == (0, 1, 2)
+
+
+def test_old_policies_leave_bucket_and_origin_together(
+    pool: Pool, tmp_path: Path, empty: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "KEEP_WHOLE", 1)
+    deployment = pool.backend.context.deployment
+    deployment.save(tmp_path / "deployment.json")
+    given = {"deployment": tmp_path / "deployment.json", "delta_from": 0}
+    with (
+        pytest.raises(UserError, match="a file can be in dispute"),
+        publishing(pool, tmp_path / "data", empty, policies_kept_days=1, **given),
+    ):
+        pass
+    days = 1000
+    old = time.time() - (days + 1) * 86_400
+    last = pool.run.max_staleness + 3
+    with publishing(pool, tmp_path / "data", empty, policies_kept_days=days, **given) as (
+        publisher,
+        bucket,
+    ):
+        bucket._store.put("policies/99/of-another-trainer", b"x")
+        folder = pool.model
+        for version in range(last):
+            publisher.publish(folder, version)
+            folder = next_model(folder, tmp_path / f"next-{version}")
+            manifest = layout.version_folder(publisher.root, version) / "manifest.json"
+            os.utime(manifest, (old, old))
+        everything = tuple(range(last))
+        assert bucket.versions == everything, "all can be leased, or are the base model"
+
+        def away(key: str) -> None:
+            raise UnavailableError(f"the server answered SlowDown for {key}")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bucket._store, "delete", away)
+            publisher.publish(folder, last)
+        assert layout.versions(publisher.root) == [*everything, last]
+        publisher.publish(next_model(folder, tmp_path / "again"), last + 1)
+        left = [0, *range(2, last + 2)]
+        assert layout.versions(publisher.root) == left == list(bucket.versions)
+        keys = set(bucket._store.keys("policies/"))
+    assert not [key for key in keys if key.startswith("policies/1/")]
+    assert {key.split("/")[1] for key in keys} == {"index.json", "99", *map(str, left)}
 
 
 def test_a_bucket_with_another_policy_of_that_version_is_refused(

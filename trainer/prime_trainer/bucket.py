@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,8 @@ class Bucket:
         self.url = url
         self.versions: tuple[int, ...] = ()
         """The versions that are complete in the bucket."""
+        self._held: dict[int, set[str]] = {}
+        """The files of each version as the last update left them in the bucket."""
         self._looked = False
         self._sent: set[str] = set()
         self._updating = threading.Lock()
@@ -73,7 +77,8 @@ class Bucket:
     def update(self) -> None:
         """Uploads what is new in the layout, each version's manifest after its files and the index
         last, then removes the files of versions that the layout has thinned out. Versions that
-        `root` does not have stay.
+        `root` does not have stay. The first call lists the whole bucket, later ones only versions
+        that changed since.
 
         Raises FatalError if the bucket holds another policy of a version, UnavailableError if it
         does not answer; the next call goes on.
@@ -81,44 +86,67 @@ class Bucket:
         with self._updating:
             self._update()
 
+    def remove(self, versions: Sequence[int]) -> None:
+        """Removes versions from the bucket, then from `root`. Raises UnavailableError if the bucket
+        does not answer; what is left is removed by the next call."""
+        with self._updating:
+            for version in versions:
+                self._held.pop(version, None)
+                manifest = _key(version, MANIFEST_NAME)
+                keys = self._listed(_prefix(version))[version]
+                for key in sorted(keys, key=lambda key: key != manifest):  # the manifest first
+                    self._store.delete(key)
+            layout.remove(self._root, versions)
+            self._update()
+
     def _update(self) -> None:
-        there = set(self._store.keys(f"{layout.POLICIES}/"))
-        kept: set[str] = set()
         present = layout.versions(self._root)
+        listed = None if self._held else self._listed(f"{layout.POLICIES}/")
         for version in present:
             folder = layout.version_folder(self._root, version)
-            names = sorted(
-                path.name
-                for path in folder.iterdir()
-                if not path.name.startswith(".") and path.name != MANIFEST_NAME
-            )
-            manifest = _key(version, MANIFEST_NAME)
-            if manifest in there and version not in self.versions:
-                self._require_same(version, manifest, folder / MANIFEST_NAME)
-            for name in names:
-                key = _key(version, name)
-                # Without a manifest, what is there may be of a version that was made again.
-                if key not in there or (manifest not in there and key not in self._sent):
-                    self._store.put_file(key, folder / name, cached=FOR_EVER)
-                    self._sent.add(key)
-            if manifest not in there:
-                self._store.put_file(manifest, folder / MANIFEST_NAME, cached=FOR_EVER)
-                log.info("policy %d is in the bucket at %s", version, self.url)
-            kept |= {manifest, *(_key(version, name) for name in names)}
+            names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+            if self._held.get(version) == names:
+                continue
+            there = self._listed(_prefix(version)) if listed is None else listed
+            self._send(version, folder, names, there[version])
+            self._held[version] = names
         if not present:
             return
         index = layout.policies_folder(self._root) / layout.INDEX_NAME
         self._store.put(
             f"{layout.POLICIES}/{layout.INDEX_NAME}", index.read_bytes(), cached=NO_CACHE
         )
-        ours = tuple(f"{layout.POLICIES}/{version}/" for version in present)
-        for key in sorted(there - kept):
-            if key.startswith(ours) and layout.parse_address(f"/{key}") is not None:
-                self._store.delete(key)
         self.versions = tuple(present)
         if not self._looked:
             self._looked = True
             self._look(_key(present[-1], MANIFEST_NAME))
+
+    def _send(self, version: int, folder: Path, names: set[str], there: set[str]) -> None:
+        """Uploads the files `names` of a version that are not `there`, its manifest last, and
+        removes those that `folder` has no longer."""
+        manifest = _key(version, MANIFEST_NAME)
+        if manifest in there and version not in self.versions:
+            self._require_same(version, manifest, folder / MANIFEST_NAME)
+        for name in sorted(names - {MANIFEST_NAME}):
+            key = _key(version, name)
+            # Without a manifest, what is there may be of a version that was made again.
+            if key not in there or (manifest not in there and key not in self._sent):
+                self._store.put_file(key, folder / name, cached=FOR_EVER)
+                self._sent.add(key)
+        if manifest not in there:
+            self._store.put_file(manifest, folder / MANIFEST_NAME, cached=FOR_EVER)
+            log.info("policy %d is in the bucket at %s", version, self.url)
+        for key in sorted(there - {_key(version, name) for name in names}):
+            self._store.delete(key)
+
+    def _listed(self, prefix: str) -> dict[int, set[str]]:
+        """The keys of each version's files in the bucket that begin with `prefix`."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for key in self._store.keys(prefix):
+            named = layout.parse_address(f"/{key}")
+            if named is not None and named.version is not None:
+                found[named.version].add(key)
+        return found
 
     def _look(self, key: str) -> None:
         """Warns if readers cannot read an object. The trainer's own server serves it, too."""
@@ -145,6 +173,10 @@ class Bucket:
                 f"{self._store!r} holds another policy {version}: use an empty bucket, or the "
                 "trainer's earlier --data"
             )
+
+
+def _prefix(version: int) -> str:
+    return f"{layout.POLICIES}/{version}/"
 
 
 def _key(version: int, name: str) -> str:

@@ -10,8 +10,8 @@ shared disk.
 Every step is idempotent: the same checkpoint gives the same bytes, and existing files are left
 alone. Relays fetch from the origin, a thread of this process (`prime_broadcast/server.py`), newest
 first, while the next step trains; a publication ends when the first relay has started. The origin
-keeps every policy: the newest ones and periodic anchors in full, those between as deltas. Weights
-that are not finite are rejected.
+keeps every policy, unless `policies_kept_days` is set: the newest ones and periodic anchors in
+full, those between as deltas. Weights that are not finite are rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 
 ORIGIN = "origin"
 """Folder of the published policies in the data folder."""
+DAY_SECONDS = 86_400
 ANNOUNCE_SECONDS = 30.0
 FIRST_RELAY_SECONDS = 3.0
 
@@ -107,22 +109,22 @@ class Publisher:
 
     def __init__(
         self,
-        root: Path,
+        settings: Settings,
         facts: PoolFacts,
         signer: Signer,
         client: OrchestratorClient,
-        *,
-        delta_from: int,
         bucket: Bucket | None = None,
     ) -> None:
-        self.root = root
+        self.root = settings.data / ORIGIN
         self._bucket = bucket
         self._pool = facts.info.pool
         self._base_model = facts.run.base_model
         self._signer = signer
         self._domain = facts.domain("pools")
         self._client = client
-        self._delta_from = delta_from
+        self._delta_from = settings.delta_from
+        self._kept_days = settings.policies_kept_days
+        self._max_staleness = facts.run.max_staleness
 
     def published(self) -> int | None:
         """The newest version that is complete in the origin."""
@@ -160,14 +162,29 @@ class Publisher:
         signed = manifest.signed(self._signer, self._domain)
         finalize(self.root, signed)
         self.hand_in(version)
-        thinned = layout.thin(
-            self.root,
-            keep_whole=max(layout.KEEP_WHOLE, self._delta_from + 1),
-            anchor_every=layout.ANCHOR_EVERY,
-        )
+        newest = max(layout.KEEP_WHOLE, self._delta_from + 1)
+        thinned = layout.thin(self.root, keep_whole=newest, anchor_every=layout.ANCHOR_EVERY)
         if thinned:
             log.info("the origin keeps policies %s as deltas", thinned)
+        if self._kept_days is not None:
+            before = time.time() - self._kept_days * DAY_SECONDS
+            self._remove(
+                layout.expired(self.root, before, keep=newest, later=self._max_staleness + 1)
+            )
         return signed
+
+    def _remove(self, versions: Sequence[int]) -> None:
+        if not versions:
+            return
+        try:
+            if self._bucket is None:
+                layout.remove(self.root, versions)
+            else:
+                self._bucket.remove(versions)
+        except (UnavailableError, OSError) as error:
+            log.warning("could not remove old policies, will retry: %s", error)
+        else:
+            log.info("old policies are removed: %s", list(versions))
 
     def hand_in(self, version: int) -> None:
         """Puts a version in the origin into the bucket, if that answers, and submits it to the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -108,11 +109,20 @@ def new_publisher(
     client: OrchestratorClient,
     bucket: Bucket | None = None,
 ) -> Publisher:
-    """The publisher over `<data>/origin`."""
-    from prime_trainer.publish import ORIGIN, Publisher
+    """The publisher over `<data>/origin`. Raises UserError if the settings would remove policies
+    while files made by them can be accused, judged or appealed."""
+    from prime_trainer.publish import DAY_SECONDS, Publisher
 
-    root = settings.data / ORIGIN
-    return Publisher(root, facts, signer, client, delta_from=settings.delta_from, bucket=bucket)
+    if settings.policies_kept_days is not None:
+        periods = Deployment.load(settings.need("deployment")).periods
+        least = math.ceil((2 * periods.unbonding + periods.dispute_window) / DAY_SECONDS)
+        if settings.policies_kept_days < least:
+            raise UserError(
+                f"policies_kept_days is {settings.policies_kept_days}: a file can be in dispute "
+                "for longer after its policy is out of use",
+                hint=f"policies_kept_days of {least} or more",
+            )
+    return Publisher(settings, facts, signer, client, bucket)
 
 
 def new_origin(
