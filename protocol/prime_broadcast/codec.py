@@ -69,9 +69,9 @@ def decode_block(block: Block, old: Buffer, length: int, width: int) -> Buffer:
     if block.kind is Kind.RAW:
         return _decompress(block.first, length, length)
     count = length // width
-    words = np.frombuffer(old, _UNSIGNED[width])
-    if words.size != count or count * width != length:
+    if count * width != length or memoryview(old).nbytes != length:
         raise MalformedError("the delta's block does not fit its base")
+    words = np.frombuffer(old, _UNSIGNED[width])
     after = words if words.flags.writeable else words.copy()
     if block.kind is Kind.DENSE:
         raw = _decompress(block.first, length, length)

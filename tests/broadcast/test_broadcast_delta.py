@@ -367,6 +367,9 @@ def test_a_crafted_block_cannot_fill_the_memory() -> None:
     bomb = codec.Block(Kind.RAW, codec._compress(b"\0" * (64 << 20)))
     with pytest.raises(MalformedError, match="states"):
         decode_block(bomb, b"", 1024, 1)
+    half = codec.Block(Kind.DENSE, codec._compress(bytes(3)))
+    with pytest.raises(MalformedError, match="does not fit"):
+        decode_block(half, bytes(3), 3, 2)
     gaps = codec.Block(Kind.SPARSE, codec._compress(b"\1" * (32 << 20)), b"")
     with pytest.raises(MalformedError, match="states"):
         decode_block(gaps, bytes(1024), 1024, 2)
