@@ -32,6 +32,7 @@ from prime_broadcast.chunks import PATIENCE, PER_SOURCE, ChunkFetcher, Hooks, Pa
 from prime_broadcast.durable import appear
 from prime_broadcast.files import (
     DiskError,
+    disk_errors,
     make_folder,
     remove_folder,
     replace_file,
@@ -319,9 +320,10 @@ def _require_same(dest: Path, policy: Manifest) -> None:
 
 @contextmanager
 def _locked(dest: Path) -> Iterator[None]:
-    """Locks one destination folder across processes; a second caller waits."""
+    """Locks one destination folder across processes; a second caller waits. Raises DiskError."""
     path = dest.parent / f".lock-{dest.name}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with disk_errors():
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from broadcast_world import CHUNK, Run, same_files
@@ -50,6 +51,21 @@ def test_a_full_disk_is_no_fault_of_the_delta_and_the_whole_is_not_tried_in_its_
         assert origin.counters.bytes_sent - sent <= signed[1].manifest.deltas[0].size + CHUNK
         assert fetch(signed[1], [origin.url], tmp_path / "1", bases=bases).route == "delta"
     assert same_files(tmp_path / "1", run, 1)
+
+
+def test_a_disk_without_room_for_a_lock_is_a_full_disk(
+    run: Run, tmp_path: Path, signed: list[SignedManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def fills(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if ".lock-" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", fills)
+    with Origin(run.root) as origin, pytest.raises(DiskError, match="the disk is full"):
+        fetch(signed[0], [origin.url], tmp_path / "0")
 
 
 def test_where_only_the_whole_has_room_the_whole_is_fetched_and_nothing_is_a_fault(
