@@ -227,8 +227,8 @@ def import_file(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
     json_output: Json = False,
 ) -> None:
-    """Put the settlement of a reward root on chain into the manager's object store. For a table
-    that others posted, or a settlement that was lost: `serve` settles no later epoch without it.
+    """Put a settlement into the manager's object store. For a table that others posted, or one
+    that was lost: `serve` settles no later epoch without it.
 
     Its digest must be that of a reward root on chain, as `serve` read it. Pages of more than 10,000
     files lie next to the file as SETTLEMENT.DIGEST, as `rewards settle` writes them.
