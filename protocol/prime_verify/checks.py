@@ -280,7 +280,7 @@ def check_rewards(
     engine: Engine,
 ) -> tuple[VerdictRow, ...]:
     """Recomputes every reward. A grade decided by a time limit, one that changes on the second
-    try, or a row that could not be graded accuses no one.
+    try, in other processes, or a row that could not be graded accuses no one.
 
     Raises RulingError: TAMPERED_REWARD.
     """
@@ -293,12 +293,14 @@ def check_rewards(
             )
 
         grade = graded()
-        if grade.refutes(row.reward) and graded().refutes(row.reward):
-            raise RulingError(
-                Reason.TAMPERED_REWARD,
-                f"row {number} claims reward {row.reward:.9g}, the grader gives "
-                f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
-            )
+        if grade.refutes(row.reward):
+            environment.close()  # the second try has processes, and addresses, of its own
+            if graded().refutes(row.reward):
+                raise RulingError(
+                    Reason.TAMPERED_REWARD,
+                    f"row {number} claims reward {row.reward:.9g}, the grader gives "
+                    f"{grade.reward_micro / MICRO:.6f} ({grade.reason})",
+                )
         table.append(
             VerdictRow(
                 problem_id=row.problem_id,

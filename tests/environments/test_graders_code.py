@@ -219,6 +219,10 @@ def test_the_same_program_gets_the_same_score_parts_and_reason(grader: PythonCod
         ("import random\nrandom.seed()", True),
         ("import random\nprint(random.Random().random())", True),
         ("class A:\n    def __init__(self): self.x = 1\nif __name__ == '__main__': A()", False),
+        ("class A: pass\nfor a in {A(), A()}: print(a.x)", True),
+        ("class A: pass\na = A()\nprint(len(set([a])))", True),
+        ("class A: pass\nprint([A()])", False),
+        ("class S:\n    def f(self): return {1, 2}\nprint(S().f())", False),
         ("not python (", False),
     ],
 )

@@ -208,8 +208,9 @@ def _close(found: str, wanted: str) -> bool:
 
 def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
     """Whether a program might behave differently from run to run: it uses clocks, addresses or
-    threads, or accesses names in ways that could hide this. Errs on the side of True. The modules
-    `but` do not count."""
+    threads, may have a set of its own objects, whose order follows from their addresses, or
+    accesses names in ways that could hide this. Errs on the side of True. The modules `but` do not
+    count."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -230,7 +231,27 @@ def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
             or (name.startswith("_") and isinstance(node, ast.Attribute) and name != "_replace")
         ):
             return True
-    return False
+    return _may_have_set_of_objects(tree)
+
+
+def _may_have_set_of_objects(tree: ast.AST) -> bool:
+    """Whether a program makes sets, and objects of its own classes other than to call a method of
+    them at once, as in `Solution().solve()`."""
+    nodes = list(ast.walk(tree))
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    makes_sets = any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in ("set", "frozenset"))
+        for node in nodes
+    )
+    used_at_once = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return makes_sets and any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in classes
+        and id(node) not in used_at_once
+        for node in nodes
+    )
 
 
 # --- reading tests -------------------------------------------------------------------------------
