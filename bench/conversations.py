@@ -56,10 +56,28 @@ class Computes(Words):
         return Reverse.observe(self, problem, [f"```\nprint({prompt!r})\n```" for _ in turns])
 
 
+class Calls(Words):
+    """Calls a tool after each turn: in turn a program that computes and prints the next prompt, and
+    a file to which that is written, and which is read."""
+
+    name = "calls"
+
+    def observe(self, problem: Problem, turns: Sequence[str]) -> Observation | None:
+        calls: list[str] = []
+        for turn in range(1, len(turns) + 1):
+            prompt = self.prompt_text(problem, 2 * turn)
+            if turn % 2:
+                work = "total = sum([i * i for i in range(1000)])"
+                calls.append(f"<python>{work}\nprint({prompt!r})</python>")
+            else:
+                calls += [f"<files>write {turn} {prompt}</files>", f"<files>read {turn}</files>"]
+        return Reverse.observe(self, problem, calls)
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """Makes runs find these environments by name, for a block, if they do not already."""
-    all_of_them = (Words, Searches, Writes, Computes)
+    all_of_them = (Words, Searches, Writes, Computes, Calls)
     own = {found.name: __name__ for found in all_of_them if found.name not in BUILT_IN}
     BUILT_IN.update(own)
     try:

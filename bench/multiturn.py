@@ -5,16 +5,20 @@ every check, all rows replayed, every environment step computed again.
 
     validate_ratio_MODEL    generating a file over judging it, with its rows together
     steps_share_MODEL       of judging: the environment's steps and rewards
+    …_MODEL_tools           the same, with a call of python-2 or files-1 after each turn
     honest_rejected         honest conversations of the toy model in files that were not accepted
     call_ms_TOOL            a call of a tool, computed again as the validator does it
 
 MODEL is the demo's (`toy`), which is asked for the same word again, and SmolLM2-135M-Instruct in
-the game `guess`, if scripts/setup_smollm.sh made it. Seconds are CPU seconds of one thread, medians
-over files. The models call no tool here, so the tools' calls are fixed.
+the game `guess`, if scripts/setup_smollm.sh made it. Seconds are CPU seconds of one thread and of
+the tools' processes, medians over files. The models write no calls here, so the environment puts a
+call in place of each answer (conversations.Calls): node and validator run it.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bench.conversations import Words
+from bench.conversations import Calls, Words
 from bench.form import ROOT, Row
 from bench.honest import Bench
 from bench.smol_network import SMOLLM
@@ -57,7 +61,7 @@ REPEATS = 50
 T = TypeVar("T")
 
 
-BUILT_IN[Words.name] = Words.__module__
+BUILT_IN.update({found.name: found.__module__ for found in (Words, Calls)})
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,22 @@ def run(quick: bool) -> list[Row]:
     if not quick and (SMOLLM / "ready").exists():
         smol = bench_of(SMOLLM, tokens=192, groups=2, samples=8)
         rows += _costs("smollm2", [judged(smol, number) for number in range(4)][1:])
-    return [*rows, *_calls()]
+    return [*rows, *with_tools(quick), *_calls()]
+
+
+def with_tools(quick: bool) -> Iterator[Row]:
+    """The rows of conversations with calls of tools; `quick`: of the toy model alone."""
+    toy = bench_of(TOY, tokens=96, groups=4, samples=16, tools=True)
+    files = [judged(toy, number) for number in range(4)][1:]
+    yield from _costs("toy_tools", files)
+    if not quick and (SMOLLM / "ready").exists():
+        smol = bench_of(SMOLLM, tokens=192, groups=2, samples=8, tools=True)
+        more = [judged(smol, number) for number in range(4)][1:]
+        yield from _costs("smollm2_tools", more)
+        files += more
+    made = sum(one.conversations for one in files)
+    rejected = sum(one.conversations for one in files if not one.accepted)
+    yield Row("honest_rejected_tools", rejected, f"of {made} conversations", 0)
 
 
 def _costs(model: str, files: list[File]) -> Iterator[Row]:
@@ -98,13 +117,17 @@ def _costs(model: str, files: list[File]) -> Iterator[Row]:
     yield Row(f"steps_share_{model}", share, "of judging: environment steps and rewards")
 
 
-def bench_of(model: Path, *, tokens: int, groups: int, samples: int) -> Bench:
+def bench_of(model: Path, *, tokens: int, groups: int, samples: int, tools: bool = False) -> Bench:
     """Files of `groups` × `samples` conversations of at most `tokens` tokens, all replayed."""
     bench = Bench(max_output_tokens=tokens, folder=model, groups=groups, samples=samples)
-    conversation = Conversation(turns=TURNS, role="user")
+    conversation = Conversation(
+        turns=TURNS, role="user", tools=("python-2", "files-1") if tools else ()
+    )
     chat, name = None, "words"
     if model != TOY:
         chat, name = chat_from({"prompts": "template"}, model, conversation), "guess"
+    if tools:
+        name = Calls.name
     game = environment_ref(
         name, {}, bench.run.budgets, train_size=1_000, heldout_size=0, conversation=conversation
     )
@@ -147,9 +170,21 @@ class Timed(Generic[T]):
 
 def timed(act: Callable[[], T]) -> Timed[T]:
     """Runs `act`."""
-    start = time.process_time()
+    start = _cpu_seconds()
     found = act()
-    return Timed(found, time.process_time() - start)
+    return Timed(found, _cpu_seconds() - start)
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds so far of this process and of its children, which run the tools."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = 0
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    running = ticks / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
 def _calls() -> Iterator[Row]:
