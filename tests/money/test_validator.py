@@ -28,6 +28,7 @@ from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
+from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
 from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
@@ -40,7 +41,7 @@ from prime_validator.judging import LATER_SECONDS, _AbstainError, _LaterError
 from prime_validator.run import Background, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash
-from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.engines import EngineProvider, FolderEngines, load_engine
 from prime_verify.proofs.thresholds import STATISTICS
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
@@ -354,6 +355,30 @@ def test_a_claim_that_is_lost_before_the_file_is_given_up_ends_nothing(
     monkeypatch.setattr(validator, "_judge", too_late)
     assert validator.judge_some(1) == [row.digest]
     assert status_of(panel, row)[1] == "missed"
+
+
+def test_an_opinion_that_another_process_of_the_key_sealed_is_the_one_handed_in(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    validator = panel.validator.validator
+    assert validator is not None
+    judge = validator._judge
+
+    def slower(job: Job, engines: EngineProvider) -> Sealed:
+        sealed = judge(job, engines)
+        opinion = sealed.signed.opinion
+        earlier = opinion.model_copy(update={"judged_at": opinion.judged_at - 1})
+        signed = panel.validator.sign(earlier, sealed.signed.law)
+        validator._folder.keep_opinion(replace(sealed, signed=signed))
+        assert validator._api.seal(row.digest, signed.seal())
+        return sealed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(validator, "_judge", slower)
+        assert validator.judge_some(1) == [row.digest]
+    panel.validator.judge_next()
+    assert panel.mgr.row(row.digest).status == "accepted"
 
 
 def test_a_policy_that_no_relay_serves_delays_the_file(

@@ -201,12 +201,19 @@ class Validator:
             log.warning("abstains from %s: %s: %s", digest, error.reason.name, error)
             self._api.abstain(digest, error.reason, str(error))
             return
+        earlier = self._folder.sealed(digest)
         try:
             self._folder.keep_opinion(sealed)
         except UnavailableError as error:  # the disk is full: others may have the file
             self._api.delay(digest, Reason.OUT_OF_RESOURCES, str(error), LATER_SECONDS)
             raise
-        if self._api.seal(digest, sealed.signed.seal()):
+        try:
+            due = self._api.seal(digest, sealed.signed.seal())
+        except ConflictError:  # another process of this key may have sealed the earlier one
+            if earlier is not None:
+                self._folder.keep_opinion(earlier)
+            raise
+        if due:
             self.hand_in(digest)
 
     def _judge(self, job: Job, engines: EngineProvider) -> Sealed:
