@@ -17,6 +17,7 @@ from prime_engine.tiny import character_tokenizer
 from prime_trainer import attention
 from prime_trainer.attention import packed_attention
 from prime_trainer.config import ObjectiveSettings
+from prime_trainer.context import Context
 from prime_trainer.learner import backward
 from prime_trainer.loading import empty_policy, fill_weights, load_policy
 from prime_trainer.lora import add_adapters
@@ -93,15 +94,21 @@ def test_attention_by_samples_is_the_masked_attention_of_whole_rows() -> None:
 
 def _slow_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
-    _starts: torch.Tensor, longest: int, _longest: int, *, scale: float | None,
+    key_starts: torch.Tensor, longest: int, most_keys: int, *, scale: float | None,
     window_size: tuple[int, int], enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
     """torch's varlen_attn, which runs on GPUs only, by its documentation."""
-    place = torch.arange(len(query))
-    sample = torch.bucketize(place, starts, right=True)
-    assert starts.diff().max() == longest
-    back = place[:, None] - place[None, :]
-    mask = (back >= 0) & (sample[:, None] == sample[None, :])
+    assert (starts.diff().max(), key_starts.diff().max()) == (longest, most_keys)
+    assert (int(starts[-1]), int(key_starts[-1])) == (len(query), len(key))
+    sample, of_key = (
+        torch.bucketize(torch.arange(len(part)), bounds, right=True)
+        for part, bounds in ((query, starts), (key, key_starts))
+    )
+    # Places from the ends of samples: the last query attends to the last key.
+    place = torch.arange(len(query)) - starts[sample]
+    key_place = torch.arange(len(key)) - key_starts[of_key]
+    back = place[:, None] - key_place[None, :]
+    mask = (back >= 0) & (sample[:, None] == of_key[None, :])
     if window_size[0] >= 0:
         mask &= back <= window_size[0]
     assert window_size[1] == 0
@@ -117,17 +124,22 @@ def test_one_kernel_for_all_samples_is_given_their_bounds(
 ) -> None:
     monkeypatch.setattr(attention, "varlen_attn", _slow_varlen)
     monkeypatch.setattr(attention, "_PADDING", 3)
-    query = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    key, value = (torch.randn(2, 2, 9, 8, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(2, 4, 12, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 12, 8, dtype=torch.float64) for _ in range(2))
     segments = ((0, 0, 3), (0, 3, 7), (1, 0, 2))
     slow, _ = packed_attention(
         torch.nn.Module(), query, key, value, None,
         segments=segments, scaling=0.3, sliding_window=window,
     )  # fmt: skip
-    found = attention._in_one_kernel(query, key, value, ((3, 4), (2,)), 0.3, window)
-    for row, start, end in segments:
-        torch.testing.assert_close(found[row, start:end], slow[row, start:end])
-    assert found.isfinite().all()
+    ranks = [Context(rank, 2).pieces(12) for rank in (0, 1)]
+    for pieces in (((0, 12),), *ranks):
+        own = torch.cat([torch.arange(start, end) for start, end in pieces])
+        rows = attention._rows(segments, 2, 12, pieces)
+        found = attention._in_one_kernel(query[:, :, own], key, value, rows, 0.3, window)
+        assert found.isfinite().all()
+        for row, start, end in segments:
+            inside = (start <= own) & (own < end)
+            torch.testing.assert_close(found[row, inside], slow[row, own[inside]])
 
 
 def test_a_sliding_window_forgets_what_is_too_far_back() -> None:
@@ -296,6 +308,7 @@ def test_adapters_begin_alike_at_every_start(model: Path) -> None:
         ("config", "no config.json"),
         ("dropout", "attention_dropout"),
         ("kind", "cannot be loaded"),
+        ("layers", "linear_attention layers"),
         ("shape", "config.json asks for"),
         ("layer", "has no weight model.layers.2"),
     ],
@@ -317,6 +330,9 @@ def test_a_model_folder_that_cannot_serve_is_named_with_what_it_lacks(
     elif spoil == "shape":
         wider = {"intermediate_size": 2 * config["intermediate_size"]}
         (tmp_path / "config.json").write_text(json.dumps(config | wider))
+    elif spoil == "layers":
+        mixed = {"layer_types": ["linear_attention", "full_attention"]}
+        (tmp_path / "config.json").write_text(json.dumps(config | mixed))
     elif spoil == "layer":
         deeper = {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
         (tmp_path / "config.json").write_text(json.dumps(config | deeper))

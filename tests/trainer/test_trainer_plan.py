@@ -12,6 +12,7 @@ import torch
 import trainer_kit as kit
 from typer.testing import CliRunner
 
+from prime_core.errors import UserError
 from prime_engine.tiny import write_tiny_model
 from prime_trainer.cli import app
 from prime_trainer.dryrun import parameters_of
@@ -78,6 +79,25 @@ def test_more_ranks_hold_less_and_talk_more(model: Path, tmp_path: Path) -> None
     assert one.gathered == one.reduced == 0
     assert four.reduced >= 4 * weights
     assert four.gathered >= 4 * weights
+
+
+def test_ranks_that_share_rows_hold_their_part_of_the_activations(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden=128, layers=2)
+    run = kit.run_definition()
+    long = {"sample_tokens": 2048, "prompt_tokens": 8}
+    alone, shared = (
+        plan_step(
+            run, kit.settings(model, tmp_path, context_parallel=size, recompute=True),
+            ranks=4, **long,
+        )
+        for size in (1, 4)
+    )  # fmt: skip
+    assert shared.kept == alone.kept
+    assert shared.peak - shared.kept < 0.4 * (alone.peak - alone.kept)
+    assert shared.gathered > alone.gathered
+    assert shared.reduced > alone.reduced
+    with pytest.raises(UserError, match="context_parallel is 4, which does not divide"):
+        plan_step(run, kit.settings(model, tmp_path, context_parallel=4), ranks=6, **long)
 
 
 @pytest.mark.slow

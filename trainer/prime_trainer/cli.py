@@ -59,6 +59,7 @@ S3Endpoint = Annotated[str | None, typer.Option(help="Its server's URL; without 
 S3Region = Annotated[str | None, typer.Option(help="Its region.")]
 S3Url = Annotated[str | None, typer.Option(help="Its URL for readers, or a CDN's.")]
 LearningRate = Annotated[float | None, typer.Option(help="AdamW's peak rate.")]
+ContextParallel = Annotated[int | None, typer.Option(help="Ranks that share each row.")]
 LoraRank = Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")]
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for event files.")]
 Tracker = Annotated[str | None, typer.Option(help="Log to wandb or trackio.")]
@@ -135,6 +136,7 @@ def run(
     cpu_offload: Annotated[
         bool | None, typer.Option(help="Weights and optimizer in host memory.")
     ] = None,
+    context_parallel: ContextParallel = None,
     lora_rank: LoraRank = None,
     lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
     bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
@@ -191,6 +193,7 @@ def plan(
     ] = None,
     memory_gib: Annotated[float, typer.Option(min=0, help="Of one device; 0: unknown.")] = 0,
     peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
+    context_parallel: ContextParallel = None,
     as_json: Json = False,
 ) -> None:
     """Plan memory, traffic and time of a step. Needs no weights or GPUs."""
@@ -199,7 +202,10 @@ def plan(
     from prime_trainer.dryrun import PROMPT_TOKENS, compare_plans, plan_table
 
     definition = read_run(run)
-    settings = load({"model": model, "peak_tflops": peak_tflops}, config)
+    flags = {
+        "model": model, "peak_tflops": peak_tflops, "context_parallel": context_parallel
+    }  # fmt: skip
+    settings = load(flags, config)
     longest = sample_tokens or PROMPT_TOKENS + definition.max_output_tokens
     rows = compare_plans(definition, settings, ranks, longest, memory_gib)
     if as_json:

@@ -160,6 +160,9 @@ class Settings(ChainSettings):
     cpu_offload: bool = False
     """Keep weights, gradients, optimizer state and the reference in host memory; a device holds
     only the layers in use. The optimizer then runs on the CPU."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Consecutive ranks that share each row, for samples whose activations one device cannot hold
+    (docs/adr/0015). It divides the number of ranks."""
     lora_rank: int = Field(default=0, ge=0, le=4096)
     """Train adapters of this rank on frozen weights; 0 trains the weights themselves."""
     lora_alpha: int = Field(default=0, ge=0)
@@ -167,7 +170,8 @@ class Settings(ChainSettings):
     row_tokens: int = Field(default=128, ge=1)
     """Samples are packed into rows of this many tokens (a longer sample gets its own row)."""
     micro_tokens: int = Field(default=4096, ge=1)
-    """Padded tokens per micro-batch, limited by the device's memory."""
+    """Padded tokens per micro-batch, limited by the device's memory. With `context_parallel`, a
+    device holds its share of them."""
     delta_from: int = Field(default=2, ge=0, le=16)
     """Number of earlier versions for which deltas are made."""
     bad_batch: Literal["stop", "skip"] = "stop"

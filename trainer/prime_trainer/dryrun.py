@@ -180,7 +180,8 @@ def compare_plans(
         shape = shape_of(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
         flops = shape.training_flops([sample_tokens] * rows, [sample_tokens - prompt] * rows)
         peak = settings.peak_tflops * 1e12 * ASSUMED_MFU * size
-        batches = math.ceil(rows / (samples_of_micro_batch(settings, sample_tokens) * size))
+        together = samples_of_micro_batch(settings, sample_tokens) * size
+        batches = math.ceil(rows * settings.context_parallel / together)
         found.append(
             PlanRow(
                 step=step,

@@ -27,7 +27,7 @@ from prime_trainer.advantages import Judged, judge
 from prime_trainer.checkpoint import wait_for_write
 from prime_trainer.config import ObjectiveSettings, Settings
 from prime_trainer.data import TrainingBatch
-from prime_trainer.loading import empty_policy, fill_weights
+from prime_trainer.loading import empty_policy, fill_weights, require_fixed_positions
 from prime_trainer.lora import add_adapters
 from prime_trainer.loss import kl_estimate, policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
@@ -110,7 +110,7 @@ class Learner:
         """The packing plan for samples of these lengths; the same on every rank."""
         return plan(
             lengths,
-            ranks=self.world.size,
+            ranks=self.world.data_size,
             row_tokens=self.settings.row_tokens,
             micro_tokens=self.settings.micro_tokens,
             attention_cost=self.shape.attention_cost,
@@ -136,6 +136,8 @@ def empty_policies(
     wanted = settings.objective
     objective_of(wanted.name)
     policy = empty_policy(base, run.temperature)
+    if settings.context_parallel > 1:
+        require_fixed_positions(policy, base)
     policy.entropy_gradient = bool(wanted.entropy)
     policy.head_fp32 = settings.head_fp32
     if settings.lora_rank:
@@ -159,7 +161,9 @@ def filled_learner(
     world: World,
     fill: Fill = fill_weights,
 ) -> Learner:
-    """Builds a learner from `empty_policies`; `fill` sets the parameters' values."""
+    """Builds a learner from `empty_policies`; `fill` sets the parameters' values. Raises UserError
+    if `context_parallel` does not divide the number of ranks."""
+    world = world.in_groups(settings.context_parallel)
     for one in (policy, reference):
         if one is not None:
             fill(one, settings.need("model"), world.device)
@@ -219,7 +223,7 @@ def backward(
         lengths = [len(row.prompt_tokens) + len(row.output_tokens) for row in rollouts]
         layout = learner.planned(lengths)
         used = quality(layout, lengths, learner.shape.attention_cost)
-    mine = layout.ranks[world.rank]
+    mine = layout.ranks[world.data_rank]
     dtype = next(learner.policy.parameters()).dtype
     fresh = None if step is None else [row.policy_version == step for row in rollouts]
     extra = Extra(proximal, fresh)
@@ -228,16 +232,17 @@ def backward(
     for rows in mine:
         with watch.timed("collate"):
             batch, tokens = collate(
-                rows, rollouts, judged.advantages, weights, world.device, dtype, extra
-            )
+                rows, rollouts, judged.advantages, weights, world.device, dtype, extra,
+                world.context,
+            )  # fmt: skip
         with watch.timed("forward_backward"):
             if learner.reference is not None:
                 with torch.no_grad():
                     tokens = replace(tokens, reference=learner.reference(batch)[0])
             logprobs, entropy = learner.policy(batch)
             terms = policy_loss(logprobs, entropy, tokens, learner.objective)
-            # FSDP averages over ranks; the loss is a sum.
-            torch.autograd.backward(terms.loss * world.size)
+            # FSDP averages over ranks; the loss is a sum, and a context group's ranks all have it.
+            torch.autograd.backward(terms.loss * world.data_size)
             if world.device.type == "cpu":
                 memory.release()
         for name, value in {**terms.sums, "loss": terms.loss.detach().double()}.items():
@@ -245,7 +250,7 @@ def backward(
         ratio_max = torch.maximum(ratio_max, terms.ratio_max)
     names = sorted(sums)
     with watch.timed("statistics"):  # waits for the device and the slowest rank
-        totals = world.sum(torch.stack([sums[name] for name in names])).tolist()
+        totals = world.sum_over_rows(torch.stack([sums[name] for name in names])).tolist()
     found = _statistics(dict(zip(names, totals, strict=True)), sum(outputs))
     return {
         **found,
@@ -288,8 +293,10 @@ def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[tor
         starts.append(starts[-1] + size)
     whole = torch.zeros(starts[-1], dtype=dtype, device=world.device)
     nothing = [0.0] * len(rollouts)
-    for rows in learner.planned(lengths).ranks[world.rank]:
-        batch, _ = collate(rows, rollouts, nothing, nothing, world.device, dtype)
+    for rows in learner.planned(lengths).ranks[world.data_rank]:
+        batch, _ = collate(
+            rows, rollouts, nothing, nothing, world.device, dtype, context=world.context
+        )
         with torch.no_grad():
             logprobs, _ = learner.policy(batch)
         done = 0
@@ -297,7 +304,7 @@ def proximal_logprobs(learner: Learner, rollouts: Sequence[Rollout]) -> list[tor
             size = outputs[sample]
             whole[starts[sample] : starts[sample] + size] = logprobs[done : done + size]
             done += size
-    world.sum(whole)
+    world.sum_over_rows(whole)
     return list(whole.split(outputs))
 
 

@@ -25,6 +25,9 @@ from prime_trainer import attention
 from prime_trainer.lora import DOWN, SEED, UP, base_name
 from prime_trainer.model import Policy
 
+COMPUTED = {"full_attention", "sliding_attention"}
+"""The kinds of layers that `attention.packed_attention` computes."""
+
 
 def require_model_folder(folder: Path, *, weights: bool = True) -> None:
     """Raises UserError naming what a model folder lacks: configuration, tokenizer or weights. With
@@ -71,6 +74,13 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
             f"the model in {folder} caps its logits, which the trainer does not compute",
             hint="take a Qwen2, Qwen3 or Llama model",
         )
+    others = set(getattr(lm.config, "layer_types", None) or ()) - COMPUTED
+    if others:
+        raise UserError(
+            f"the model in {folder} has {min(others)} layers, which the trainer does not compute "
+            "for rows of several samples",
+            hint="take a Qwen2, Qwen3 or Llama model",
+        )
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"):
         if getattr(lm.config, name, 0):
             raise UserError(
@@ -80,6 +90,19 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
             )
     lm.config.use_cache = False
     return Policy(lm, temperature)
+
+
+def require_fixed_positions(policy: Policy, folder: Path) -> None:
+    """Raises UserError if the model scales its positions by the longest sample of a micro-batch,
+    which ranks that share rows do not all see."""
+    given = getattr(policy.lm.config, "rope_parameters", None) or {}
+    kinds = {str(one.get("rope_type")) for one in (given, *given.values()) if isinstance(one, dict)}
+    if found := kinds & {"dynamic", "longrope"}:
+        raise UserError(
+            f"the model in {folder} has {min(found)} positions, which depend on the longest "
+            "sample, so ranks cannot share its rows",
+            hint="leave out --context-parallel",
+        )
 
 
 def fill_weights(policy: Policy, folder: Path, device: torch.device) -> Policy:

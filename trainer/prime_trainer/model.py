@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from prime_core.errors import FatalError
 from prime_trainer.attention import Segments
+from prime_trainer.context import Cut
 
 PAD = -1
 """Sequence id of padding, which attends only to itself and is never predicted."""
@@ -35,6 +36,8 @@ class PackedBatch:
     `inputs`, `positions`, `sequences`: (R, L) int64: token ids, positions within each sample,
     sample numbers (PAD for padding). `predict`: (N,) flat positions in R·L whose *next* token is a
     generated one; `targets`: (N,) that token. `segments`: location of each sample.
+
+    With `cut`, all but `segments` are this rank's part of rows that a context group shares.
     """
 
     inputs: Tensor
@@ -43,6 +46,7 @@ class PackedBatch:
     predict: Tensor
     targets: Tensor
     segments: Segments
+    cut: Cut | None = None
 
 
 class Policy(nn.Module):
@@ -70,12 +74,14 @@ class Policy(nn.Module):
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probability of each target and the entropy of its distribution: (N,),
-        (N,), fp32 (or float64 for float64 weights)."""
+        (N,), fp32 (or float64 for float64 weights); of whole rows, also if a context group shares
+        them."""
         hidden = self.decoder(
             input_ids=batch.inputs,
             position_ids=batch.positions,
             use_cache=False,
             segments=batch.segments,
+            context=None if batch.cut is None else batch.cut.context,
         ).last_hidden_state
         chosen = hidden.reshape(-1, hidden.shape[-1])[batch.predict]
         head = causal_lm(self.lm).get_output_embeddings()
@@ -83,12 +89,17 @@ class Policy(nn.Module):
         if self.head_fp32 and head.weight.dtype in (torch.bfloat16, torch.float16):
             head = wide_head(head)
         if chosen.shape[0] <= rows:
-            return self._score(chosen, batch.targets, head)
-        parts = [
-            checkpoint(self._score, part, targets, head, use_reentrant=False)
-            for part, targets in zip(chosen.split(rows), batch.targets.split(rows), strict=True)
-        ]
-        return torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])
+            logprobs, entropy = self._score(chosen, batch.targets, head)
+        else:
+            parts = [
+                checkpoint(self._score, part, targets, head, use_reentrant=False)
+                for part, targets in zip(chosen.split(rows), batch.targets.split(rows), strict=True)
+            ]
+            logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
+        if batch.cut is not None:
+            both = batch.cut.whole(torch.stack([logprobs, entropy]))
+            logprobs, entropy = both[0].clone(), both[1].clone()  # FSDP warns of views
+        return logprobs, entropy
 
     def _score(
         self, hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor]

@@ -23,6 +23,7 @@ import torch
 
 from prime_core.rollout import Rollout, model_ranges
 from prime_trainer.attention import Segments
+from prime_trainer.context import Context, cut_places
 from prime_trainer.model import PAD, PackedBatch
 from prime_trainer.objectives.base import Tokens
 
@@ -186,15 +187,19 @@ def collate(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     extra: Extra | None = None,
+    context: Context | None = None,
 ) -> tuple[PackedBatch, Tokens]:
     """Builds one micro-batch. `rows` hold indices into `rollouts`; `advantages` and `weights` have
     one entry per sample (a weight applies to each of its tokens). Without rows, returns one row of
-    padding with no tokens to predict, so that an idle rank still takes part in collectives."""
+    padding with no tokens to predict, so that an idle rank still takes part in collectives. With
+    `context`, the batch is this rank's part of the rows; the tokens are those of whole rows."""
     lengths = [
         [len(rollouts[i].prompt_tokens) + len(rollouts[i].output_tokens) for i in row]
         for row in rows
     ]
     width = max((sum(row) for row in lengths), default=1)
+    if context is not None:
+        width = context.width(width)
     shape = (max(1, len(rows)), width)
     inputs = np.zeros(shape, dtype=np.int64)
     positions = np.zeros(shape, dtype=np.int64)
@@ -217,21 +222,30 @@ def collate(
             order.append(sample)
             segments.append((number, start, end))
             start = end
+    places = _join(predict, np.int64)
+    targets = _join(
+        [
+            np.asarray(rollouts[i].output_tokens, dtype=np.int64)[_places(rollouts[i])]
+            for i in order
+        ],
+        np.int64,
+    )
+    cut = None
+    if context is not None:
+        inputs, positions, sequences = (
+            np.concatenate([whole[:, start:end] for start, end in context.pieces(width)], axis=1)
+            for whole in (inputs, positions, sequences)
+        )
+        own, places, cut = cut_places(places, width, context, device)
+        targets = targets[own]
     batch = PackedBatch(
         inputs=torch.from_numpy(inputs).to(device),
         positions=torch.from_numpy(positions).to(device),
         sequences=torch.from_numpy(sequences).to(device),
-        predict=torch.from_numpy(_join(predict, np.int64)).to(device),
-        targets=torch.from_numpy(
-            _join(
-                [
-                    np.asarray(rollouts[i].output_tokens, dtype=np.int64)[_places(rollouts[i])]
-                    for i in order
-                ],
-                np.int64,
-            )
-        ).to(device),
+        predict=torch.from_numpy(places).to(device),
+        targets=torch.from_numpy(targets).to(device),
         segments=_whole(segments),
+        cut=cut,
     )
     counts = [rollouts[i].generated for i in order]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -21,6 +21,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from prime_core.errors import UserError
+from prime_trainer.context import Context
 from prime_trainer.lora import is_adapted, merged
 from prime_trainer.model import Policy
 
@@ -40,11 +42,42 @@ class World:
     storage: dist.ProcessGroup | None = None
     """A separate CPU group for checkpoints, so that a thread can write one while the loop
     continues."""
+    context: Context | None = None
+    """The ranks that share rows with this one."""
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which talks to the orchestrator, writes metrics and publishes."""
         return self.rank == 0
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a row; 1 without context parallelism."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def data_size(self) -> int:
+        """Data-parallel ranks: groups of ranks that have different rows."""
+        return self.size // self.sharing
+
+    @property
+    def data_rank(self) -> int:
+        """The data-parallel rank of this process's rows."""
+        return self.rank // self.sharing
+
+    def in_groups(self, size: int) -> World:
+        """The same ranks, of which each `size` consecutive ones share rows. A collective operation.
+        Raises UserError if `size` does not divide the number of ranks."""
+        if self.size % size:
+            raise UserError(
+                f"context_parallel is {size}, which does not divide the number of ranks, "
+                f"{self.size}",
+                hint="change --context-parallel, or the number of processes",
+            )
+        if size == 1:
+            return self
+        group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
+        return replace(self, context=Context(self.rank % size, size, group))
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Returns rank 0's bytes on every rank; other ranks pass None. Only bytes are supported,
@@ -68,6 +101,11 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def sum_over_rows(self, tensor: Tensor) -> Tensor:
+        """Sum over data-parallel ranks, in place, of values that the ranks of a context group have
+        in common."""
+        return self.sum(tensor).div_(self.sharing)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Maximum over ranks, in place."""

@@ -233,7 +233,7 @@ def run_step(learner: Learner, micro_batches: int, sample_tokens: int, prompt_to
     """Runs one training step on samples of one length, enough for `micro_batches` on each rank."""
     size = learner.run.samples_per_group
     each = samples_of_micro_batch(learner.settings, sample_tokens)
-    groups = -(-micro_batches * each * learner.world.size // size)
+    groups = -(-micro_batches * each * learner.world.data_size // size)
     rows = [
         tuple(
             Rollout(
