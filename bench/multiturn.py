@@ -113,7 +113,8 @@ def _costs(model: str, files: list[File]) -> Iterator[Row]:
     turns = sum(one.turns for one in files) / sum(one.conversations for one in files)
     ratio = statistics.median(one.made / one.judged for one in files)
     share = statistics.median(one.steps / one.judged for one in files)
-    yield Row(f"validate_ratio_{model}", ratio, f"× generating, {turns:.1f} turns a row, float32")
+    unit = f"× as much CPU to generate as to judge, {turns:.1f} turns a row, float32"
+    yield Row(f"validate_ratio_{model}", ratio, unit)
     yield Row(f"steps_share_{model}", share, "of judging: environment steps and rewards")
 
 
