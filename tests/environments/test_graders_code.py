@@ -28,7 +28,7 @@ from prime_envs.tasks import Task, parse_task
 pytestmark = pytest.mark.skipif(
     not kernel.supported(), reason="the sandbox needs Linux on x86-64 or aarch64"
 )
-LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
+LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=2.0, memory_mb=128, output_bytes=1 << 16)
 DOUBLE = {
     "language": "python",
     "test_cases": [

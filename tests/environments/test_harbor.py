@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "harbor"
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=0)
-LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16)
+LIMITS = ProgramLimits(cpu_seconds=0.5, idle_seconds=2.0, memory_mb=128, output_bytes=1 << 16)
 BRANCHES = """  echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt

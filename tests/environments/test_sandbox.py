@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 LEVELS: tuple[Level, ...] = ("namespaces", "bubblewrap", "limits")
 SHORT = ProgramLimits(
-    cpu_seconds=0.4, idle_seconds=0.5, memory_mb=128, output_bytes=1 << 16, threads=8
+    cpu_seconds=0.4, idle_seconds=2.0, memory_mb=128, output_bytes=1 << 16, threads=8
 )
 
 
