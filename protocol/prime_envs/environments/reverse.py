@@ -41,7 +41,7 @@ def word_list(shortest: int, longest: int) -> tuple[str, ...]:
     package = importlib.util.find_spec("reasoning_gym")
     if package is None or not package.submodule_search_locations:
         raise UserError(
-            "The reverse environment needs reasoning-gym's word list.",
+            "the environment reverse needs reasoning-gym's word list",
             hint="pip install 'prime-open[families]'",
         )
     path = Path(package.submodule_search_locations[0]) / "data" / DATA_FILE
