@@ -94,8 +94,9 @@ def test_ranks_that_share_rows_hold_their_part_of_the_activations(tmp_path: Path
     )  # fmt: skip
     assert shared.kept == alone.kept
     assert shared.peak - shared.kept < 0.4 * (alone.peak - alone.kept)
+    # The gradients of keys and values: 2 layers, 2 heads of 32 numbers each, 4 bytes.
+    assert shared.reduced - alone.reduced == pytest.approx(2 * 2 * 2 * 32 * 2048 * 4, rel=0.02)
     assert shared.gathered > alone.gathered
-    assert shared.reduced > alone.reduced
     with pytest.raises(UserError, match="context_parallel is 4, which does not divide"):
         plan_step(run, kit.settings(model, tmp_path, context_parallel=4), ranks=6, **long)
 

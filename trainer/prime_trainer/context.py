@@ -55,14 +55,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
         ctx.context = context
         whole = part.new_empty((context.size * part.shape[0], *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=context.group)
+        dist.all_gather_single(whole, part.contiguous(), group=context.group)
         return torch.unflatten(whole, 0, (context.size, part.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (whole,) = gradients
         part = whole.new_empty(whole.shape[1:])
-        dist.reduce_scatter_tensor(part, whole.flatten(0, 1).contiguous(), group=ctx.context.group)
+        dist.reduce_scatter_single(part, whole.flatten(0, 1).contiguous(), group=ctx.context.group)
         return part, None
 
 

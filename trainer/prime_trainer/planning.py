@@ -161,6 +161,7 @@ def counted_step(
     """Builds a learner with weights from `fill` under `mode`, and counts the allocations of its
     second step (the first one creates the optimizer state). Also works with real tensors."""
     settings = settings.model_copy(update={"mismatch_every": 0})  # its copies are in host memory
+    run = run.model_copy(update={"samples_per_group": 2})  # exactly MICRO_BATCHES on each rank
     counted = Allocations()
     policies = empty_policies(run, settings, world)
     with mode, counted.counting():
