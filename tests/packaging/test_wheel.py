@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_envs import python_wasm
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "devnet" / "model"
 TRAIN = (
@@ -169,6 +171,7 @@ class Installed:
         environment = {
             "PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder),
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "PRIME_TOOL_CACHE": str(python_wasm.cache_folder()),  # compiled once for all tests
         }  # fmt: skip
         done = subprocess.run(
             [self.bin / program, *map(str, words)],
