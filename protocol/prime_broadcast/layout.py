@@ -244,10 +244,11 @@ def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
 
 
 def expired(root: Path, before: float, *, keep: int, later: int) -> list[int]:
-    """The versions that an origin may remove: those with a version at least `later` numbers on that
-    was published before `before` (Unix seconds), as were all up to it.
+    """Returns the versions that an origin may remove.
 
-    Version 0, the newest `keep`, and what thin ones that stay are made from are not among them.
+    Let N be the newest version such that it and all earlier ones were published before `before`
+    (Unix seconds). Versions up to N - `later` may go, except version 0, the newest `keep`, and
+    those from which the remaining deltas are made.
     """
     present = versions(root)
 

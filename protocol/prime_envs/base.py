@@ -257,7 +257,7 @@ class Environment(ABC):
         """Problem number `index` and the tokens of its prompt.
 
         If the code of a plugin raises, that is logged, and the problem is UNASKED: its prompt is
-        one sign, and its answers are not graded. Lack of memory and errors of the system are
+        one character, and its answers are not graded. Lack of memory and errors of the system are
         raised, like those of environments built in, and those of prompt_tokens.
         """
         try:

@@ -165,7 +165,7 @@ def check_rows(
             if row.problem_id.rpartition("/")[2] == UNASKED:
                 raise RulingError(
                     Reason.WRONG_ROWS,
-                    f"row {number} was not asked its problem, which is asked here",
+                    f"row {number} leaves its problem out as one that cannot be asked, but it can",
                 )
             raise RulingError(
                 Reason.WRONG_PROMPTS,

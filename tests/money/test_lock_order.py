@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +35,59 @@ def mgr(tmp_path: Path, empty_postgres: str) -> Iterator[ManagerSide]:
     made.store.close()
 
 
+class Writer:
+    """A thread that writes, and what it raised."""
+
+    def __init__(self, mgr: ManagerSide, write: Callable[[], object]) -> None:
+        self._mgr, self._write = mgr, write
+        self.failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.failures.append(error)
+
+    def start(self) -> None:
+        """Starts it, and waits until it waits for a lock or has ended."""
+        self._thread.start()
+        blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        while self._thread.is_alive():
+            with self._mgr.store.read() as connection:
+                if connection.execute(blocked).scalar_one():
+                    return
+            self._thread.join(0.01)
+
+    def require_end(self) -> None:
+        """It ends without a failure."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        assert self.failures == []
+
+
 @pytest.mark.postgres
 def test_a_file_whose_time_ends_while_its_verdict_is_written_keeps_the_verdict(
     mgr: ManagerSide,
 ) -> None:
     row = mgr.submit(NODE)
-    failures: list[Exception] = []
 
     def end() -> None:
-        try:
-            with mgr.store.begin() as other:
-                void(other, row.digest, Reason.UNAVAILABLE, mgr.now())
-        except Exception as error:
-            failures.append(error)
+        with mgr.store.begin() as other:
+            void(other, row.digest, Reason.UNAVAILABLE, mgr.now())
 
-    ending = threading.Thread(target=end)
+    ending = Writer(mgr, end)
     with mgr.store.begin() as connection:
         assert jobs.lock_row(connection, row.digest) is not None
-        ending.start()
-        ending.join(0.3)  # it waits for the job, and must hold nothing that a verdict writes
+        ending.start()  # it waits for the job, and must hold nothing that a verdict writes
         submissions.change(connection, row.digest, status="accepted", judged_at=1.0)
-    ending.join(30)
-    assert not failures
+    ending.require_end()
     assert mgr.row(row.digest).status == "accepted"
 
 
 @pytest.mark.postgres
 def test_files_that_end_together_wait_for_a_claim_of_several(mgr: ManagerSide) -> None:
     files = [mgr.submit(NODE, shadow=True).digest for _ in range(2)]
-    failures: list[Exception] = []
-
-    def end() -> None:
-        try:
-            void_unjudged(mgr.store, mgr.context, mgr.now)
-        except Exception as error:
-            failures.append(error)
-
     mgr.now.time += RUN.validity_seconds + 1
     with mgr.store.begin() as connection:
         meta.put(connection, CHAIN_BLOCK, "1")
@@ -79,17 +96,13 @@ def test_files_that_end_together_wait_for_a_claim_of_several(mgr: ManagerSide) -
             connection, rooted_before=0, shadow_before=mgr.now() - RUN.validity_seconds
         )
     assert {first, second} == {*files}
-    ending = threading.Thread(target=end)
+    ending = Writer(mgr, lambda: void_unjudged(mgr.store, mgr.context, mgr.now))
     with mgr.store.begin() as connection:
         lock(connection, "assignments")
         jobs.lock_row(connection, second)
         ending.start()
-        blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-        while ending.is_alive() and not connection.execute(blocked).scalar_one():
-            ending.join(0.01)
         jobs.lock_row(connection, first)
-    ending.join(30)
-    assert not failures
+    ending.require_end()
     assert {mgr.row(digest).status for digest in files} == {"void"}
 
 
@@ -100,7 +113,6 @@ def test_a_verdict_waits_for_no_writer_that_waits_for_its_file(
 ) -> None:
     """A verdict writes the file, then its node's row."""
     row, node = mgr.submit(NODE), NODE.address
-    failures: list[Exception] = []
     place: dict[str, Any] = {
         "block_hash": row.digest, "block": 1, "block_time": 1, "tx_hash": row.digest,
     }  # fmt: skip
@@ -118,51 +130,26 @@ def test_a_verdict_waits_for_no_writer_that_waits_for_its_file(
         chain.add_event(connection, log_index=1, name="RootPosted", args=own, **place)
 
     def write() -> None:
-        try:
-            if writer == "the indexer":
-                with mgr.store.begin() as other:
-                    derive(other, mgr.context, events, mgr.now())
-            else:
-                reveal(mgr.store, mgr.context, Planted(frozenset({node}), b"s"), mgr.now)
-        except Exception as error:
-            failures.append(error)
+        if writer == "the indexer":
+            with mgr.store.begin() as other:
+                derive(other, mgr.context, events, mgr.now())
+        else:
+            reveal(mgr.store, mgr.context, Planted(frozenset({node}), b"s"), mgr.now)
 
     mgr.now.time += RUN.validity_seconds + 1
-    writing = threading.Thread(target=write)
+    writing = Writer(mgr, write)
     with mgr.store.begin() as connection:
         jobs.lock_row(connection, row.digest)
         submissions.change(connection, row.digest, status="accepted", judged_at=1.0)
         writing.start()
-        blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-        while writing.is_alive() and not connection.execute(blocked).scalar_one():
-            writing.join(0.01)
         assert nodes.lock_row(connection, node) is not None
-    writing.join(30)
-    assert not failures
-
-
-def until_blocked(mgr: ManagerSide, thread: threading.Thread) -> None:
-    """Waits until `thread` waits for a lock, or has ended."""
-    blocked = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-    while thread.is_alive():
-        with mgr.store.read() as connection:
-            if connection.execute(blocked).scalar_one():
-                return
-        thread.join(0.01)
+    writing.require_end()
 
 
 @pytest.fixture
-def unrooted(mgr: ManagerSide) -> tuple[threading.Thread, list[Exception]]:
-    """A thread that voids what was never rooted, and what it raised."""
-    failures: list[Exception] = []
-
-    def end() -> None:
-        try:
-            void_unrooted(mgr.store, mgr.context, mgr.now)
-        except Exception as error:
-            failures.append(error)
-
-    return threading.Thread(target=end), failures
+def unrooted(mgr: ManagerSide) -> Writer:
+    """Voids what was never rooted."""
+    return Writer(mgr, lambda: void_unrooted(mgr.store, mgr.context, mgr.now))
 
 
 def never_rooted(mgr: ManagerSide, row: SubmissionRow) -> None:
@@ -176,10 +163,9 @@ def never_rooted(mgr: ManagerSide, row: SubmissionRow) -> None:
 @pytest.mark.postgres
 def test_a_verdict_that_sends_another_file_back_waits_in_no_circle_with_the_end_of_both(
     mgr: ManagerSide,
-    unrooted: tuple[threading.Thread, list[Exception]],
+    unrooted: Writer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ending, failures = unrooted
     shared = {"f" * 32: True}
     rows = [mgr.submit(NODE) for _ in range(2)]
     for row in rows:
@@ -194,15 +180,13 @@ def test_a_verdict_that_sends_another_file_back_waits_in_no_circle_with_the_end_
     real, sent = reviews.send_back, list[Digest]()
 
     def send_back(*args: Any) -> list[Digest]:
-        ending.start()
-        until_blocked(mgr, ending)
+        unrooted.start()
         sent.extend(real(*args))
         return sent
 
     monkeypatch.setattr(reviews, "send_back", send_back)
     assert judge_of(mgr.backend).tick() == [rows[1].digest]
-    ending.join(30)
-    assert failures == []
+    unrooted.require_end()
     assert sent == [rows[0].digest]
     assert {mgr.row(row.digest).status for row in rows} == {"void"}
 
@@ -210,11 +194,10 @@ def test_a_verdict_that_sends_another_file_back_waits_in_no_circle_with_the_end_
 @pytest.mark.postgres
 def test_verdicts_on_several_nodes_wait_in_no_circle_with_the_end_of_their_files(
     mgr: ManagerSide,
-    unrooted: tuple[threading.Thread, list[Exception]],
+    unrooted: Writer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both write how many files of each node were accepted."""
-    ending, failures = unrooted
     mgr.admit(OTHER)
     first, second = sorted((NODE, OTHER), key=lambda one: one.address)
     late = [mgr.judge(mgr.submit(node)) for node in (second, first)]
@@ -230,12 +213,10 @@ def test_verdicts_on_several_nodes_wait_in_no_circle_with_the_end_of_their_files
     def set_verdicts(connection: sa.Connection, rows: list[SubmissionRow]) -> None:
         assert [row.node for row in rows] == [first.address, second.address]
         real(connection, rows[:1])
-        ending.start()
-        until_blocked(mgr, ending)
+        unrooted.start()
         real(connection, rows[1:])
 
     monkeypatch.setattr(submissions, "set_verdicts", set_verdicts)
     assert judge_of(mgr.backend).tick() == [row.digest for row in files]
-    ending.join(30)
-    assert failures == []
+    unrooted.require_end()
     assert [mgr.row(row.digest).status for row in late] == ["void", "void"]

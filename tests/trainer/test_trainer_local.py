@@ -558,16 +558,23 @@ class FailsToGrade(Reverse):
         return super().check(problem, output_text, output_tokens)
 
 
+def run_of(
+    plugin: type[Reverse], folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
+) -> tuple[Path, Settings, Options]:
+    """A run of that environment, evaluated at each step, with its trainer's settings."""
+    monkeypatch.setattr("prime_envs.registry.environment_class", lambda name: plugin)
+    source = written(folder / "in")
+    source.write_text(source.read_text().replace('"reverse"', f'"{plugin.name}"'))
+    flags = {"model": DEMO, "data": folder / "out", "steps": steps}
+    settings = load(flags, source.with_suffix(".trainer.toml"))
+    return source, settings, Options(evaluate_every=1, problems=16, samples=1000, threads=1)
+
+
 @pytest.mark.usefixtures("_one_process_group")
 def test_rows_that_an_environment_cannot_grade_are_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("prime_envs.registry.environment_class", lambda name: FailsToGrade)
-    source = written(tmp_path / "in")
-    source.write_text(source.read_text().replace('"reverse"', '"fails_to_grade"'))
-    flags = {"model": DEMO, "data": tmp_path / "out", "steps": 1}
-    settings = load(flags, source.with_suffix(".trainer.toml"))
-    options = Options(evaluate_every=1, problems=16, samples=1000, threads=1)
+    source, settings, options = run_of(FailsToGrade, tmp_path, monkeypatch, steps=1)
     counted: list[tuple[Rollout, bool]] = []
 
     def watched(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> Judged:
@@ -614,12 +621,7 @@ class FailsToAsk(Reverse):
 def test_problems_that_an_environment_cannot_ask_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("prime_envs.registry.environment_class", lambda name: FailsToAsk)
-    source = written(tmp_path / "in")
-    source.write_text(source.read_text().replace('"reverse"', '"fails_to_ask"'))
-    flags = {"model": DEMO, "data": tmp_path / "out", "steps": 2}
-    settings = load(flags, source.with_suffix(".trainer.toml"))
-    options = Options(evaluate_every=1, problems=16, samples=1000, threads=1)
+    source, settings, options = run_of(FailsToAsk, tmp_path, monkeypatch, steps=2)
     stop = threading.Event()
 
     def stop_after_a_step(line: str) -> None:

@@ -103,7 +103,7 @@ AT_ONCE = 64
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
 MAX_NAME = 512
-"""Most letters of a set-up's or statistic's name in a table."""
+"""Longest name of a set-up or statistic in a table, in characters."""
 MOST_SHARE = 1000.0
 """Largest share of a limit that counts for drift. Limits on whole files are not applied to files of
 few rows, so a share may exceed 1."""
@@ -622,9 +622,9 @@ def check_table(
         except ValueError as error:
             raise MalformedError(f"{number[:20]!r} is not a number") from error
     if any(len(name) > MAX_NAME or not name.isprintable() for name in (table.setup, *table.shares)):
-        raise MalformedError("the table names a set-up or a statistic that no file has")
+        raise MalformedError(f"a name in the table is not printable or over {MAX_NAME} characters")
     if len(table.marks) > MAX_ROWS or not all(map(_MARK.fullmatch, table.marks)):
-        raise MalformedError("the table has marks that no file's rows have")
+        raise MalformedError(f"the table has a malformed row mark, or more than {MAX_ROWS} marks")
     if table.repeated_rows is not None and not 0 <= table.repeated_rows <= MAX_ROWS:
         raise MalformedError("the table counts more repeated rows than a file has")
     if outcome is not Outcome.ACCEPTED:
@@ -644,7 +644,7 @@ def check_table(
         ):
             raise MalformedError("the table counts more tokens than a row may have")
         if abs(one.reward_micro) > MAX_REWARD_MICRO:
-            raise MalformedError(f"row {place} of the table has a reward beyond all measure")
+            raise MalformedError(f"row {place} of the table has a reward that is out of range")
     if len(drawn) < run.least_drawn(len(table.rows)):
         raise MalformedError("the opinion accepts with fewer rows replayed than the run asks for")
 

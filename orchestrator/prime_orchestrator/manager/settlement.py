@@ -231,7 +231,9 @@ def import_settlement(
     with store.read() as connection:
         row = rewards.confirmed_root(connection, name)
     if row is None:
-        raise NotFoundError(f"no reward root that this store knows from the chain names {name}")
+        raise NotFoundError(
+            f"{name} is not the settlement of any reward root that serve has read from the chain"
+        )
     found: list[bytes] = []
 
     def checked(digest: Digest) -> bytes:
@@ -561,11 +563,9 @@ def lock_files(connection: Connection, digests: Collection[Digest]) -> list[Dige
     """Locks what `void` writes of several submissions, in the order that `lock` states; returns
     them by node, the order in which their nodes' `tallies` are written."""
     lock(connection, "assignments")
-    for digest in digests:
-        jobs.lock_row(connection, digest)
+    jobs.lock_rows(connection, digests)
     lock(connection, CHAIN_LOCK)  # the indexer writes several submissions
-    found = [submissions.get(connection, digest) for digest in digests]
-    rows = [row for row in found if row is not None]
+    rows = submissions.those(connection, digests).values()
     nodes.lock_rows(connection, {row.node for row in rows})
     return [row.digest for row in sorted(rows, key=lambda row: row.node)]
 
