@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bench.conversations import Calls, Words
+from bench.conversations import Calls, registered
 from bench.form import ROOT, Row
 from bench.honest import Bench
 from bench.smol_network import SMOLLM
@@ -34,7 +34,7 @@ from prime_core.errors import FatalError
 from prime_core.run import Conversation
 from prime_core.verdict import Outcome
 from prime_envs.chat import chat_from
-from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.registry import environment_for, environment_ref
 from prime_envs.search import SearchIndex
 from prime_envs.tools import TOOL_ERROR, answer, load_tools
 from prime_verify import build
@@ -61,9 +61,6 @@ REPEATS = 50
 T = TypeVar("T")
 
 
-BUILT_IN.update({found.name: found.__module__ for found in (Words, Calls)})
-
-
 @dataclass(frozen=True)
 class File:
     """CPU seconds of one file. `steps`: its environment steps and rewards, computed again."""
@@ -78,6 +75,11 @@ class File:
 
 def run(quick: bool) -> list[Row]:
     """All rows. About 15 minutes; `quick` takes few conversations of the toy model alone."""
+    with registered():
+        return _rows(quick)
+
+
+def _rows(quick: bool) -> list[Row]:
     toy = bench_of(TOY, tokens=96, groups=4, samples=16)
     count = (QUICK if quick else CONVERSATIONS) // 64
     files = [judged(toy, number) for number in range(count + 1)][1:]  # the first warms up

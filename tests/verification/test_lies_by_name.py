@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from bench.attacks import ATTACKS
+from bench.conversations import registered
 from devnet.kinds import LIES, LongScene
 from prime_core.ids import digest
 from prime_core.run import Conversation
 from prime_core.verdict import Outcome, Reason
 from prime_engine.variants import VARIANTS
-from prime_envs.registry import BUILT_IN, environment_for, environment_ref
+from prime_envs.registry import environment_for, environment_ref
 from prime_verify.calibrate import HonestFile
 from prime_verify.canaries.scene import Text
 from prime_verify.case import Case
@@ -102,19 +103,18 @@ def test_a_lie_ends_as_its_table_says(small: Any, name: str) -> None:
 @pytest.fixture(scope="module")
 def talking(small: Any) -> Iterator[Any]:
     """The same world in conversations of three turns."""
-    BUILT_IN["words"] = "bench.multiturn"
-    run = small.run.model_copy(
-        update={
-            "environment": environment_ref(
-                "words", {}, small.run.budgets, train_size=100, heldout_size=0
-            ),
-            "conversation": Conversation(turns=3),
-            "max_output_tokens": 64,
-            "schema_version": 3,
-        }
-    )
-    yield type(small)(run, environment_for(run), small.engine)
-    del BUILT_IN["words"]
+    with registered():
+        run = small.run.model_copy(
+            update={
+                "environment": environment_ref(
+                    "words", {}, small.run.budgets, train_size=100, heldout_size=0
+                ),
+                "conversation": Conversation(turns=3),
+                "max_output_tokens": 64,
+                "schema_version": 3,
+            }
+        )
+        yield type(small)(run, environment_for(run), small.engine)
 
 
 @pytest.mark.slow
