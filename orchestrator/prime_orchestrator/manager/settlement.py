@@ -563,9 +563,11 @@ def lock_files(connection: Connection, digests: Collection[Digest]) -> list[Dige
     """Locks what `void` writes of several submissions, in the order that `lock` states; returns
     them by node, the order in which their nodes' `tallies` are written."""
     lock(connection, "assignments")
-    jobs.lock_rows(connection, digests)
+    for digest in digests:  # one at a time: they may be more than the values a statement takes
+        jobs.lock_row(connection, digest)
     lock(connection, CHAIN_LOCK)  # the indexer writes several submissions
-    rows = submissions.those(connection, digests).values()
+    found = [submissions.get(connection, digest) for digest in digests]
+    rows = [row for row in found if row is not None]
     nodes.lock_rows(connection, {row.node for row in rows})
     return [row.digest for row in sorted(rows, key=lambda row: row.node)]
 
