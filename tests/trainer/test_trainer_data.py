@@ -343,16 +343,22 @@ def test_a_failed_download_is_an_error_and_never_an_empty_file(
         fetch = fetcher(client, {name: "http://127.0.0.1:9/none"}, threading.Event())
         with pytest.raises(UnavailableError, match=f"{name} cannot be fetched"):
             fetch(name, 10)
-        with pytest.raises(MalformedError, match="no URL"):
+        with pytest.raises(UnavailableError, match="no URL"):
             fetch(Digest("0x" + "cd" * 32), 10)
 
 
-def test_a_file_that_is_nowhere_is_named(served_folder: str) -> None:
+@pytest.mark.parametrize("path", ["none", "page.html"])
+def test_what_does_not_come_as_signed_says_nothing_about_the_batch(
+    served_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(feed, "FETCH_TRIES", 2)
+    (tmp_path / "page.html").write_text("<html>busy</html>")
     name = Digest("0x" + "ab" * 32)
     with OrchestratorClient(served_folder, timeout=5.0) as client:
-        fetch = fetcher(client, {name: f"{served_folder}/none"}, threading.Event())
-        with pytest.raises(UntrustedError, match=f"{name}, which is nowhere"):
-            fetch(name, 10)
+        fetch = fetcher(client, {name: f"{served_folder}/{path}"}, threading.Event())
+        for limit in (10, 100):
+            with pytest.raises(UnavailableError, match=f"{name} cannot be fetched"):
+                fetch(name, limit)
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ from prime_broadcast import layout
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import Relay
-from prime_core.errors import UserError
+from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.ids import Step
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_orchestrator.store import policies
-from prime_trainer import publish, run
-from prime_trainer.data import BadBatch
+from prime_trainer import feed, publish, run
+from prime_trainer.data import BadBatch, TrainingBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.parallel import World
@@ -69,6 +69,30 @@ def test_a_bad_batch_after_a_gap_is_skipped_once_by_its_own_number(
         assert (bad.step, "policy 4" in bad.why) == (3, True)
         state = replace(trainer.resume(), step=1)
         assert trainer.train(bad, state, Stopwatch())["step"] == 3
+
+
+def test_no_batch_is_skipped_for_what_something_between_answers(
+    pool: Pool, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.seal(0, kit.rows(2, pool.run.samples_per_group, seed=3))
+    with trainer_of(pool, tmp_path / "data", world, bad_batch="skip") as (trainer, _):
+        request, pages = trainer.client.request, [b"<html>busy</html>"]
+
+        def garbled(method: str, path: str, body: bytes, *, signed: bool) -> bytes:
+            if path == "/v1/batches/0" and pages:
+                return pages.pop()
+            return request(method, path, body, signed=signed)
+
+        monkeypatch.setattr(trainer.client, "request", garbled)
+        assert isinstance(trainer.verified_batch(0, Stopwatch()), TrainingBatch)
+        assert not pages
+        monkeypatch.setattr(feed, "FETCH_TRIES", 1)
+        monkeypatch.setattr(trainer.client, "_stream", lambda url: iter([b"<html>busy</html>"]))
+        with pytest.raises(UnavailableError, match="cannot be fetched"):
+            trainer.verified_batch(0, Stopwatch())
+        trainer.rules = replace(trainer.rules, manager=kit.STRANGER.address)
+        with pytest.raises(UntrustedError, match="is signed by"):
+            trainer.verified_batch(0, Stopwatch())
 
 
 def begins(origin: TrainerOrigin, version: int) -> None:

@@ -114,15 +114,7 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     Raises UntrustedError (signature, wrong pool, run or step) or MalformedError (unsorted or
     repeated files or groups, more groups than the run's batch).
     """
-    manifest = signed.manifest
-    signer = manifest.statement().recover(rules.domain, signed.signature)
-    if signer != rules.manager:
-        raise UntrustedError(f"batch {step} is signed by {signer}, not the manager {rules.manager}")
-    if manifest.pool != rules.pool or not step <= manifest.step <= max(step, rules.newest()):
-        raise UntrustedError(
-            f"asked for batch {step} of pool {rules.pool}, "
-            f"got batch {manifest.step} of pool {manifest.pool}"
-        )
+    manifest = require_asked(signed, step, rules)
     if manifest.run_digest != rules.run.digest():
         raise UntrustedError(f"batch {step} belongs to another run: {manifest.run_digest}")
     names = [file.sha256 for file in manifest.files]
@@ -135,6 +127,21 @@ def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> Batch
     if groups > rules.run.groups_per_batch:  # checked before fetching, to bound memory
         raise MalformedError(
             f"batch {step} names {groups} groups, and the run takes {rules.run.groups_per_batch}"
+        )
+    return manifest
+
+
+def require_asked(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
+    """Returns the manifest. Raises UntrustedError unless the manager signed it for this pool, and
+    for this step or a later one that does not exceed the newest policy's version."""
+    manifest = signed.manifest
+    signer = manifest.statement().recover(rules.domain, signed.signature)
+    if signer != rules.manager:
+        raise UntrustedError(f"batch {step} is signed by {signer}, not the manager {rules.manager}")
+    if manifest.pool != rules.pool or not step <= manifest.step <= max(step, rules.newest()):
+        raise UntrustedError(
+            f"asked for batch {step} of pool {rules.pool}, "
+            f"got batch {manifest.step} of pool {manifest.pool}"
         )
     return manifest
 

@@ -28,6 +28,7 @@ from prime_core.errors import (
     FatalError,
     MalformedError,
     NotFoundError,
+    PrimeError,
     UnavailableError,
     UntrustedError,
     UserError,
@@ -128,8 +129,8 @@ def require_trainer(facts: PoolFacts, account: Address) -> None:
 
 
 def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event) -> BatchAnswer:
-    """Returns the first batch numbered `step` or higher once it is sealed. Raises StoppedError on
-    an earlier stop request."""
+    """Returns the first batch numbered `step` or higher once it is sealed; an answer that another
+    program gave counts as none. Raises StoppedError on an earlier stop request."""
 
     def ask() -> BatchAnswer:
         while True:
@@ -138,26 +139,27 @@ def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event)
             except NotFoundError as error:
                 if stop.wait(POLL_SECONDS):
                     raise StoppedError from error
+            except MalformedError as error:
+                if error.problem:
+                    raise
+                raise UnavailableError(str(error)) from error
 
     return insist(ask, stop, f"waiting for batch {step}")
 
 
 def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Event) -> Fetch:
     """Returns a function that fetches objects by their signed URLs, checks digests and retries a
-    few times. A failed download always raises an error."""
+    few times. It raises UnavailableError for every failure: other bytes, too, say nothing about the
+    object."""
 
     def fetch(sha256: Digest, limit: int) -> bytes:
         url = urls.get(sha256)
         if url is None:
-            raise MalformedError(f"the orchestrator gave no URL for {sha256}")
+            raise UnavailableError(f"the orchestrator gave no URL for {sha256}")
         for attempt in range(FETCH_TRIES):
             try:
                 return client.download(url, limit=limit, sha256=sha256)
-            except NotFoundError as error:
-                raise UntrustedError(f"the batch names {sha256}, which is nowhere") from error
-            except MalformedError as error:
-                raise MalformedError(f"{sha256}: {error}") from error
-            except UnavailableError as error:
+            except PrimeError as error:
                 if attempt == FETCH_TRIES - 1:
                     raise UnavailableError(f"{sha256} cannot be fetched: {error}") from error
                 log.warning("%s is not there yet: %s", sha256, error)

@@ -63,7 +63,7 @@ from prime_trainer.data import (
     assemble,
     decode_message,
     encode_message,
-    verify_statement,
+    require_asked,
     with_problems,
 )
 from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_batch
@@ -209,20 +209,19 @@ class Trainer:
 
     def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch | BadBatch:
         """Fetches and verifies the first batch from number `step` on, in the prefetcher's thread.
-        Repeated groups are checked later, when the batch is taken. A batch to skip has its own
-        number if its statement is valid, else `step`."""
-        number = Step(step)
-        try:
-            with watch.timed("sealed"):
-                answer = wait_for_batch(self.client, step, self.stop)
-            with watch.timed("fetch"):
-                number = Step(verify_statement(answer.batch, step, self.rules).step)
-                fetch = fetcher(self.client, answer.urls, self.stop)
+        Repeated groups are checked later, when the batch is taken. Only a batch that the manager
+        signed, and whose objects came as signed, is skipped: any other error is raised."""
+        with watch.timed("sealed"):
+            answer = wait_for_batch(self.client, step, self.stop)
+        with watch.timed("fetch"):
+            number = Step(require_asked(answer.batch, step, self.rules).step)
+            fetch = fetcher(self.client, answer.urls, self.stop)
+            try:
                 return with_problems(
                     assemble(answer.batch, step, self.rules, fetch), answer.problems
                 )
-        except (MalformedError, UntrustedError, PolicyError) as error:
-            return self.bad(number, error)
+            except (MalformedError, UntrustedError, PolicyError) as error:
+                return self.bad(number, error)
 
     def bad(self, step: Step, error: PrimeError) -> BadBatch:
         """Returns the batch as one to skip; raises `error` if it ends the run."""
