@@ -196,7 +196,11 @@ class SignedOpinion(Strict):
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(self.opinion.outcome)
+        """Raises MalformedError if the outcome is unknown."""
+        try:
+            return Outcome(self.opinion.outcome)
+        except ValueError as error:
+            raise MalformedError("the opinion has an unknown outcome") from error
 
     @property
     def reason(self) -> Reason:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from anvil_kit import needs_anvil
@@ -13,13 +15,14 @@ from money_kit import RUN, TOKEN, key
 from walk_kit import Published
 
 from prime_chain.contracts import Claim
-from prime_chain.explain import Explanation, explain
+from prime_chain.explain import Explanation, _why, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
-from prime_core.errors import NotFoundError
-from prime_core.ids import Digest
+from prime_core.encoding import sha256
+from prime_core.errors import MalformedError, NotFoundError
+from prime_core.ids import ZERO_DIGEST, Digest, Signature
 from prime_core.revisions import RunHistory
-from prime_core.verdict import Reason
+from prime_core.verdict import Law, Opinion, Reason, SignedOpinion
 
 HONEST, LIAR, OWNER, OTHER = key(10), key(11), key(12), key(13)
 EARNED = 20 * TOKEN // 1000
@@ -100,6 +103,21 @@ def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World)
     said = "\n".join(liar.lines())
     assert "1 forfeited, 1 rejected" in said
     assert liar.as_json()["files"][0]["amount"] == "0"
+
+
+def test_a_published_verdict_of_an_unknown_outcome_is_malformed() -> None:
+    law = Law(**dict.fromkeys(Law.model_fields, ZERO_DIGEST))
+    said = Opinion(
+        pool=1, submission=ZERO_DIGEST, law=law.struct_hash(), outcome=9, reason=ZERO_DIGEST,
+        table=ZERO_DIGEST, evidence=ZERO_DIGEST, judged_at=1,
+    )  # fmt: skip
+    signed = SignedOpinion(
+        opinion=said, law=law, validator=HONEST.address, signature=Signature("0x" + "11" * 65)
+    )
+    published: Any = SimpleNamespace(verdict=lambda _: signed)
+    file: Any = SimpleNamespace(state="void", verdict=sha256(b"its verdict"))
+    with pytest.raises(MalformedError, match="unknown outcome"):
+        _why(published, file, 1)
 
 
 def test_claims_are_shown_next_to_earnings(world: World) -> None:
