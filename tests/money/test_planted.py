@@ -13,6 +13,7 @@ from money_kit import MANAGER, RUN, VALIDATOR, ManagerSide, key, open_manager
 from prime_core.encoding import sha256
 from prime_core.errors import UserError
 from prime_core.verdict import Reason
+from prime_orchestrator.manager import settlement
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.funding import owed_by
 from prime_orchestrator.manager.planting import Planted, reveal
@@ -104,6 +105,20 @@ def test_a_planted_lie_is_caught_or_missed_and_costs_its_node_nothing(mgr: Manag
     found = record(mgr)
     assert found.missed > missed_before
     assert found.lying >= 2
+
+
+def test_lies_beyond_the_most_faults_of_a_settlement_count_for_no_validator(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        mgr.judge(of_kind(mgr, honest=False))  # missed
+        reveal(mgr.store, mgr.context, PLANTED, mgr.now)
+    turn = settlement._Turn(int(mgr.now()) // RUN.epoch_seconds, -1, None, new_leaves=True)
+    for most, counted in ((2, 2), (9, 3)):
+        monkeypatch.setattr(settlement, "MAX_FAULTS", most)
+        with mgr.store.read() as connection:
+            lies, faults = settlement._planted(connection, mgr.context, turn)
+        assert (len(faults), lies) == (counted, {VALIDATOR.address: counted})
 
 
 def test_no_planted_file_is_ever_rooted_or_sealed_before_or_after_its_verdict(

@@ -310,19 +310,22 @@ def _planted(
     connection: Connection, context: PoolContext, turn: _Turn
 ) -> tuple[dict[Address, int], list[Fault]]:
     """Returns how many planted lies each validator judged in the epochs of a turn, and the wrong
-    opinions on them and on honest planted files, at most MAX_FAULTS."""
+    opinions on them and on honest planted files. What comes after MAX_FAULTS wrong opinions, in the
+    order of the files' digests, counts neither for nor against any validator."""
     length, history = context.run.epoch_seconds, revisions.history(connection, context)
     lies: dict[Address, int] = {}
     faults: list[Fault] = []
     since, until = (turn.after + 1) * length, (turn.epoch + 1) * length
     for one in opinions.on_planted(connection, since, until):
+        if len(faults) == MAX_FAULTS:
+            break
         said, honest = one.opinion, one.kind == opinions.HONEST
         if not honest:
             lies[said.validator] = lies.get(said.validator, 0) + 1
         if said.outcome is (Outcome.REJECTED if honest else Outcome.ACCEPTED):
             fee = str(history.at(one.step).price_per_judged_file)
             faults.append(Fault(opinion=said.signed(), fee=fee))
-    return lies, faults[:MAX_FAULTS]
+    return lies, faults
 
 
 def _was_restored(store: Store, context: PoolContext, previous: Settlement | None) -> bool:
