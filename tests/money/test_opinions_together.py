@@ -28,6 +28,7 @@ from prime_core.validator_messages import (
 )
 from prime_core.verdict import Reason, SignedOpinion
 from prime_orchestrator.api import validators
+from prime_orchestrator.manager import settlement
 from prime_orchestrator.store import row_marks, schema
 from prime_validator.together import Entry, Together
 
@@ -141,6 +142,27 @@ def test_what_is_not_due_is_neither_stored_nor_shown(
     other = second.opinion(its, Reason.WRONG_SAMPLING)
     assert second.seal(other)
     assert post(mgr, given).opinions[0].status == 200
+
+
+def test_the_last_opinion_on_a_file_that_ended_does_not_have_it_decided_again(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
+    second = bench(mgr.backend, SECOND, mgr.folder, seed=2)
+    second.claim()  # it is live
+    (job,) = claimed(mgr, 1)
+    signed, table = opinion(mgr, job)
+    post(mgr, TogetherRequest(seals=(seal(signed),)))
+    its = second.claim()
+    assert its is not None
+    other = second.opinion(its, Reason.WRONG_SAMPLING)
+    assert second.seal(other)
+    second.give(other)
+    with mgr.store.begin() as connection:
+        settlement.void(connection, job.submission_digest, Reason.UNAVAILABLE, mgr.now())
+    given = TogetherRequest(opinions=(GivenOpinion(signed=signed, table=table.decode()),))
+    assert post(mgr, given).opinions[0].status == 200
+    assert [row["status"] for row in rows(mgr, schema.jobs)] == ["done"]
 
 
 def test_a_kill_before_opinions_are_written_loses_none(

@@ -121,10 +121,12 @@ def lock_free(connection: Connection, submissions: Collection[Digest]) -> dict[D
 
 
 def set_full(connection: Connection, submissions: Collection[Digest]) -> None:
-    """Marks the jobs of files that have all needed opinions."""
+    """Marks the open jobs of files that have all needed opinions."""
     if submissions:
         named = _jobs.submission_digest.in_(list(submissions))
-        connection.execute(sa.update(schema.jobs).where(named).values(status="full"))
+        connection.execute(
+            sa.update(schema.jobs).where(named, _jobs.status == "open").values(status="full")
+        )
 
 
 def finish(connection: Connection, submissions: Collection[Digest]) -> None:
