@@ -531,7 +531,7 @@ class LeaseBroker:
         try:
             with self._api_lock:
                 self._api.abandon(lease_digest)
-        except (UnavailableError, ConflictError) as error:
+        except PrimeError as error:
             log.warning("the orchestrator did not take it back (%s); it runs out by itself", error)
 
 

@@ -126,6 +126,20 @@ def test_only_the_open_lease_can_be_submitted_or_given_back(kit: Kit) -> None:
         kit.client.abandon(Abandon(lease_digest=other))
 
 
+def test_a_lease_that_the_orchestrator_does_not_take_back_is_closed_here(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take_lease(kit)
+
+    def refused(lease: Digest) -> None:
+        raise MalformedError("a proxy's page")
+
+    monkeypatch.setattr(kit.broker._api, "abandon", refused)
+    kit.broker.give_back_open("a test")
+    assert kit.broker.open_leases() == ()
+    assert "did not take it back (a proxy's page)" in caplog.text
+
+
 def test_file_changed_after_it_was_handed_in_does_not_matter(kit: Kit) -> None:
     lease = take_lease(kit)
     (kit.folder / "f").write_bytes(b"as hashed")
