@@ -22,6 +22,7 @@ from prime_chain import codec
 from prime_chain.amounts import ether
 from prime_chain.client import Call, ChainClient, Fees, all_artifacts
 from prime_chain.errors import ChainRevertedError, RpcError
+from prime_chain.rpc import number
 from prime_core.ids import Address, address
 
 GAS_PRICE_ORACLE = address("0x420000000000000000000000000000000000000F")
@@ -155,8 +156,8 @@ def _simulated(client: ChainClient, calls: Sequence[Call], sender: Address) -> l
 
 
 def _result(result: dict[str, Any], call: Call) -> Result:
-    gas = int(result["gasUsed"], 16)
-    if int(result["status"], 16) == 1:
+    gas = number(result["gasUsed"])
+    if number(result["status"]) == 1:
         return gas, None
     fault = result.get("error") or {}
     text = fault.get("data") or result.get("returnData") or "0x"
@@ -167,9 +168,9 @@ def _result(result: dict[str, Any], call: Call) -> Result:
 
 def _estimated(client: ChainClient, calls: Sequence[Call], sender: Address) -> list[Result]:
     found: list[Result] = []
-    for number, call in enumerate(calls):
+    for place, call in enumerate(calls):
         try:
             found.append((client.estimate_gas(call, sender), None))
         except ChainRevertedError as error:  # a later one may only lack what comes before it
-            found.append((None, error if number == 0 else None))
+            found.append((None, error if place == 0 else None))
     return found

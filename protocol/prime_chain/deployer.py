@@ -25,6 +25,7 @@ from prime_chain.client import Call, ChainClient
 from prime_chain.costs import has_l1_fee, l1_fee
 from prime_chain.deployment_check import code_hash, verify
 from prime_chain.errors import RpcError
+from prime_chain.rpc import number
 from prime_chain.sender import Sender
 from prime_core import encoding
 from prime_core.clock import Clock
@@ -326,7 +327,7 @@ def create_address(creator: Address, nonce: int) -> Address:
 
 def _gas(client: ChainClient, request: dict[str, str], overlay: dict[str, Any]) -> int | None:
     found = _overlaid(client, "eth_estimateGas", request, overlay)
-    return int(found, 16) if found is not None else None
+    return number(found) if found is not None else None
 
 
 def _overlaid(

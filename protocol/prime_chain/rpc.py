@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ _EVM_WORDS = (
 _BUSY_WORDS = ("rate limit", "too many requests", "over capacity", "daily request")
 _REJECTED = (-32000, -32003)
 """Codes that refuse a transaction, in EIP-1474 and in practice."""
+_QUANTITY = re.compile("0x[0-9a-fA-F]{1,64}")
 _SENDING = ("eth_call", "eth_estimateGas", "eth_sendRawTransaction")
 """Here a code of _REJECTED is about the transaction (no funds, used nonce, already known), not the
 endpoint."""
@@ -115,8 +117,8 @@ class Endpoint:
         if not self._checked:
             found = self._send("eth_chainId", ())
             try:
-                chain = int(found, 16)
-            except (TypeError, ValueError) as error:
+                chain = number(found)
+            except MalformedError as error:
                 raise BadAnswerError(
                     f"it answers {str(found)[:40]!r} when asked for its chain: it is not an "
                     "Ethereum RPC, check --rpc"
@@ -169,7 +171,7 @@ class Endpoint:
 
         def probe() -> None:
             try:
-                self.request("eth_blockNumber", (), lambda value: int(value, 16))
+                self.request("eth_blockNumber", (), number)
             except UnavailableError as error:
                 self.failed(error)
             except RuntimeError:  # the client was closed meanwhile
@@ -212,9 +214,8 @@ class Endpoint:
                 raise RangeTooLargeError("HTTP", 413, "the answer is too large")
             if response.status_code == 429:
                 after = response.headers.get("retry-after", "")
-                raise RateLimitedError(
-                    "HTTP 429 (rate limit)", float(after) if after.isdigit() else 0.0
-                )
+                seconds = float(after) if after.isascii() and after.isdigit() else 0.0
+                raise RateLimitedError("HTTP 429 (rate limit)", seconds)
             if response.status_code == 408 or response.status_code >= 500:
                 raise UnavailableError(f"HTTP {response.status_code}")
             for chunk in response.iter_bytes():
@@ -392,12 +393,9 @@ def _without_fault(method: str, error: UnavailableError) -> bool:
 
 def number(value: Any) -> int:
     """A JSON-RPC quantity. Raises MalformedError."""
-    if not isinstance(value, str) or not value.startswith("0x") or len(value) > 66:
+    if not isinstance(value, str) or not _QUANTITY.fullmatch(value):
         raise MalformedError(f"the RPC gave {str(value)[:80]!r} for a number")
-    try:
-        return int(value[2:], 16)
-    except ValueError as error:
-        raise MalformedError(f"the RPC gave {value[:80]!r} for a number") from error
+    return int(value, 16)
 
 
 def shown_url(url: str) -> str:

@@ -24,7 +24,7 @@ from prime_chain.errors import (
 )
 from prime_chain.networks import by_chain_id, by_name
 from prime_chain.rpc import shown_url
-from prime_core.errors import UnavailableError, UserError
+from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Address
 
 Answer = dict[str, Any] | bytes | int
@@ -129,6 +129,16 @@ def test_an_endpoint_that_does_not_answer_is_passed_over_for_the_next(
     assert client.block_number() == 16
     assert len(bad.asked) == asked  # it rests for a while
     client.close()
+
+
+@pytest.mark.parametrize(
+    "value", ["0x-5", "0x+5", "0x 5", "0x5\n", "0x1_0", "0x0x5", "0x٥", "0x", "5", 5, None, True,
+              "0x" + "1" * 65],
+)  # fmt: skip
+def test_a_quantity_is_hexadecimal_digits_and_nothing_else(value: object) -> None:
+    with pytest.raises(MalformedError, match="for a number"):
+        rpc.number(value)
+    assert rpc.number("0x0F") == 15
 
 
 def test_a_rested_endpoint_is_asked_again(serve: Serve) -> None:
