@@ -126,6 +126,19 @@ def test_urls_name_the_endpoint_that_others_reach_and_the_secret_stays_here(s3: 
     assert SECRET_KEY not in repr(store)
 
 
+@pytest.mark.parametrize(
+    "date", ["", "soon", "Sat, 01 Jan 9999999999 00:00:00 GMT", "Sat, 01 Jan 2000 00:00:00 +9900"]
+)
+def test_a_server_without_a_date_tells_no_time(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch, date: str
+) -> None:
+    assert abs(store.clock_skew()) < 60
+    answer = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
+    monkeypatch.setattr(store._client, "list_objects_v2", lambda **_: answer)
+    with pytest.raises(UnavailableError, match="no date"):
+        store.clock_skew()
+
+
 # -- what lies in the bucket -----------------------------------------------------------------------
 
 

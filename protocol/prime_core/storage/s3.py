@@ -162,14 +162,14 @@ class S3Store:
 
     def clock_skew(self) -> float:
         """Returns by how many seconds the server's clock is ahead of this machine's, by the date
-        of one answer. Raises UnavailableError if there is no answer, or no date in it."""
+        of one answer. Raises UnavailableError if there is no answer, or no valid date in it."""
         before = self._now()
         with self._errors("list", ""):
             answer = self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)
         after, date = self._now(), answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         try:
             server = parsedate_to_datetime(date).timestamp()
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise UnavailableError("the S3 server's answer has no date") from error
         return server + 0.5 - (before + after) / 2  # it is cut to whole seconds
 
