@@ -97,9 +97,9 @@ class ContractAddresses(Answer):
 
 
 class PoolInfo(Answer):
-    chain_id: int
+    chain_id: Count
     contracts: ContractAddresses
-    pool: int
+    pool: Count
     manager: AddressField
     trainer: AddressField
     run_digest: DigestField
@@ -565,12 +565,12 @@ class RewardInfo(Answer):
     """One node's entry in the newest posted reward root. Amounts in wei, as decimal text."""
 
     node: AddressField
-    epoch: int | None
-    cumulative: str
+    epoch: Count | None
+    cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=77)
     proof: tuple[DigestField, ...]
     claimable_at: int | None
     pending_units: int
-    forfeited: str
+    forfeited: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=77)
 
 
 class ValidatorInfo(Answer):

@@ -25,7 +25,13 @@ from prime_core.errors import (
     UntrustedError,
     UserError,
 )
-from prime_core.messages import ContractAddresses, FileEnding, PoolInfo, UploadAnswer
+from prime_core.messages import (
+    ContractAddresses,
+    FileEnding,
+    PoolInfo,
+    RewardInfo,
+    UploadAnswer,
+)
 from prime_core.signing import CONTRACT_NAMES, LocalSigner
 from prime_core.transport.client import (
     MAX_ANSWER_BYTES,
@@ -71,6 +77,17 @@ def test_a_pause_that_is_no_number_is_one_of_a_second() -> None:
     client = _client(httpx.MockTransport(lambda _: answers.pop(0)), waits)
     assert client.get("/x", Empty) == Empty()
     assert waits == [1.0]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(b'"a"', '"a"'), (b'"\xe4"', None), (b"", None)])
+def test_an_entity_tag_that_no_request_can_hold_is_not_kept(given: bytes, kept: str | None) -> None:
+    headers = [(HEADER.encode(), str(SPOKEN[-1]).encode()), (b"etag", given)]
+    client = _client(
+        httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, text="{}")), []
+    )
+    first = client.get_changed("/x", Empty, None)
+    assert first == (Empty(), kept)
+    assert client.get_changed("/x", Empty, first[1]) == first
 
 
 def test_a_server_that_stays_busy_is_unavailable_in_the_end() -> None:
@@ -182,14 +199,28 @@ def test_a_compressed_answer_is_not_asked_for_and_not_unfolded() -> None:
     assert set(asked) == {"identity"}
 
 
+POOL = PoolInfo(
+    chain_id=1, contracts=ContractAddresses(**dict.fromkeys(CONTRACT_NAMES, signer(9).address)),
+    pool=1, manager=signer(8).address, trainer=signer(7).address, run_digest=sha256(b""),
+    name="pool", orchestrator="https://Real.example:443", latest_version=None,
+    stake_per_seat="1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["chain_id", "pool"])
+@pytest.mark.parametrize("value", [-1, 2**256])
+def test_a_pool_of_a_number_that_no_statement_holds_is_malformed(field: str, value: int) -> None:
+    body = POOL.model_dump(mode="json") | {field: value}
+    serve = httpx.MockTransport(lambda _: httpx.Response(200, headers=VERSIONED, json=body))
+    client = OrchestratorClient("https://real.example", signer(1))
+    client._http = httpx.Client(transport=serve)
+    with pytest.raises(MalformedError, match=field):
+        client.post("/v1/heartbeat", b"{}", Empty)
+
+
 def test_a_server_that_passes_on_another_orchestrator_s_pool_is_refused() -> None:
     """A man in the middle: everything it relays is genuine, but the pool names its orchestrator."""
-    genuine = PoolInfo(
-        chain_id=1, contracts=ContractAddresses(**dict.fromkeys(CONTRACT_NAMES, signer(9).address)),
-        pool=1, manager=signer(8).address, trainer=signer(7).address, run_digest=sha256(b""),
-        name="pool", orchestrator="https://Real.example:443", latest_version=None,
-        stake_per_seat="1",
-    ).model_dump_json()  # fmt: skip
+    genuine = POOL.model_dump_json()
     asked: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -256,12 +287,20 @@ def test_what_is_sent_with_an_upload_is_the_node_s_own_choice() -> None:
     assert seen[0]["content-length"] == "4"
 
 
-@pytest.mark.parametrize("location", ["", "http://[", "ftp://pool/x", "//x y"])
+@pytest.mark.parametrize(
+    "location", ["", "http://[", "ftp://pool/x", "//x y", "http://p\u00f6\u00f6l/"]
+)
 def test_a_redirect_to_what_is_no_url_is_malformed(location: str) -> None:
-    headers = VERSIONED | ({"location": location} if location else {})
+    headers = {**VERSIONED, **({"location": location.encode()} if location else {})}
     serve = httpx.MockTransport(lambda _: httpx.Response(307, headers=headers))
     with pytest.raises(MalformedError):
         _client(serve, []).get_object(sha256(b"asked for"))
+
+
+def test_a_name_of_the_server_s_that_fits_no_url_is_malformed() -> None:
+    serve = httpx.MockTransport(lambda _: httpx.Response(200, headers=VERSIONED))
+    with pytest.raises(MalformedError, match="not a URL"):
+        _client(serve, []).request("POST", "/v1/admission/solution/a\nb", b"{}", signed=False)
 
 
 def test_a_time_that_no_journal_can_hold_is_malformed() -> None:
@@ -273,6 +312,25 @@ def test_a_time_that_no_journal_can_hold_is_malformed() -> None:
     serve = httpx.MockTransport(lambda _: httpx.Response(200, headers=VERSIONED, json=body))
     with pytest.raises(MalformedError, match="judged_at"):
         _client(serve, []).get("/x", FileEnding)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"cumulative": "abc"}, {"cumulative": "-1"}, {"forfeited": "9" * 5000}, {"epoch": -1}],
+)
+def test_an_amount_that_no_contract_takes_is_malformed(changes: dict[str, object]) -> None:
+    body = {
+        "node": "0x" + "11" * 20, "epoch": 1, "cumulative": "10", "proof": [],
+        "claimable_at": None, "pending_units": 0, "forfeited": "0",
+    }  # fmt: skip
+    answers = [body, body | changes]
+    serve = httpx.MockTransport(
+        lambda _: httpx.Response(200, headers=VERSIONED, json=answers.pop(0))
+    )
+    client = _client(serve, [])
+    assert client.get("/x", RewardInfo).cumulative == "10"
+    with pytest.raises(MalformedError, match=next(iter(changes))):
+        client.get("/x", RewardInfo)
 
 
 def test_a_defect_of_the_server_is_an_outage_for_its_clients() -> None:

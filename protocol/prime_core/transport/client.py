@@ -201,7 +201,8 @@ class OrchestratorClient:
         reply = self._exchange("GET", path, b"", asked, signed=False)
         if reply.status_code == httpx.codes.NOT_MODIFIED:
             return None
-        return _parse(answer, reply.content), reply.headers.get("etag")
+        given = reply.headers.get("etag", "")
+        return _parse(answer, reply.content), given if given.isascii() and given else None
 
     def post(
         self, path: str, body: Strict | bytes, answer: type[Model], *, signed: bool = True
@@ -368,6 +369,8 @@ class OrchestratorClient:
                     break
                 self._clock.sleep(_pause(response))
             return reply
+        except httpx.InvalidURL as error:  # of a name that the server gave
+            raise MalformedError(f"{url[:200]!r} is not a URL") from error
         except httpx.TransportError as error:
             raise UnavailableError(f"{urlsplit(url).netloc} does not answer: {error}") from error
 
@@ -437,7 +440,9 @@ def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         httpx.URL(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = parts.hostname or ""
+        http = parts.scheme in ("http", "https") and parts.port != 0
+        return http and bool(host) and host.isascii()
     except (ValueError, httpx.InvalidURL):
         return False
 
