@@ -34,6 +34,12 @@ log = logging.getLogger("prime.node.join")
 MOST_ECHOES = 64
 
 
+def turn_seconds(retry_after_ms: int) -> float:
+    """Returns how long to wait before asking for a turn again: as long as the pool says, within
+    bounds."""
+    return min(max(50, retry_after_ms), 60_000) / 1000
+
+
 def claimed(asked: Cards, hardware: Hardware) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """Returns the cards that this machine claims, and the device of each. A machine without cards,
     or in a run of processors, claims its processor. Raises UserError if torch does not see them."""
@@ -96,7 +102,7 @@ def _prove(
     stop: threading.Event,
 ) -> AdmissionAnswer | None:
     while (begun := api.begin_cards(wish)).work is None:
-        if stop.wait(max(50, begun.retry_after_ms) / 1000):
+        if stop.wait(turn_seconds(begun.retry_after_ms)):
             return None
     sizes = begun.work.model_dump(exclude={"operands"})
     work = Work(**sizes)

@@ -31,7 +31,7 @@ from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
 from prime_core.task import Task
 from prime_node.api import NodeApi
-from prime_node.cards import prove
+from prime_node.cards import prove, turn_seconds
 from prime_node.config import RuntimeName, Settings
 from prime_node.link import Link
 from prime_node.nodes import sign_consent
@@ -281,7 +281,7 @@ def admit(
     stop = stop or threading.Event()
     wish = AdmissionRequest(hardware=hardware, task_runtime=runtime, shadow=shadow)
     while (answered := api.challenge(wish)).challenge is None:
-        if stop.wait(max(50, answered.retry_after_ms) / 1000):
+        if stop.wait(turn_seconds(answered.retry_after_ms)):
             return None
     challenge = answered.challenge
     started = time.monotonic()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from prime_core.messages import (
 )
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
-from prime_node import cards
+from prime_node import cards, join
 from prime_node.api import NodeApi
 from prime_node.cards import claimed, passport, proved_memory
 from prime_node.state import DataFolder
@@ -216,6 +217,17 @@ def test_what_a_machine_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="torch is not installed"):
         claimed(asked, machine(H200, H200))
+
+
+def test_a_pool_lets_a_node_wait_no_longer_than_a_minute() -> None:
+    stop = threading.Event()
+    stop.set()
+    for milliseconds in (10**400, 10**12, 0, -(10**400)):
+        answer = SimpleNamespace(challenge=None, work=None, retry_after_ms=milliseconds)
+        api = Mock(**{"challenge.return_value": answer, "begin_cards.return_value": answer})
+        assert join.admit(api, machine(), "process", stop=stop) is None
+        assert cards.prove(api, TRIAL, machine(), "process", stop=stop) is None
+        assert 0.05 <= cards.turn_seconds(milliseconds) <= 60
 
 
 def test_a_node_fills_no_more_than_it_claims_and_says_what_lacks(

@@ -37,6 +37,14 @@ def test_products_stay_exact_beyond_one_float32_block() -> None:
     assert hardware.check(SEED, size, 1, products, _rng())
 
 
+@pytest.mark.parametrize(
+    ("size", "rounds"), [(0, 1), (-1, 1), (16, 0), (16, -1), (8192, 1), (1, 2**40), (2**80, 1)]
+)
+def test_a_challenge_that_no_run_may_ask_for_takes_no_memory(size: int, rounds: int) -> None:
+    with pytest.raises(MalformedError, match="out of bounds"):
+        hardware.solve(SEED, size, rounds)
+
+
 @pytest.mark.parametrize("error", [1, -1, 1 << 20, 1 << 63])
 def test_one_wrong_entry_fails(error: int) -> None:
     products = hardware.solve(SEED, 32, 2)

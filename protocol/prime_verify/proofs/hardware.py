@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest, to_bytes
+from prime_core.run import MAX_SOLUTION_BYTES
 
 MAX_SIZE = 8192
 REPETITIONS = 2
@@ -54,9 +55,11 @@ def solve(seed: Digest, size: int, rounds: int, device: str = "cpu") -> NDArray[
     """Computes all products, int64 [rounds, size, size].
 
     `device` "cpu" uses numpy, anything else ("cuda", "cuda:1") uses torch on that device: float32
-    blocks of 1,024 terms, which are exact, summed as integers. Raises UnavailableError if torch or
-    the device is missing.
+    blocks of 1,024 terms, which are exact, summed as integers. Raises MalformedError if a run may
+    ask for no such challenge, UnavailableError if torch or the device is missing.
     """
+    if min(size, rounds) < 1 or solution_bytes(size, rounds) > MAX_SOLUTION_BYTES:
+        raise MalformedError(f"a challenge of {rounds} rounds of size {size} is out of bounds")
     products = np.empty((rounds, size, size), dtype=np.int64)
     for r in range(rounds):
         a, b = matrices(seed, size, r)
