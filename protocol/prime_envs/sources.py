@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,8 +65,11 @@ def locate(
             f"{sha256!r} is not a SHA-256 digest; expected 0x and 64 hexadecimal digits",
             hint="sha256sum FILE",
         )
-    if path and (there := Path(path).expanduser()).exists():
-        return checked(there, sha256)
+    try:
+        if path and (there := Path(path).expanduser()).exists():
+            return checked(there, sha256)
+    except (OSError, RuntimeError) as error:  # the name is too long; there is no such user
+        raise UserError(f"{path[:200]!r} cannot be opened: {error}"[:500]) from error
     folder = folder or datasets_folder()
     for suffix in SUFFIXES:
         kept = folder / f"{sha256[2:].lower()}{suffix}"
@@ -122,14 +126,15 @@ def bring(
         folder=folder, public_only=public_only,
     )  # fmt: skip
     target = folder / f"{sha256[2:]}{found.suffix}"
-    if found != target:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-        os.close(handle)
-        shutil.copyfile(found, name)
-        Path(name).replace(target)
-    folder.chmod(0o755)
-    target.chmod(0o644)
+    with _kept_in(folder):
+        if found != target:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+            os.close(handle)
+            shutil.copyfile(found, name)
+            Path(name).replace(target)
+        folder.chmod(0o755)
+        target.chmod(0o644)
     return target
 
 
@@ -144,14 +149,19 @@ def fetch(
 
     from prime_core.transport.paced import opened, paced_client
 
-    parts = urlsplit(url)
-    suffix = Path(parts.path).suffix
-    if parts.scheme not in ("http", "https") or suffix not in SUFFIXES:
+    try:
+        parts = urlsplit(url)
+        suffix = Path(parts.path).suffix
+        fit = parts.scheme in ("http", "https") and suffix in SUFFIXES and httpx.URL(url).host
+    except (ValueError, httpx.InvalidURL):
+        fit = False
+    if not fit:
         raise UserError(f"{url} is not an http(s) address of a .jsonl or .parquet file")
-    folder.mkdir(parents=True, exist_ok=True)
     hasher = hashlib.sha256()
     size = 0
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    with _kept_in(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     part = Path(name)
     try:
         with (
@@ -176,9 +186,20 @@ def fetch(
         raise UnavailableError(f"{url} cannot be fetched: {error}") from error
     except OSError as error:
         raise UnavailableError(f"{url} cannot be kept in {folder}: {error.strerror}") from error
+    except (ValueError, httpx.InvalidURL) as error:
+        raise UnavailableError(f"{url} leads to what is no URL: {error}"[:500]) from error
     finally:
         part.unlink(missing_ok=True)
     return target
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Iterator[None]:
+    """Raises UnavailableError if the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(f"a dataset cannot be kept in {folder}: {error.strerror}") from error
 
 
 def _is_hex(text: str) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -338,7 +341,44 @@ def test_other_bytes_missing_files_and_endless_ones_are_refused_and_leave_nothin
         locate(wrong, folder=kept)
     with pytest.raises(UnavailableError, match="cannot be fetched"):
         locate(wrong, url="http://127.0.0.1:9/x.jsonl", folder=kept)
+    for url in ("http://[/x.jsonl", "http:///x.jsonl", "http://☃/x.jsonl"):
+        with pytest.raises(UserError, match=r"is not an http\(s\) address"):
+            locate(wrong, url=url, folder=kept)
+    for path in ("~no-such-user/x.jsonl", "x" * 5000):
+        with pytest.raises(UserError, match="cannot be opened"):
+            locate(wrong, path=path, folder=kept)
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/x.jsonl", "http://p\u00f6\u00f6l/x.jsonl"])
+def test_an_address_that_no_request_can_hold_is_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    def redirects(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"Location": "http://a:99999/"})
+
+    client = httpx.Client(transport=httpx.MockTransport(redirects))
+    monkeypatch.setattr(paced, "paced_client", lambda *_, **__: client)
+    with pytest.raises(UnavailableError, match="to what is no URL"):
+        fetch(url, "0x" + "0" * 64, tmp_path)
+
+
+def test_a_disk_without_room_for_a_dataset_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [math_row(1)])
+    arguments: dict[str, int | str] = {"sha256": file_digest(path), "path": str(path)}
+
+    def full(**_: object) -> tuple[int, str]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "mkstemp", full)
+        with pytest.raises(UnavailableError, match="No space left on device"):
+            sources.bring(arguments, tmp_path / "policies")
+        with pytest.raises(UnavailableError, match="No space left on device"):
+            fetch("http://127.0.0.1:9/x.jsonl", "0x" + "0" * 64, tmp_path)
+    assert sources.bring(arguments, tmp_path / "policies") is not None
 
 
 def test_an_unpacking_that_takes_too_long_is_ended(
