@@ -160,23 +160,30 @@ def published(settings: Settings, subject: str) -> dict[str, Any]:
     """Returns what is published about a slash (its evidence, and the mirrors of the validators who
     signed that they hold it) or a submission (its verdict), as plain values.
 
-    Raises NotFoundError if nothing is.
+    Raises NotFoundError if nothing is, MalformedError if an object is not JSON.
     """
-    from pydantic_core import from_json
-
     digest = ids.digest(subject)
     with _opened(settings) as opened:
         library = opened.published
         slash = find_slash(opened.link, digest)
         if slash is not None:
-            evidence = from_json(library.object(slash.evidence, MAX_OBJECT_BYTES))
+            evidence = _values(library, slash.evidence)
             held_by = {who: opened.mirrors.urls.get(who, "") for who in slash.authors}
             return {"slash": slash.as_json(), "held_by": held_by, "evidence": evidence}
         info = library.submission(digest)
         verdict = None
         if info.verdict is not None:
-            verdict = from_json(library.object(info.verdict, MAX_OBJECT_BYTES))
+            verdict = _values(library, info.verdict)
         return {"submission": info.model_dump(mode="json"), "verdict": verdict}
+
+
+def _values(library: Library, name: Digest) -> Any:
+    from pydantic_core import from_json
+
+    try:
+        return from_json(library.object(name, MAX_OBJECT_BYTES))
+    except ValueError as error:
+        raise MalformedError(f"object {name} is not JSON") from error
 
 
 def export(settings: Settings, subject: str, folder: Path) -> list[Path]:
