@@ -116,10 +116,10 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a file. `reward` by the verdict table (None: not accepted), `claimed` the node's;
-    `prompt` is None and `turns` empty without a tokenizer; `turns` are the texts of the model and
-    the environment in turn, `spans` their lengths (prime_core.rollout.SCHEMAS); `parts` and
-    `reason` of a row that was graded again."""
+    """One row of a file. `reward` by the verdict table (None: not accepted, or not graded),
+    `claimed` the node's; `prompt` is None and `turns` empty without a tokenizer; `turns` are the
+    texts of the model and the environment in turn, `spans` their lengths
+    (prime_core.rollout.SCHEMAS); `parts` and `reason` of a row that was graded again."""
 
     row: int
     group: int

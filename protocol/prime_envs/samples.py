@@ -57,12 +57,13 @@ def _thinking(before: str, output: str) -> list[tuple[SpanKind, str]]:
 def sample_text(
     prompt: str, turns: Sequence[str], *, tokens: int, finish: str, style: Style
 ) -> str:
-    """The sample's text and how it ended. Untrusted text is escaped, so it cannot control the
-    terminal."""
+    """The sample's text and how it ended, which is not known of an `ungraded` row. Untrusted text
+    is escaped, so it cannot control the terminal."""
     shown = "".join(
         style(printable(text, keep="\n\t"), kind) for kind, text in spans(prompt, turns)
     )
-    return f"{shown}\n{tokens} tokens, ended by {finish}"
+    ended = "" if finish == "ungraded" else f", ended by {finish}"
+    return f"{shown}\n{tokens} tokens{ended}"
 
 
 def openai_messages(
@@ -129,8 +130,9 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
     return text
 
 
-def reward_text(reward: float, parts: Mapping[str, int], reason: str) -> str:
-    """`reward 1.000 (task_micro 1000000, length 8; right)`."""
+def reward_text(reward: float | None, parts: Mapping[str, int], reason: str) -> str:
+    """`reward 1.000 (task_micro 1000000, length 8; right)`, or `ungraded` for None."""
     named = ", ".join(f"{name} {value}" for name, value in parts.items())
     within = printable("; ".join(filter(None, (named, reason))))
-    return f"reward {reward:.3f}" + (f" ({within})" if within else "")
+    said = "ungraded" if reward is None else f"reward {reward:.3f}"
+    return said + (f" ({within})" if within else "")

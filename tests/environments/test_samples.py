@@ -36,6 +36,7 @@ def test_a_reward_is_shown_with_its_components() -> None:
         "reward 0.500 (task_micro 7, length 2; fine)"
     )
     assert reward_text(0.5, {}, "") == "reward 0.500"
+    assert reward_text(None, {}, "the environment raised") == "ungraded (the environment raised)"
 
 
 def test_turns_of_the_environment_stand_between_those_of_the_model() -> None:

@@ -215,7 +215,7 @@ def test_the_list_says_what_became_of_every_file_and_group(pool: Pool) -> None:
     assert "2 planted" in pool.run("list")
 
 
-def test_mean_rewards_leave_out_rows_that_were_not_graded(pool: Pool) -> None:
+def test_rows_that_were_not_graded_have_no_reward(pool: Pool, tmp_path: Path) -> None:
     file = pool.accepted(pool.world.member(1), [RIGHT, None, None, None])
     (line,) = pool.listed()
     assert (line["rows"], line["reward"]) == (4, 1.0)
@@ -228,6 +228,12 @@ def test_mean_rewards_leave_out_rows_that_were_not_graded(pool: Pool) -> None:
     said = pool.run("show", file)
     assert "group 0: reward 1.000 without 1 rows that were not graded, dropped" in said
     assert "group 1: no reward, dropped" in said
+    assert said.count(": ungraded\n") == 3
+    assert "claimed by the node" not in said
+    assert [one["reward"] for one in pool.json("show", file)["samples"]] == [1.0, None, None, None]
+    out = tmp_path / "set.parquet"
+    pool.run("export", "--out", str(out))
+    assert pq.read_table(out)["reward"].to_pylist() == [1.0, None, None, None]
 
 
 @pytest.mark.slow

@@ -296,6 +296,15 @@ def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_pat
     assert best.count("02|tate>..=etat\n8 tokens, ended by end") == 2
     worst = [json.loads(line) for line in shown("--order", "worst", "--json").splitlines()]
     assert worst == [lines[5], lines[3], lines[4]]
+    raised = lines[0] | {"step": 2, "reward": None, "finish": "ungraded", "reason": "it raised"}
+    (tmp_path / "samples.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (raised, lines[0] | {"step": 2}))
+    )
+    for order in ("best", "worst"):
+        graded, ungraded = shown("--order", order).split("\n\n")
+        assert ": reward 0.500 (" in graded
+        assert ": ungraded (task_micro 1000000, length 2; it raised)" in ungraded
+        assert ungraded.endswith("\n8 tokens\n")
     for folder, step in ((tmp_path, 7), (tmp_path / "absent", None)):
         with pytest.raises(UserError, match="has no samples of"):
             chosen_samples(folder, step=step, order="best", count=1)
@@ -588,6 +597,7 @@ def test_rows_that_an_environment_cannot_grade_are_not_trained_on(
     assert {one["finish"] for one in samples} >= {"end", "ungraded"}
     for one in samples:
         assert (one["finish"] == "ungraded") == bool(len(one["turns"][0]) % 2), one
+        assert (one["finish"] == "ungraded") == (one["reward"] is None), one
     assert {row.finish_reason != "ungraded" for row, _ in counted} == {True, False}
     assert all(kept == (row.finish_reason != "ungraded") for row, kept in counted)
     said = next(text for text in caplog.messages if "ZeroDivisionError" in text)

@@ -22,7 +22,15 @@ from prime_core.run import MICRO
 from prime_envs.registry import environment_for
 from prime_trainer.data import TrainingBatch, with_problems
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.observe import WAITS, Bar, MetricsServer, Observers, flat, peak_flops
+from prime_trainer.observe import (
+    WAITS,
+    Bar,
+    MetricsServer,
+    Observers,
+    flat,
+    peak_flops,
+    table_rows,
+)
 from prime_trainer.parallel import World
 from prime_trainer.samples import samples_text
 from prime_trainer.train import Trainer
@@ -55,6 +63,12 @@ SAMPLE = {
     "turns": ["three", "four"], "tokens": 5, "finish": "end", "reward": 0.25,
     "parts": {"task_micro": 1, "length": 5},
 }  # fmt: skip
+
+
+def test_the_table_says_which_rows_could_not_be_graded() -> None:
+    assert [row[0] for row in table_rows([SAMPLE, SAMPLE | {"reward": None}])] == [
+        "0.250", "ungraded",
+    ]  # fmt: skip
 
 
 def test_tensorboard_shows_texts_every_few_steps(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def table_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The rows of the table of rollout texts from lines of samples.jsonl."""
     return [
         [
-            f"{sample['reward']:.3f}",
+            "ungraded" if sample["reward"] is None else f"{sample['reward']:.3f}",
             ", ".join(f"{name} {value}" for name, value in sorted(sample["parts"].items())),
             str(sample["verdict"]),
             str(sample["staleness"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +31,8 @@ def sample_line(
     grade: Grade | None,
     verdict: str = "",
 ) -> dict[str, Any]:
-    """A line of samples.jsonl. Without `grade` it has the reward and not its parts. `verdict` on
-    its file; empty if no validator judges."""
+    """A line of samples.jsonl. Without `grade` it has the reward and not its parts; the reward of a
+    row that could not be graded is None. `verdict` on its file; empty if no validator judges."""
     return {
         "step": step,
         "policy": rollout.policy_version,
@@ -47,7 +48,7 @@ def sample_line(
         ),
         "tokens": rollout.generated,
         "finish": rollout.finish_reason,
-        "reward": rollout.reward,
+        "reward": None if rollout.finish_reason == "ungraded" else rollout.reward,
         "parts": dict(grade.parts) if grade else {},
         "reason": grade.reason if grade else "",
     }  # fmt: skip
@@ -98,7 +99,8 @@ def tool_figures(rollouts: Sequence[Rollout], tokenizer: Any) -> dict[str, float
 def chosen_samples(
     folder: Path, *, step: int | None, order: str, count: int
 ) -> list[dict[str, Any]]:
-    """At most `count` samples of a step (None: the last one) in the folder of a run.
+    """At most `count` samples of a step (None: the last one) in the folder of a run. By reward,
+    those without one come last.
 
     Raises UserError if there are none, `order` is not one of ORDERS, or the file is damaged.
     """
@@ -116,7 +118,10 @@ def chosen_samples(
             hint=f"{steps}; name the folder of `trainer local --out` or `trainer run --data`",
         )
     if order != "written":
-        found.sort(key=lambda line: float(line["reward"]), reverse=order == "best")
+        sign = -1 if order == "best" else 1
+        found.sort(
+            key=lambda line: math.inf if line["reward"] is None else sign * float(line["reward"])
+        )
     return found[:count]
 
 

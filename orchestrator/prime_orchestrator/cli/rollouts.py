@@ -170,7 +170,7 @@ def show(
         return
     typer.echo(_file_text(known, detail, damage))
     for one in samples:
-        typer.echo("\n" + _sample_text(one))
+        typer.echo("\n" + _sample_text(one, known.verdict == "accepted"))
     if row is None and rows > len(samples):
         typer.echo(f"\n{rows - len(samples)} more rows: --row N or --most {rows}")
     if tokenizer is None and samples:
@@ -205,12 +205,12 @@ def _file_text(one: FileFacts, detail: str, damage: str) -> str:
     return "\n".join(lines)
 
 
-def _sample_text(one: Sample) -> str:
+def _sample_text(one: Sample, accepted: bool) -> str:
     from prime_envs.samples import reward_text, sample_text, styled
 
     where = f"row {one.row} (group {one.group}, sample {one.sample}), {printable(one.problem)}: "
-    claimed = "" if one.reward is not None else ", claimed by the node and not verified"
-    reward = one.claimed if one.reward is None else one.reward
+    claimed = "" if accepted else ", claimed by the node and not verified"
+    reward = one.reward if accepted else one.claimed
     head = where + reward_text(reward, one.parts, one.reason) + claimed
     tokens = len(one.output_tokens)
     if one.prompt is None:
