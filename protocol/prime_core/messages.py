@@ -511,6 +511,8 @@ class BatchAnswer(Answer):
     problems: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """The environment's problem of each group of a file, by the file's SHA-256; without archived
     files. Empty from an older orchestrator."""
+    runs: dict[str, DigestField] = Field(default_factory=dict)
+    """The run definition that the lease of each of these files names, likewise."""
 
 
 NODES_PAGE = 1000

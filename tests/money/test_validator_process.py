@@ -326,9 +326,11 @@ def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
         assert {key[0] for key in batch.keys} <= set(files)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
         environment = environment_for(mgr.context.run)
-        graded = with_problems(batch, answer.problems)
-        for rows, problem in zip(graded.groups, graded.problems, strict=True):
-            assert problem is not None
+        graded = with_problems(batch, answer.problems, answer.runs)
+        for rows, asked in zip(graded.groups, graded.problems, strict=True):
+            assert asked is not None
+            assert asked[0] == mgr.context.run.digest()
+            problem = asked[1]
             for row in rows:
                 again = graded_again(row, problem, environment, tokenizer)
                 assert again is not None

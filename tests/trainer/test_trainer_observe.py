@@ -15,11 +15,12 @@ import pytest
 import trainer_kit as kit
 from tensorboardX.proto.event_pb2 import Event
 
+from prime_core.encoding import sha256
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO
-from prime_envs.registry import environment_for
+from prime_envs.registry import environment_for, environment_ref
 from prime_trainer.data import TrainingBatch, with_problems
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.observe import (
@@ -211,15 +212,22 @@ def test_the_bar_has_a_word_for_each_of_the_loops_waits() -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_texts_of_a_batch_are_graded_again_if_wanted(
-    model: Path, tmp_path: Path, world: World, wanted: bool
+    model: Path, tmp_path: Path, world: World, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the run definition that the lease of their file names."""
+    monkeypatch.setattr("prime_trainer.train.SAMPLES", 12)
     learner = kit.learner(model, tmp_path, world, grade_texts=wanted)
-    run, environment = learner.run, environment_for(learner.run)
+    run = learner.run
+    words = environment_ref("reverse", {"longest": 8}, run.budgets, train_size=100, heldout_size=10)
+    revision = run.model_copy(update={"environment": words})
+    served = {f"/v1/runs/{revision.digest()}": revision.raw()}
+    client = SimpleNamespace(request=lambda method, path, body, signed: served[path])
     info = SimpleNamespace(pool=kit.POOL, manager=kit.MANAGER.address)
     facts = SimpleNamespace(run=run, info=info, domain=lambda _: kit.DOMAIN)
-    trainer = Trainer(learner, facts, None, None, threading.Event())  # type: ignore[arg-type]
+    trainer = Trainer(learner, facts, client, None, threading.Event())  # type: ignore[arg-type]
     groups = []
-    for group, index in enumerate((3, 5)):
+    for group, (definition, index) in enumerate(((run, 3), (revision, 3), (run, 5))):
+        environment = environment_for(definition)
         problem = environment.problem(index)
         prompt = environment.prompt_tokens(problem, 2, trainer.tokenizer)
         texts = [f"..={problem.answer}", "..=zzz", "..=zzz", "..=zzz"]
@@ -232,16 +240,16 @@ def test_texts_of_a_batch_are_graded_again_if_wanted(
                 for sample, tokens in enumerate(map(trainer.tokenizer.encode, texts))
             )
         )  # fmt: skip
-    batch = TrainingBatch(
-        Step(10), ZERO_DIGEST, tuple(groups), ((ZERO_DIGEST, 0), (ZERO_DIGEST, 1))
-    )
-    lines = trainer.texts(with_problems(batch, {ZERO_DIGEST: (3, 6)}), 10)
+    old, new = sha256(b"of the first run"), sha256(b"of the revision")
+    batch = TrainingBatch(Step(10), ZERO_DIGEST, tuple(groups), ((old, 0), (new, 0), (old, 1)))
+    runs = {old: run.digest(), new: revision.digest()}
+    lines = trainer.texts(with_problems(batch, {old: (3, 6), new: (3,)}, runs), 10)
     trainer.keeper.shutdown()
-    assert [line["verdict"] for line in lines] == ["accepted"] * 8
+    assert [line["verdict"] for line in lines] == ["accepted"] * 12
     assert {line["staleness"] for line in lines} == {1}
-    first = [line["parts"].get("task_micro") for line in lines[:4]]
-    assert first == ([MICRO, 0, 0, 0] if wanted else [None] * 4)
-    assert all(not line["parts"] for line in lines[4:]), "it is another problem's answer"
+    first = [line["parts"].get("task_micro") for line in lines[:8]]
+    assert first == ([MICRO, 0, 0, 0] * 2 if wanted else [None] * 8)
+    assert all(not line["parts"] for line in lines[8:]), "it is another problem's answer"
     shown = samples_text(lines[:1], lambda text, _: text)
     assert shown.startswith("step 10, policy 9 (1 old), accepted, ")
     assert ("task_micro 1000000" in shown) is wanted

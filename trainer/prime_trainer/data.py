@@ -39,6 +39,8 @@ MAX_TABLE_BYTES = 8 << 20
 
 GroupKey = tuple[Digest, int]
 """Unique identifier of a group: its file's SHA-256 and its number in the file."""
+Asked = tuple[Digest, int]
+"""The digest of a run definition, and the number of a problem in its environment."""
 Fetch = Callable[[Digest, int], bytes]
 """(sha256, limit) → the object's bytes, with the digest checked."""
 
@@ -82,9 +84,9 @@ class TrainingBatch:
     alike: int = 0
     submissions: tuple[Digest, ...] = ()
     """Submissions of its files."""
-    problems: tuple[int | None, ...] = ()
-    """The environment's problem of each group, as the orchestrator says (None: it does not); on
-    rank 0 only, and not verified."""
+    problems: tuple[Asked | None, ...] = ()
+    """What each group answers, as the orchestrator says (None: it does not); on rank 0 only, and
+    not verified."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -101,10 +103,17 @@ class TrainingBatch:
             )
 
 
-def with_problems(batch: TrainingBatch, problems: Mapping[str, Sequence[int]]) -> TrainingBatch:
-    """The batch with the problem of each group; `problems`: those of each file, by its SHA-256."""
-    found = [dict(enumerate(problems.get(sha256, ()))).get(group) for sha256, group in batch.keys]
-    return replace(batch, problems=tuple(found))
+def with_problems(
+    batch: TrainingBatch, problems: Mapping[str, Sequence[int]], runs: Mapping[str, Digest]
+) -> TrainingBatch:
+    """The batch with what each group answers. By a file's SHA-256, `problems` are those of its
+    groups, and `runs` the run definitions that the leases name."""
+
+    def asked(sha256: Digest, group: int) -> Asked | None:
+        numbers = problems.get(sha256, ())
+        return (runs[sha256], numbers[group]) if sha256 in runs and group < len(numbers) else None
+
+    return replace(batch, problems=tuple(asked(*key) for key in batch.keys))
 
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:

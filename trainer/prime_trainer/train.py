@@ -46,16 +46,18 @@ from prime_core.errors import (
     PrimeError,
     UntrustedError,
 )
-from prime_core.ids import Step
+from prime_core.ids import Digest, Step
 from prime_core.messages import SubmissionInfo
 from prime_core.rollout import Rollout
-from prime_core.transport.client import OrchestratorClient
+from prime_core.run import RunDefinition
+from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_core.waiting import StoppedError
 from prime_envs.base import Environment, Grade
 from prime_envs.registry import environment_for
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import Saving, TrainerState
 from prime_trainer.data import (
+    Asked,
     BadBatch,
     BatchRules,
     GroupKey,
@@ -111,10 +113,10 @@ class Trainer:
         self.unsaved = 0
         """Batches since the last checkpoint."""
         self.recent: set[GroupKey] = set()
-        self.environment: Environment | None = None
-        """Grades samples again, if `grade_texts` is set."""
+        self.environments: dict[Digest, Environment] = {}
+        """By run definition: they grade samples again, if `grade_texts` is set."""
         if self.world.leads and learner.settings.grade_texts:
-            self.environment = environment_for(facts.run)
+            self.environments[facts.run.digest()] = environment_for(facts.run)
         self.keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         self.kept: Future[Stopwatch] | None = None
         self.prefetcher: Prefetcher | None = None
@@ -156,8 +158,8 @@ class Trainer:
             if self.prefetcher is not None:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
-            if self.environment is not None:
-                self.environment.close()
+            for environment in self.environments.values():
+                environment.close()
         return state
 
     @property
@@ -217,9 +219,8 @@ class Trainer:
             number = Step(require_asked(answer.batch, step, self.rules).step)
             fetch = fetcher(self.client, answer.urls, self.stop)
             try:
-                return with_problems(
-                    assemble(answer.batch, step, self.rules, fetch), answer.problems
-                )
+                batch = assemble(answer.batch, step, self.rules, fetch)
+                return with_problems(batch, answer.problems, answer.runs)
             except (MalformedError, UntrustedError, PolicyError) as error:
                 return self.bad(number, error)
 
@@ -333,21 +334,31 @@ class Trainer:
         lines = []
         for number in spread(range(len(rows)), SAMPLES):
             row, problems = rows[number], found.problems
-            problem = problems[number // run.samples_per_group] if problems else None
-            grade = self.graded(row, problem)
+            asked = problems[number // run.samples_per_group] if problems else None
+            grade = self.graded(row, asked)
             lines.append(sample_line(step, row, run, self.tokenizer, grade, "accepted"))
         return lines
 
-    def graded(self, row: Rollout, problem: int | None) -> Grade | None:
-        """Grades a row again, if `grade_texts` is set; None if its problem is not known, or is not
-        what the row answers. `problem`: its number in the environment."""
-        if self.environment is None or problem is None:
+    def graded(self, row: Rollout, asked: Asked | None) -> Grade | None:
+        """Grades a row again, if `grade_texts` is set; None if it is not known what the row was
+        `asked`, or the row answers something else."""
+        if not self.learner.settings.grade_texts or asked is None:
             return None
+        run, problem = asked
         try:
-            return graded_again(row, problem, self.environment, self.tokenizer)
+            return graded_again(row, problem, self.environment(run), self.tokenizer)
         except PrimeError as error:
             log.warning("a sample is not graded again: %s", error)
             return None
+
+    def environment(self, run: Digest) -> Environment:
+        """The environment of the pool's run or of a revision of it. Raises PrimeError if the
+        orchestrator does not give the revision, or its environment is not installed here."""
+        found = self.environments.get(run)
+        if found is None:
+            revision = RunDefinition.parse(run_bytes(self.client, run))
+            found = self.environments[run] = environment_for(revision)
+        return found
 
     def take_part(self, training: str) -> Part:
         """This rank's part of the present weights; a collective operation."""

@@ -231,28 +231,33 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
     ]
 
 
-def batch_problems(backend: Backend, manifest: BatchManifest) -> dict[str, tuple[int, ...]]:
-    """Returns the environment's problem of each group of a batch's files, by the file's SHA-256;
-    files of archived leases are left out."""
+def batch_problems(
+    backend: Backend, manifest: BatchManifest
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Digest]]:
+    """Returns, of a batch's files by SHA-256, the environment's problem of each group, and the run
+    definition that the lease names; files of archived leases are left out."""
     with backend.store.read() as connection:
         runs = revisions.history(connection, backend.context)
         named = [Digest(file.submission_digest) for file in manifest.files]
         files = submissions.those(connection, named)
         known = leases.those(connection, [row.lease_digest for row in files.values()])
-    found = {}
+    problems: dict[str, tuple[int, ...]] = {}
+    leased: dict[str, Digest] = {}
     for row in files.values():
         lease = known.get(row.lease_digest)
         if lease is not None:
-            run, opening = runs.at(lease.step), lease.signed().opening
+            run, signed = runs.at(lease.step), lease.signed()
+            leased[str(row.sha256)] = signed.lease.run_digest
+            opening = signed.opening
             seed = None if opening is None else opening.problems
-            found[str(row.sha256)] = tuple(
+            problems[str(row.sha256)] = tuple(
                 seeds.problem_indices(
                     seed or seeds.lease_seed(lease.digest),
                     run.groups_per_lease,
                     run.environment.train_size,
                 )
             )
-    return found
+    return problems, leased
 
 
 def _infos(

@@ -137,8 +137,8 @@ def router(backend: Backend) -> APIRouter:
         urls: dict[str, str] = {
             name: backend.objects.signed_get(digest_key(name), expires) for name in sorted(names)
         }
-        problems = status.batch_problems(backend, signed.manifest)
-        return answer(BatchAnswer(batch=signed, urls=urls, problems=problems))
+        problems, named = status.batch_problems(backend, signed.manifest)
+        return answer(BatchAnswer(batch=signed, urls=urls, problems=problems, runs=named))
 
     @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
     def manifest(step: str) -> Response:
