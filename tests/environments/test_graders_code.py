@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,11 +224,43 @@ def test_the_same_program_gets_the_same_score_parts_and_reason(grader: PythonCod
         ("class A: pass\na = A()\nprint(len(set([a])))", True),
         ("class A: pass\nprint([A()])", False),
         ("class S:\n    def f(self): return {1, 2}\nprint(S().f())", False),
+        ("print({int, str})", True),
+        ("kinds = [int, str]\nfor kind in set(kinds): print(kind(1))", True),
+        ("def f(x): return x\ndef g(x): return -x\nprint([h(1) for h in {f, g}])", True),
+        ("f = lambda x: x\ns = set()\ns.add((1, f))", True),
+        ("s = set()\ns.add(lambda: 1)", True),
+        ("class A:\n    def f(self): return {self.f, self.g}", True),
+        ("class A: pass\ns = set()\ns.add(A)", True),
+        ("a = {1, None}\nprint(*a)", sys.version_info < (3, 12)),
+        ("def f(x=None): return {x, 1}\nprint(f())", sys.version_info < (3, 12)),
+        ("class A: pass\nprint(len(set(map(A, '12'))))", True),
+        ("print(int, None)", False),
+        ("class A: pass\ndef f(x): return {x}\nprint(f(x=A()))", True),
+        ("@lru_cache(None)\ndef f(x): return {x}\nprint(f(type(1) in (int, str)))", False),
+        ("def f(max, node): return {max, node.next}\nprint(f(1, 2))", False),
+        ("a = set(map(int, input().split()))\nprint(sorted(a, key=lambda x: -x))", False),
+        ("f = lambda x: x + 1\nprint({f(1), f(2)})", False),
+        (
+            "def f(x: int | None) -> list[int]:\n    if x is None: raise ValueError\n"
+            "    return [y for y in {x, 2} if isinstance(y, (int, float))]\nprint(f(1))",
+            False,
+        ),
+        ("list = [1]\nsum = 0\nfor x in set(list): sum += x\nprint(sum)", False),
+        ("try: print({int(x) for x in input()})\nexcept (ValueError, KeyError): print(1)", False),
         ("not python (", False),
     ],
 )
 def test_programs_that_may_vary_are_known(source: str, varies: bool) -> None:
     assert may_vary(source) is varies
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there, None has the same hash everywhere")
+def test_a_set_of_what_a_test_gives_may_hold_none(grader: PythonCode) -> None:
+    source = "def f(values): return [x for x in values if x] or len(set(values))"
+    for values, uncertain in (([3, None], True), ([3, 4], False)):
+        info = {"test_cases": [{"fn_name": "f", "input": [values], "output": values[:1]}]}
+        score = grader.grade(task(info), f"```python\n{source}\n```")
+        assert score.uncertain is uncertain, score
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ directly in verification_info.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,15 @@ _UNSTEADY_NAMES = frozenset({
     "__import__", "getattr", "repr", "memoryview", "Random", "SystemRandom", "urandom", "seed",
     "now", "today", "utcnow", "monotonic", "perf_counter",
 })  # fmt: skip
+_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_NONE_BY_ADDRESS = sys.version_info < (3, 12)
+"""Whether None's place in a set depends on its address."""
+_CALLABLE = frozenset(name for name, value in vars(builtins).items() if callable(value))
+_TAKE_FUNCTIONS = frozenset({
+    "accumulate", "cmp_to_key", "defaultdict", "filter", "groupby", "isinstance", "issubclass",
+    "iter", "map", "partial", "reduce", "starmap",
+})  # fmt: skip
+"""Functions that call their arguments, or compare with them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,8 @@ class PythonCode(Grader):
             return TaskScore(0, "no fenced block of Python after the thinking", parts=counted)
         if len(source) > MAX_SOURCE:
             return TaskScore(0, f"a program of {len(source)} characters", parts=counted)
-        unsteady = may_vary(source)
+        nulls = any("null" in json.dumps(test.arguments) for test in tests)
+        unsteady = may_vary(source, nulls=nulls)
         slow = False
         for number, test in enumerate(tests, start=1):
             try:
@@ -206,11 +218,11 @@ def _close(found: str, wanted: str) -> bool:
         return False
 
 
-def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
+def may_vary(source: str, but: frozenset[str] = frozenset(), *, nulls: bool = False) -> bool:
     """Whether a program might behave differently from run to run: it uses clocks, addresses or
-    threads, may have a set of its own objects, whose order follows from their addresses, or
-    accesses names in ways that could hide this. Errs on the side of True. The modules `but` do not
-    count."""
+    threads, may have a set whose order follows from addresses, or accesses names in ways that could
+    hide this. Errs on the side of True. The modules `but` do not count. `nulls`: the program gets
+    None as an argument, or in one."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -231,27 +243,86 @@ def may_vary(source: str, but: frozenset[str] = frozenset()) -> bool:
             or (name.startswith("_") and isinstance(node, ast.Attribute) and name != "_replace")
         ):
             return True
-    return _may_have_set_of_objects(tree)
+    return _may_have_set_by_address(list(ast.walk(tree)), nulls)
 
 
-def _may_have_set_of_objects(tree: ast.AST) -> bool:
-    """Whether a program makes sets, and objects of its own classes other than to call a method of
-    them at once, as in `Solution().solve()`."""
-    nodes = list(ast.walk(tree))
-    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    makes_sets = any(
+def _may_have_set_by_address(nodes: Sequence[ast.AST], nulls: bool) -> bool:
+    """Whether a program makes sets, and has values that are ordered by their addresses in them:
+    objects of its own classes other than to call a method of them at once, as in
+    `Solution().solve()`; functions, types, and None (before Python 3.12) in any place from which
+    they could get into a set."""
+    if not any(
         isinstance(node, ast.Set | ast.SetComp)
         or (isinstance(node, ast.Name) and node.id in ("set", "frozenset"))
         for node in nodes
-    )
-    used_at_once = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    return makes_sets and any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in classes
-        and id(node) not in used_at_once
-        for node in nodes
-    )
+    ):
+        return False
+    if nulls and _NONE_BY_ADDRESS:
+        return True
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    assigned = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assigned |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own = {node.name for node in nodes if isinstance(node, _DEFINITION)}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            own |= {one.id for one in node.targets if isinstance(one, ast.Name)}
+    known = own | (_CALLABLE - assigned)
+
+    def by_address(node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id="map" | "defaultdict"), args=[ast.Name(id=name), *_]):
+                return name in classes
+            case ast.Call(func=ast.Name(id=name)):
+                return name in classes
+            case ast.Constant(value=None):
+                return _NONE_BY_ADDRESS
+            case ast.Name(id=name, ctx=ast.Load()):
+                return name in known
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                return name in own
+        return isinstance(node, ast.Lambda)
+
+    elsewhere = {id(one) for node in nodes for one in _never_in_a_set(node)}
+    return any(by_address(node) for node in nodes if id(node) not in elsewhere)
+
+
+def _never_in_a_set(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of `node` whose values it uses otherwise than to pass them on: what is called or
+    compared, what it takes an attribute or an item of, bases, decorators, annotations, errors,
+    `key=len`, and arguments of functions that call them or compare with them."""
+    match node:
+        case ast.Call(func=func, args=args, keywords=keywords):
+            yield func
+            yield from (one.value for one in keywords if one.arg in ("key", "default_factory"))
+            if (getattr(func, "id", None) or getattr(func, "attr", None)) in _TAKE_FUNCTIONS:
+                yield from _parts(args)
+        case ast.Compare(left=left, comparators=others):
+            yield from _parts([left, *others])
+        case ast.Attribute(value=value) | ast.Subscript(value=value):
+            yield value
+        case ast.ClassDef(bases=bases, decorator_list=decorators):
+            yield from (*bases, *(one for found in decorators for one in ast.walk(found)))
+        case (
+            ast.FunctionDef(decorator_list=found, returns=returns)
+            | ast.AsyncFunctionDef(decorator_list=found, returns=returns)
+        ):
+            for one in (*found, *filter(None, [returns])):
+                yield from ast.walk(one)
+        case ast.arg(annotation=ast.AST() as found) | ast.AnnAssign(annotation=found):
+            yield from ast.walk(found)
+        case ast.ExceptHandler(type=ast.AST() as found) | ast.Raise(exc=ast.AST() as found):
+            yield from _parts([found])
+        case ast.Assign(value=ast.Lambda() as found):
+            yield found
+
+
+def _parts(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes, and the elements of those that are tuples."""
+    for node in nodes:
+        yield node
+        yield from node.elts if isinstance(node, ast.Tuple) else ()
 
 
 # --- reading tests -------------------------------------------------------------------------------
