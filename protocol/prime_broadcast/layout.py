@@ -243,12 +243,14 @@ def prune(root: Path, keep: int, pinned: Collection[int] = ()) -> list[int]:
     return gone
 
 
-def expired(root: Path, before: float, *, keep: int, later: int) -> list[int]:
+def expired(
+    root: Path, before: float, *, keep: int, later: int, named: Collection[int] = ()
+) -> list[int]:
     """Returns the versions that an origin may remove.
 
     Let N be the newest version such that it and all earlier ones were published before `before`
-    (Unix seconds). Versions up to N - `later` may go, except version 0, the newest `keep`, and
-    those from which the remaining deltas are made.
+    (Unix seconds). Versions up to N - `later` may go, except version 0, the newest `keep`, those
+    `named`, and those from which the remaining deltas are made.
     """
     present = versions(root)
 
@@ -256,7 +258,7 @@ def expired(root: Path, before: float, *, keep: int, later: int) -> list[int]:
         return (version_folder(root, version) / MANIFEST_NAME).stat().st_mtime < before
 
     newest = max(itertools.takewhile(is_old, present), default=0)
-    kept = {v for v in present if v > newest - later} | {0} | set(present[-keep:])
+    kept = {v for v in present if v > newest - later} | {0, *named, *present[-keep:]}
     kept |= _bases_needed(root, kept & set(present))
     return [version for version in present if version not in kept]
 

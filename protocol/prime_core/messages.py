@@ -639,6 +639,9 @@ class TargetShare(Answer):
     """Groups in sealed batches that are not trained yet."""
 
 
+MAX_EVALUATIONS = 20
+
+
 class EvaluationInfo(Answer):
     """An evaluation of a policy on held-out problems by the pool's nodes, with its results so far.
     Times in Unix seconds."""
@@ -692,7 +695,8 @@ class Status(Answer):
     targets: tuple[TargetShare, ...] = ()
     """All target lengths of the run, ascending."""
     evaluations: tuple[EvaluationInfo, ...] = ()
-    """The newest evaluations on held-out problems, oldest first, at most 20."""
+    """Evaluations on held-out problems, oldest first, at most MAX_EVALUATIONS: those that go on,
+    and the newest others."""
     activity: Literal["running", "stalled", "ended"] = "running"
     """Stalled: no batch was sealed and no policy published for a lease duration, and for three
     times the longest pause between recent batches. Ended: the pool ended on chain."""

@@ -135,6 +135,7 @@ def test_versions_expire_by_the_age_of_those_after_them_and_never_what_others_ne
     assert layout.expired(run.root, 105.0, keep=1, later=3) == [], "2 is made from 1"
     assert layout.expired(run.root, 107.0, keep=1, later=1) == [1, 2, 3], "7 is made from 4"
     assert layout.expired(run.root, 107.0, keep=6, later=1) == []
+    assert layout.expired(run.root, 107.0, keep=1, later=1, named={2, 99}) == [3], "2 needs 1"
     publish_at(2, 10**10)
     assert layout.expired(run.root, 107.0, keep=1, later=1) == [], "published again since"
     layout.remove(run.root, [1, 2, 3])

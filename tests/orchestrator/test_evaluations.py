@@ -245,6 +245,15 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(pool: Pool) -> None
     assert leased(pool.world, proven(pool.world, 1)).heldout is None
 
 
+def test_an_evaluation_that_goes_on_is_listed_however_old_it_is(pool: Pool) -> None:
+    with pool.world.backend.store.begin() as connection:
+        going, *ended = (evaluations.start(connection, 0, 5, now=0.0) for _ in range(3))
+        for number in ended:
+            evaluations.end(connection, number, now=1.0)
+        found = evaluations.newest(connection, 2)
+    assert [one.id for one in found] == [ended[-1], going]
+
+
 def test_the_salt_binds_the_held_out_problem() -> None:
     one = "0x" + "11" * 32
     openings = [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import sqlalchemy as sa
 import torch
 import trainer_kit as kit
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,8 @@ from prime_broadcast.client import Base, fetch
 from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.messages import PolicyList
 from prime_core.transport.client import OrchestratorClient
+from prime_orchestrator.api import kept
+from prime_orchestrator.store import evaluations, schema
 from prime_trainer.bucket import Bucket
 from prime_trainer.feed import pool_facts
 from prime_trainer.publish import Publisher
@@ -189,6 +192,7 @@ def test_old_policies_leave_bucket_and_origin_together(
     pool: Pool, tmp_path: Path, empty: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "KEEP_WHOLE", 1)
+    monkeypatch.setattr(kept, "EVERY_SECONDS", 0.0)  # the status is made for each request
     deployment = pool.backend.context.deployment
     deployment.save(tmp_path / "deployment.json")
     given = {"deployment": tmp_path / "deployment.json", "delta_from": 0}
@@ -221,8 +225,16 @@ def test_old_policies_leave_bucket_and_origin_together(
             patched.setattr(bucket._store, "delete", away)
             publisher.publish(folder, last)
         assert layout.versions(publisher.root) == [*everything, last]
-        publisher.publish(next_model(folder, tmp_path / "again"), last + 1)
-        left = [0, *range(2, last + 2)]
+        with pool.store.begin() as connection:
+            evaluations.start(connection, 1, 8, now=old)
+        for number, ended in enumerate((None, time.time(), old), start=last + 1):
+            with pool.store.begin() as connection:
+                connection.execute(sa.update(schema.evaluations).values(ended_at=ended))
+            folder = next_model(folder, tmp_path / f"next-{number}")
+            publisher.publish(folder, number)
+            known = layout.versions(publisher.root)
+            assert (1 in known) == (ended != old), "an evaluation names it"
+        left = [0, *range(2, last + 4)]
         assert layout.versions(publisher.root) == left == list(bucket.versions)
         keys = set(bucket._store.keys("policies/"))
     assert not [key for key in keys if key.startswith("policies/1/")]

@@ -17,10 +17,11 @@ full, those between as deltas. Weights that are not finite are rejected.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from prime_core.errors import (
     UnavailableError,
     UserError,
 )
-from prime_core.messages import PolicyList, RelayAnnouncement
+from prime_core.messages import MAX_EVALUATIONS, PolicyList, RelayAnnouncement, Status
 from prime_core.signing import Signer
 from prime_core.transport.client import Empty, OrchestratorClient
 from prime_trainer import snapshot
@@ -167,24 +168,34 @@ class Publisher:
         if thinned:
             log.info("the origin keeps policies %s as deltas", thinned)
         if self._kept_days is not None:
-            before = time.time() - self._kept_days * DAY_SECONDS
-            self._remove(
-                layout.expired(self.root, before, keep=newest, later=self._max_staleness + 1)
-            )
+            try:
+                self._remove_old(time.time() - self._kept_days * DAY_SECONDS, newest)
+            except (PrimeError, OSError) as error:
+                log.warning("could not remove old policies, will retry: %s", error)
         return signed
 
-    def _remove(self, versions: Sequence[int]) -> None:
-        if not versions:
+    def _remove_old(self, before: float, keep: int) -> None:
+        """Removes the versions that are out of use since `before` (Unix seconds), but not the
+        newest `keep`, and none that an evaluation names which goes on or ended since."""
+
+        def expired(named: Collection[int] = ()) -> list[int]:
+            later = self._max_staleness + 1
+            return layout.expired(self.root, before, keep=keep, later=later, named=named)
+
+        if not expired():
             return
-        try:
-            if self._bucket is None:
-                layout.remove(self.root, versions)
-            else:
-                self._bucket.remove(versions)
-        except (UnavailableError, OSError) as error:
-            log.warning("could not remove old policies, will retry: %s", error)
+        listed = self._client.get("/v1/status", Status).evaluations
+        if sum(one.ended_at is None for one in listed) >= MAX_EVALUATIONS:
+            log.warning("no old policy is removed: perhaps not every evaluation is listed")
+            return
+        versions = expired(
+            {one.policy_version for one in listed if (one.ended_at or math.inf) >= before}
+        )
+        if self._bucket is None:
+            layout.remove(self.root, versions)
         else:
-            log.info("old policies are removed: %s", list(versions))
+            self._bucket.remove(versions)
+        log.info("old policies are removed: %s", versions)
 
     def hand_in(self, version: int) -> None:
         """Puts a version in the origin into the bucket, if that answers, and submits it to the

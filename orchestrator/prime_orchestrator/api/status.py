@@ -14,6 +14,7 @@ from prime_core.batch import BatchManifest
 from prime_core.errors import NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
+    MAX_EVALUATIONS,
     NODES_PAGE,
     SUBMISSIONS_PAGE,
     ChainEvent,
@@ -65,7 +66,6 @@ batches, and at the earliest after a lease's duration."""
 _EXPLORERS = {network.chain_id: network.explorer for network in NETWORKS}
 LEASES_SHOWN = 1000
 MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
-MAX_EVALUATIONS = 20
 
 
 def pool_info(backend: Backend, host: str) -> PoolInfo:

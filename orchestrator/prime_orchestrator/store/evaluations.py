@@ -87,9 +87,11 @@ def get(connection: Connection, number: int) -> EvaluationRow | None:
 
 
 def newest(connection: Connection, limit: int) -> list[EvaluationRow]:
-    """Returns the newest evaluations, newest first."""
-    query = sa.select(schema.evaluations).order_by(_evaluations.id.desc()).limit(limit)
-    return records(EvaluationRow, connection.execute(query).mappings().all())
+    """Returns `limit` evaluations, newest first: those that go on, and the newest others."""
+    chosen = (_evaluations.ended_at.is_not(None), _evaluations.id.desc())
+    query = sa.select(schema.evaluations).order_by(*chosen).limit(limit)
+    found = records(EvaluationRow, connection.execute(query).mappings().all())
+    return sorted(found, key=lambda row: -row.id)
 
 
 def running(connection: Connection) -> EvaluationRow | None:
