@@ -28,7 +28,7 @@ from prime_core.ids import Address, Digest
 from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import MICRO, RunDefinition
-from prime_core.storage.base import ObjectStore
+from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import Evidence, Reason, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
@@ -308,6 +308,15 @@ def accusation(objects: ObjectStore, row: SubmissionRow) -> str:
     return Evidence.model_validate_json(read_object(objects, row.evidence)).detail
 
 
+def why_gone(objects: ObjectStore, archived: ArchivedFile | None) -> str:
+    """Says why an archived file is not in the store any more; empty if it is there or must be."""
+    if archived is None or archived.kept_days is None:
+        return ""
+    if objects.exists(digest_key(archived.submission.sha256)):
+        return ""
+    return archive.why_gone(archived.kept_days)
+
+
 def read_file(
     objects: ObjectStore, row: SubmissionRow, deadline: int
 ) -> tuple[RolloutFile, list[float | None]]:
@@ -434,6 +443,8 @@ def grade_evaluation(
             kept = archive.find(connection, objects, digest)
             if kept is None:
                 raise FatalError(f"file {digest} of evaluation {number} is in no archive page")
+            if why := why_gone(objects, kept):
+                raise NotFoundError(f"evaluation {number} lacks a file: {why}")
             found.append((kept.submission, kept.lease.signed()))
         found.sort(key=lambda one: (one[1].heldout or 0, one[0].digest))
         runs, tokenizer = runs_of(connection), load_tokenizer(connection, model)
@@ -555,11 +566,13 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export. `unreadable`: files without an accepting verdict that do not parse."""
+    """Result of an export. `unreadable`: files without an accepting verdict that do not parse;
+    `removed`: files that the store does not hold any more (docs/retention.md)."""
 
     files: int
     rows: int
     unreadable: int
+    removed: int
 
 
 def export(
@@ -575,7 +588,7 @@ def export(
 ) -> Exported:
     """Writes the rows of all `wanted` files to the Parquet file `out`, which appears once it is
     complete. Reads one view of the store, one file at a time, archived ones first. Accepted files
-    of evaluations are left out: their problems are held out.
+    of evaluations are left out: their problems are held out. So are files that were removed.
 
     Args: `grade` says to grade each row again, with `tokenizer`; `begins` is called with the
     largest possible number of files, `went` after each. Raises UserError if `out` exists or cannot
@@ -642,15 +655,19 @@ def _write(
     went: Callable[[int], None],
 ) -> Exported:
     ready: list[pa.RecordBatch] = []
-    count = rows = unreadable = 0
+    count = rows = unreadable = removed = 0
 
     def flush() -> None:
         if ready:
             writer.write_table(pa.Table.from_batches(ready))
             ready.clear()
 
-    for row, known, lease in _wanted(connection, reader.objects, wanted):
+    for row, known, lease, gone in _wanted(connection, reader.objects, wanted):
         if any(group.state == "held out" for group in known.groups):
+            went(1)
+            continue
+        if gone:
+            removed += 1
             went(1)
             continue
         try:
@@ -668,19 +685,19 @@ def _write(
             flush()
         went(1)
     flush()
-    return Exported(count, rows, unreadable)
+    return Exported(count, rows, unreadable, removed)
 
 
 def _wanted(
     connection: Connection, objects: ObjectStore, wanted: Wanted
-) -> Iterator[tuple[SubmissionRow, FileFacts, SignedLease]]:
-    """Yields the submissions, each with its facts and its lease."""
+) -> Iterator[tuple[SubmissionRow, FileFacts, SignedLease, str]]:
+    """Yields the submissions, each with its facts, its lease and `why_gone`."""
     for one in archive.every(connection, objects, wanted):
         (known,) = facts(connection, [one.submission], [one])
-        yield one.submission, known, one.lease.signed()
+        yield one.submission, known, one.lease.signed(), why_gone(objects, one)
     for page in files.every(connection, wanted, _AT_ONCE):
         for row, known in zip(page, facts(connection, page), strict=True):
-            yield row, known, lease_of(connection, row)
+            yield row, known, lease_of(connection, row), ""
 
 
 def _record_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -60,6 +61,12 @@ class Periods(Strict):
     def accountable(self) -> int:
         """How long after a submission's `validUntil` it can be rooted and still be slashed."""
         return self.slash_window + self.dispute_window
+
+    @property
+    def dispute_days(self) -> int:
+        """Number of days after which a file can neither be rooted late, accused, disputed nor
+        judged any more."""
+        return math.ceil((2 * self.unbonding + self.dispute_window) / 86_400)
 
     def problem(self) -> str:
         """Why the contracts would reject these periods; empty if they would accept them."""

@@ -5,27 +5,35 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from pools import deployment
 from prometheus_client import generate_latest
+from typer.testing import CliRunner
 
+from devnet.s3 import BUCKET, S3Server
+from prime_core.deployment import Periods
 from prime_core.encoding import sha256
-from prime_core.errors import ConflictError
+from prime_core.errors import ConflictError, NotFoundError, PrimeError, UserError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
+from prime_core.storage.s3 import S3Store
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
 from prime_orchestrator import rollouts, scheduler
 from prime_orchestrator.api import intake, status
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
+from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
@@ -36,6 +44,7 @@ from prime_orchestrator.manager.settlement import (
     settle_epochs,
     void,
 )
+from prime_orchestrator.serve import place_of
 from prime_orchestrator.store import (
     archive,
     backup,
@@ -47,6 +56,7 @@ from prime_orchestrator.store import (
     nodes,
     open_store,
     opinions,
+    removal,
     rewards,
     schema,
     slashes,
@@ -54,6 +64,7 @@ from prime_orchestrator.store import (
     submissions,
 )
 from prime_orchestrator.store.opinions import OpinionRow
+from prime_orchestrator.store.removal import DAY_SECONDS, KEPT_POLICIES, Removed
 from prime_orchestrator.store.slashes import SlashRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
@@ -82,15 +93,23 @@ def pool(
     return made
 
 
-def filled(mgr: ManagerSide) -> list[SubmissionRow]:
-    """Twelve files of two nodes, oldest first, of which two are void."""
-    rows = [mgr.submit((HONEST, OTHER)[at % 2]) for at in range(FILES)]
+def filled(mgr: ManagerSide, copies: bool = False) -> list[SubmissionRow]:
+    """Twelve files of two nodes, oldest first, of which two are void. `copies`: the second of these
+    has the bytes of the third file."""
+    rows: list[SubmissionRow] = []
+    for at in range(FILES):
+        make = partial(bytes_of, mgr, rows[2]) if copies and at == 5 else None
+        rows.append(mgr.submit((HONEST, OTHER)[at % 2], make=make))
     ended = []
     for at, row in enumerate(rows):
         ended.append(mgr.judge(row, Reason.MALFORMED if at in (1, 5) else Reason.NONE))
         mgr.now.time += 1
     settle(mgr)
     return ended
+
+
+def bytes_of(mgr: ManagerSide, row: SubmissionRow, *_: object) -> bytes:
+    return mgr.objects.get(digest_key(row.sha256), row.size)
 
 
 def settle(mgr: ManagerSide) -> None:
@@ -459,3 +478,252 @@ def test_files_of_every_kind_are_archived_once_over_and_all_else_says_the_same(
     assert backup.check(new, copy, read=True).absent == ()
     assert everything(replace(pool, store=new, objects=copy), rows) == before
     new.close()
+
+
+# ── rollout files that are removed ──
+
+DAYS = 40
+on_one_database = pytest.mark.parametrize("pool", ["sqlite"], indirect=True)
+
+
+def removed(
+    mgr: ManagerSide, objects: ObjectStore | None = None, *, days: int = DAYS, dry_run: bool = False
+) -> Removed:
+    """Removes files DAYS and a day after the newest was received."""
+    later = mgr.now() + (DAYS + 1) * DAY_SECONDS
+    return removal.remove(mgr.store, objects or mgr.objects, later, days, dry_run=dry_run)
+
+
+def absent(mgr: ManagerSide) -> tuple[Digest, ...]:
+    return backup.check(mgr.store, mgr.objects, read=True).absent
+
+
+def all_archived(mgr: ManagerSide, page_files: int) -> set[Digest]:
+    worker = archiver(mgr, page_files)
+    while worker.tick():
+        pass
+    return set(archived_names(mgr))
+
+
+@on_one_database
+def test_old_files_are_removed_unless_an_audit_may_ask_for_them(pool: ManagerSide) -> None:
+    """Files of every kind: only those of accepted work go, of which no part is planted."""
+    mixed = Mixed(pool, random.Random(1))
+    mixed.fill()
+    rows = [pool.row(digest) for digest in mixed.rows]
+    names = all_archived(pool, page_files=1)
+    objects = set(pool.objects.keys())
+    assert removed(pool) == Removed(), "a trainer may train policy 0 again"
+    pool.publish(KEPT_POLICIES)
+    assert removed(pool) == Removed()
+    pool.publish(KEPT_POLICIES + 1)
+    before = everything(pool, rows)
+    assert removed(pool, days=DAYS + 2) == Removed(), "too young"
+
+    would = removed(pool, dry_run=True)
+    assert set(pool.objects.keys()) == objects
+    assert backup.check(pool.store, pool.objects).pages == 0
+    assert removed(pool) == would
+    gone = [row for row in rows if not pool.objects.exists(digest_key(row.sha256))]
+    assert {mixed.rows[row.digest] for row in gone} == {"accepted", "repeated", "evaluation"}
+    due = {name for name in names if mixed.rows[name] in ("accepted", "repeated", "evaluation")}
+    assert {row.digest for row in gone} == due
+    assert objects - set(pool.objects.keys()) == {digest_key(row.sha256) for row in gone}
+    assert would == Removed(len(names), len(gone), sum(row.size for row in gone), 0)
+    assert absent(pool) == ()
+    assert backup.check(pool.store, pool.objects).pages == len(names)
+    assert everything(pool, rows) == before
+    assert removed(pool) == Removed(), "once"
+    with pytest.raises(NotFoundError, match=rf"lacks a file: .* {DAYS} days after"):
+        rollouts.grade_evaluation(
+            *(pool.store, pool.objects, mixed.ended, Path("none")), begins=print, went=print
+        )
+
+
+@on_one_database
+def test_bytes_that_something_else_names_stay_and_a_killed_round_goes_on(
+    pool: ManagerSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = filled(pool, copies=True)
+    names = all_archived(pool, page_files=3)
+    pool.publish(KEPT_POLICIES + 1)
+    third = bytes_of(pool, rows[0])
+    again = pool.submit(OTHER, make=lambda *_: third)  # is in the tables
+    assert again.sha256 == rows[0].sha256
+    old = [row for row in rows if row.digest in names and row.status == "accepted"]
+    stay = {rows[0].sha256, rows[2].sha256}
+
+    def there() -> set[Digest]:
+        return {row.sha256 for row in old if pool.objects.exists(digest_key(row.sha256))}
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    real = DirectoryStore.delete
+
+    def delete_one(self: DirectoryStore, name: str) -> None:
+        if len(there()) < len(old):
+            raise KeyboardInterrupt
+        real(self, name)
+
+    monkeypatch.setattr(removal, "_DELETERS", 1)
+    for target, name, instead, left in (
+        (archive, "mark", kill, len(old)),
+        (DirectoryStore, "delete", delete_one, len(old) - 1),
+        (archive, "set_removed", kill, len(stay)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, instead)
+            with pytest.raises(KeyboardInterrupt):
+                removed(pool)
+        assert len(there()) == left
+        assert absent(pool) == ()
+    done = removed(pool, days=DAYS + 99)  # goes on with what was begun
+    assert (done.pages, done.files) == (len(names) // 3, len(old) - len(stay))
+    assert done.shared == len(stay)
+    assert there() == stay
+    assert absent(pool) == ()
+    with pool.store.read() as connection:
+        assert archive.files_marked(connection) == (len(names) // 3, DAYS)
+    assert removed(pool) == Removed()
+
+
+def test_a_file_that_comes_meanwhile_keeps_its_bytes(
+    pool: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tables, or on a page that is written after the archive was looked through."""
+    rows = filled(pool, copies=True)
+    worker = archiver(pool, page_files=3)
+    assert worker.tick() == 3
+    pool.publish(KEPT_POLICIES + 1)
+    first, real = bytes_of(pool, rows[0]), removal._delete
+
+    def delete(*arguments: Any) -> tuple[int, int]:
+        monkeypatch.setattr(removal, "_delete", real)
+        pool.submit(OTHER, make=lambda *_: first)
+        assert worker.tick() == 3
+        return real(*arguments)
+
+    monkeypatch.setattr(removal, "_delete", delete)
+    done = removed(pool)  # the new page is old enough for a round of its own
+    assert (done.pages, done.files, done.shared) == (2, 2, 2)
+    assert rows[5].digest in archived_names(pool)
+    assert absent(pool) == ()
+
+
+@on_one_database
+def test_a_backup_notices_that_files_were_removed_meanwhile(
+    pool: ManagerSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = filled(pool)
+    all_archived(pool, page_files=3)
+    pool.publish(KEPT_POLICIES + 1)
+    real = backup._save
+
+    def save(objects: ObjectStore, target: DirectoryStore) -> int:
+        assert removed(pool).files > 0
+        return real(objects, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backup, "_save", save)
+        with pytest.raises(ConflictError, match="removed meanwhile"):
+            backup.backup(pool.store, pool.objects, tmp_path / "backup")
+    assert not (tmp_path / "backup" / "store.sqlite").exists()
+    backup.backup(pool.store, pool.objects, tmp_path / "backup")
+    new = open_store(sqlite_url(tmp_path / "new.sqlite"))
+    copy = DirectoryStore(tmp_path / "new-objects", "http://testserver", b"s" * 32)
+    backup.restore(tmp_path / "backup", new, copy)
+    assert backup.check(new, copy, read=True).absent == ()
+    assert not copy.exists(digest_key(rows[0].sha256))
+    new.close()
+
+
+@on_one_database
+def test_a_check_that_files_are_removed_under_asks_to_be_repeated(
+    pool: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(pool)
+    all_archived(pool, page_files=3)
+    pool.publish(KEPT_POLICIES + 1)
+    real = backup._is_there
+
+    def look(*arguments: Any) -> bool:
+        removed(pool)
+        return real(*arguments)
+
+    monkeypatch.setattr(backup, "_is_there", look)
+    with pytest.raises(ConflictError, match="removed meanwhile"):
+        absent(pool)
+    assert absent(pool) == ()
+
+
+@on_one_database
+def test_programs_say_why_a_file_is_gone(
+    pool: ManagerSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = filled(pool)
+    names = all_archived(pool, page_files=3)
+    place = deployment(Periods(), block=1)
+    place.save(tmp_path / "deployment.json")
+    monkeypatch.setenv("PRIME_ORCHESTRATOR_DATABASE", pool.url)
+    monkeypatch.setenv("PRIME_ORCHESTRATOR_OBJECTS", str(pool.objects.root))
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--data", str(tmp_path / "data")])
+        if isinstance(done.exception, PrimeError):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def prune(*words: str) -> str:
+        return run("store", "prune-files", *words)
+
+    given = ("--deployment", str(tmp_path / "deployment.json"), "--days", str(DAYS))
+    with pytest.raises(UserError, match="not to a pool of this deployment"):
+        prune(*given)
+    with pool.store.begin() as connection:
+        meta.put(connection, meta.SERVES, place_of(place, 1))
+        connection.execute(sa.update(schema.submissions).values(status="rejected"))
+    with pytest.raises(UserError, match="for longer than 34 days") as caught:
+        prune(*given[:2], "--days", "34")
+    assert caught.value.hint == "--days 35 or more"
+    pool.publish(KEPT_POLICIES + 1)
+    key = digest_key(rows[0].sha256)
+    url = pool.objects.signed_get(key, int(pool.now()) + 99)
+    would = json.loads(prune(*given, "--dry-run", "--json"))
+    assert would["files"] == len(names) - 2
+    assert f"{would['files']} rollout files (0.0 GB)" in prune(*given)
+    assert json.loads(prune(*given, "--json")) == asdict(Removed())
+
+    assert f"of {len(names) // 3} pages" in run("store", "check")
+    said = run("rollouts", "show", rows[0].digest)
+    assert "accepted" in said
+    assert f"its rows cannot be shown: rollout files are removed {DAYS} days after" in said
+    assert json.loads(run("rollouts", "show", rows[0].digest, "--json"))["samples"] == []
+    assert rows[0].digest[:12] in run("rollouts", "list")
+    out = tmp_path / "rollouts.parquet"
+    said = run("rollouts", "export", "--out", str(out))
+    assert said == f"0 rows of 0 files in {out}; {would['files']} files were removed " \
+        "(docs/retention.md)\n"  # fmt: skip
+    with TestClient(create_app(pool.backend)) as http:
+        client = OrchestratorClient("http://testserver")
+        client._http = http
+        for ask in (
+            partial(client.get_object, rows[0].sha256),
+            partial(client.download, url, limit=99),
+        ):
+            with pytest.raises(NotFoundError, match=f"removed {DAYS} days after"):
+                ask()
+
+
+@on_one_database
+def test_files_in_a_bucket_are_removed(pool: ManagerSide, s3: S3Server, tmp_path: Path) -> None:
+    rows = filled(pool)
+    names = all_archived(pool, page_files=3)
+    pool.publish(KEPT_POLICIES + 1)
+    bucket = S3Store(BUCKET, prefix=tmp_path.name, endpoint=s3.url)
+    for name in pool.objects.keys("sha256/"):
+        bucket.put_file(name, pool.objects.root / name)
+    assert removed(pool, bucket).files == len(names) - 2
+    assert not bucket.exists(digest_key(rows[0].sha256))
+    assert backup.check(pool.store, bucket).absent == ()

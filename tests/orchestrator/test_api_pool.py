@@ -16,11 +16,11 @@ from orchestrator_world import World, run_definition, signer
 from prime_chain.amounts import ETHER
 from prime_core.batch import BatchFile, BatchManifest, SignedBatch
 from prime_core.encoding import merkle_verify, reward_leaf, sha256
-from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.ids import ZERO_DIGEST, Digest, to_bytes
 from prime_core.messages import BatchAnswer, NodeInfo, PolicyList, PoolInfo, RewardInfo, Status
 from prime_core.run import RunDefinition
 from prime_core.settlement import RewardEntry, Settlement
-from prime_core.storage.base import put_object
+from prime_core.storage.base import digest_key, put_object
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
 from prime_orchestrator.api import status as status_module
@@ -147,6 +147,23 @@ def test_a_batch_is_not_found_until_sealed_then_comes_with_a_url_for_each_object
         assert sha256(world.http.get(url).content) == name
     public = world.http.get("/v1/batches/0/manifest").content
     assert SignedBatch.model_validate_json(public) == sealed
+
+
+def test_a_batch_whose_files_were_removed_is_refused_with_what_to_do(world: World) -> None:
+    """Also by a trainer that skips bad batches: it would publish a policy of nothing."""
+    file = seal(world, 0).manifest.files[0]
+    trainer = world.login(world.trainer, "trainer")
+    page = {"digest": "0x", "files": 1, "epoch": 0, "first_received": 0.0, "last_received": 0.0}
+    where = {"digest": to_bytes(file.submission_digest), "lease_digest": bytes(32), "place": 0}
+    with world.backend.store.begin() as connection:
+        connection.execute(sa.insert(schema.archive_pages).values(**page, id=1, kept_days=40))
+        connection.execute(sa.insert(schema.archived).values(**where, page=1))
+    assert world.send("GET", "/v1/batches/0", b"", trainer).status_code == 200, "still there"
+    world.backend.objects.delete(digest_key(file.sha256))
+    refused = world.send("GET", "/v1/batches/0", b"", trainer)
+    assert refused.status_code == 409
+    assert "40 days after they were received" in refused.text
+    assert "start the trainer from its checkpoint" in refused.text
 
 
 def test_batches_are_the_trainers(world: World) -> None:

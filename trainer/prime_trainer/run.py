@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -111,11 +110,10 @@ def new_publisher(
 ) -> Publisher:
     """The publisher over `<data>/origin`. Raises UserError if the settings would remove policies
     while files made by them can be accused, judged or appealed."""
-    from prime_trainer.publish import DAY_SECONDS, Publisher
+    from prime_trainer.publish import Publisher
 
     if settings.policies_kept_days is not None:
-        periods = Deployment.load(settings.need("deployment")).periods
-        least = math.ceil((2 * periods.unbonding + periods.dispute_window) / DAY_SECONDS)
+        least = Deployment.load(settings.need("deployment")).periods.dispute_days
         if settings.policies_kept_days < least:
             raise UserError(
                 f"policies_kept_days is {settings.policies_kept_days}: a file can be in dispute "

@@ -11,7 +11,7 @@ from typing import Literal
 from prime_chain.networks import NETWORKS
 from prime_core import seeds
 from prime_core.batch import BatchManifest
-from prime_core.errors import NotFoundError
+from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
     MAX_EVALUATIONS,
@@ -29,6 +29,7 @@ from prime_core.messages import (
     ValidatorInfo,
 )
 from prime_core.run import RunDefinition
+from prime_core.storage.base import digest_key
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
@@ -229,6 +230,19 @@ def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
         )
         for row, outcome in rows
     ]
+
+
+def require_files(backend: Backend, manifest: BatchManifest) -> None:
+    """Raises ConflictError if a file of the batch was removed from the archive."""
+    files = {Digest(file.submission_digest): file for file in manifest.files}
+    with backend.store.read() as connection:
+        marked = archive.marked_among(connection, [*files])
+    for name, days in marked.items():
+        if not backend.objects.exists(digest_key(files[name].sha256)):
+            raise ConflictError(
+                f"a file of batch {manifest.step} is gone: {archive.why_gone(days)}; start the "
+                "trainer from its checkpoint"
+            )
 
 
 def batch_problems(

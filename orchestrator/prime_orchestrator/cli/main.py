@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from prime_core.command_line import (
     program,
 )
 from prime_core.command_line import run as run_program
+from prime_core.errors import UserError
 from prime_orchestrator.cli.storage import StoreOptions, with_database, with_objects, with_pool
 
 _ELSEWHERE = {
@@ -192,6 +194,11 @@ def check(
         typer.echo(f"absent or damaged: {name}")
     typer.echo(f"pool {place}: {found.rows} rows, {found.objects} objects, "
                f"{len(found.absent)} absent or damaged")  # fmt: skip
+    if found.pages:
+        typer.echo(
+            f"not looked for: old rollout files of {found.pages} pages of the archive, which "
+            "orchestrator store prune-files removed"
+        )
     if found.absent:
         raise typer.Exit(1)
 
@@ -262,6 +269,56 @@ def prune(
         backup.place(store)
         found = retention.prune(store, time.time() - days * 86_400, archive, dry_run=dry_run)
     _echo_rows(found, "would go" if dry_run else "deleted", json_output)
+
+
+@store_app.command("prune-files")
+@with_objects
+def prune_files(
+    options: StoreOptions,
+    days: Annotated[int, typer.Option(help="Files younger than this stay.", min=1)],
+    deployment: Annotated[Path | None, typer.Option(help="Deployment JSON.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the files; delete nothing.")
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Delete rollout files of archived work. See docs/retention.md; `serve` goes on meanwhile."""
+    from prime_core.deployment import Deployment
+    from prime_orchestrator.cli.storage import progress
+    from prime_orchestrator.store import backup, removal
+
+    with options.pool({"deployment": deployment}) as (settings, store):
+        place = backup.place(store)
+        known = Deployment.load(settings.need("deployment"))
+        if not place.startswith(f"{known.chain_id}/{known.contracts.pools}/"):
+            raise UserError(
+                f"the database belongs to pool {place}, not to a pool of this deployment",
+                hint="name the pool's own deployment by --deployment",
+            )
+        if days < known.periods.dispute_days:
+            raise UserError(
+                f"a file can be in dispute for longer than {days} days",
+                hint=f"--days {known.periods.dispute_days} or more",
+            )
+        objects = settings.open_objects("", place)
+        with progress() as bar:
+            task = bar.add_task("files", total=None)
+            done = removal.remove(
+                store,
+                objects,
+                time.time(),
+                days,
+                dry_run=dry_run,
+                went=lambda files: bar.advance(task, files),
+            )
+    if json_output:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    typer.echo(
+        f"{done.files} rollout files ({done.bytes / 1e9:.1f} GB) of {done.pages} pages "
+        f"{'would go' if dry_run else 'deleted'}; {done.shared} stay: something else has the same "
+        "bytes"
+    )
 
 
 @store_app.command()

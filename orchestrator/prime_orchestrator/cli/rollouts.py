@@ -144,15 +144,16 @@ def show(
             if model is not None:
                 tokenizer = rollouts.load_tokenizer(connection, model)
         detail = rollouts.accusation(kept, found)
-        damage, rows, samples = "", 0, []
-        try:
-            parsed, rewards = rollouts.read_file(kept, found, lease.lease.deadline)
-        except FileError as error:
-            damage = str(error)
-        else:
-            rows = len(parsed.rows)
-            chosen = range(min(rows, most)) if row is None else [row]
-            samples = rollouts.samples(parsed, rewards, chosen, tokenizer)
+        damage, rows, samples = rollouts.why_gone(kept, archived), 0, []
+        if not damage:
+            try:
+                parsed, rewards = rollouts.read_file(kept, found, lease.lease.deadline)
+            except FileError as error:
+                damage = str(error)
+            else:
+                rows = len(parsed.rows)
+                chosen = range(min(rows, most)) if row is None else [row]
+                samples = rollouts.samples(parsed, rewards, chosen, tokenizer)
         if grade:
             run = runs.of_lease(lease.lease)
             environment = environment_for(run)
@@ -263,6 +264,7 @@ def export(
         typer.echo(json.dumps({"out": str(target), **asdict(done)}))
         return
     left_out = f"; {done.unreadable} files do not parse" if done.unreadable else ""
+    left_out += f"; {done.removed} files were removed (docs/retention.md)" if done.removed else ""
     typer.echo(f"{done.rows} rows of {done.files} files in {target}{left_out}")
 
 

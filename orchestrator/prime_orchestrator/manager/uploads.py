@@ -5,12 +5,12 @@
     sweep          keeps submitted files that a crash left behind; deletes the rest
                    GRACE_SECONDS after its lease's deadline
 
-Only files that a submission names are copied to `sha256/`, where no file is ever deleted. Files of
-shadow leases are not copied: they stay here while a submission names them (store.shadows). If a
-node uploads the exact bytes of one of our objects, only its copy is deleted. No submission is
-accepted after its lease's deadline, and the grace period is longer than a timely one can take.
-Copying and deleting are idempotent, so several orchestrators on one store may sweep concurrently,
-also while others accept files.
+Only files that a submission names are copied to `sha256/`, where only store/removal.py deletes any,
+long after nothing depends on them. Files of shadow leases are not copied: they stay here while a
+submission names them (store.shadows). If a node uploads the exact bytes of one of our objects, only
+its copy is deleted. No submission is accepted after its lease's deadline, and the grace period is
+longer than a timely one can take. Copying and deleting are idempotent, so several orchestrators on
+one store may sweep concurrently, also while others accept files.
 """
 
 from __future__ import annotations

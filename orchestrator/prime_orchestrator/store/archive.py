@@ -378,12 +378,14 @@ def _add_page(
 
 @dataclass(frozen=True)
 class ArchivedFile:
-    """The rows of an archived file that are read; opinions as `opinions.of` orders them."""
+    """The rows of an archived file that are read; opinions as `opinions.of` orders them.
+    `kept_days`: how long its rollout file was kept if that may be removed by now."""
 
     submission: SubmissionRow
     lease: LeaseRow
     opinions: tuple[OpinionRow, ...]
     groups: tuple[GroupRow, ...]
+    kept_days: int | None
 
 
 def find(connection: Connection, objects: ObjectStore, digest: Digest) -> ArchivedFile | None:
@@ -421,7 +423,8 @@ def beginning(connection: Connection, digits: str, limit: int) -> list[Digest]:
 class Page:
     """One row of `archive_pages`. `files`: 0 if its lines are leases without a file. `epoch`: the
     newest settled one when it was written. Times in Unix seconds, of leases when they were
-    given."""
+    given. `kept_days`: nothing expects its files' rollout files any more (`removable`), which were
+    kept for so many days; `removed`: they are removed."""
 
     id: int
     digest: Digest
@@ -429,6 +432,8 @@ class Page:
     epoch: int
     first_received: float
     last_received: float
+    kept_days: int | None
+    removed: bool
 
 
 def pages(connection: Connection, since: float | None = None) -> list[Page]:
@@ -484,7 +489,7 @@ def of_page(objects: ObjectStore, page: Page, wanted: Wanted) -> Iterator[Archiv
     for line in read(objects, page.digest) if page.files else ():
         if wanted.node is not None and wanted.node not in line:
             continue  # parsing costs most
-        one = _parse(line)
+        one = _parse(line, page.kept_days)
         if wanted.fits(one.submission):
             yield one
 
@@ -498,24 +503,80 @@ def read(objects: ObjectStore, page: Digest) -> list[str]:
     return zlib.decompress(data).decode().split("\n")
 
 
-def named(line: str) -> set[Digest]:
-    """Returns the objects that the file of a line names; none of a lease without a file."""
-    columns = ("sha256", "verdict", "verdict_table", "evidence")
-    names = (row[name] for row in json.loads(line).get("submissions", ()) for name in columns)
+def named(line: str, *, marked: bool) -> set[Digest]:
+    """Returns the objects that the file of a line depends on; none of a lease without a file.
+    `marked`: its page has `kept_days`."""
+    names: set[Any] = set()
+    for row in json.loads(line).get("submissions", ()):
+        names |= {row["verdict"], row["verdict_table"], row["evidence"]}
+        if not (marked and removable(row)):
+            names.add(row["sha256"])
     return {Digest(name) for name in names if name is not None}
+
+
+# ── rollout files that are removed (store/removal.py) ──
+
+
+def removable(file: Mapping[str, Any]) -> bool:
+    """Whether an archived submission's rollout file may be removed once it is old: it is accepted,
+    not planted, and there is no evidence against it."""
+    return file["status"] == "accepted" and not file["shadow"] and file["evidence"] is None
+
+
+def why_gone(days: int) -> str:
+    """Says why a rollout file is not there, and what to do; `days`: `kept_days` of a page."""
+    return (
+        f"rollout files are removed {days} days after they were received, once nothing depends on "
+        "them (docs/retention.md); a backup made before may hold it"
+    )
+
+
+def mark(connection: Connection, numbers: Collection[int], days: int) -> None:
+    """Writes `kept_days` of those of these pages that have none."""
+    mine = _pages.id.in_(list(numbers)), _pages.kept_days.is_(None)
+    connection.execute(sa.update(schema.archive_pages).where(*mine).values(kept_days=days))
+
+
+def set_removed(connection: Connection, numbers: Collection[int]) -> None:
+    """Writes that the rollout files of these pages are removed."""
+    mine = _pages.id.in_(list(numbers))
+    connection.execute(sa.update(schema.archive_pages).where(mine).values(removed=True))
+
+
+def files_marked(connection: Connection) -> tuple[int, int]:
+    """Returns how many pages have `kept_days`, and the largest of these numbers (0: none has)."""
+    query = sa.select(sa.func.count(_pages.kept_days), sa.func.max(_pages.kept_days))
+    count, days = connection.execute(query).one()
+    return int(count), int(days or 0)
+
+
+def marked_among(connection: Connection, names: Sequence[Digest]) -> dict[Digest, int]:
+    """Returns `kept_days` of those of these submissions whose page has it."""
+    found: dict[Digest, int] = {}
+    for start in range(0, len(names), FILES):
+        mine = [to_bytes(name) for name in names[start : start + FILES]]
+        query = (
+            sa.select(_index.digest, _pages.kept_days)
+            .join(schema.archive_pages, _pages.id == _index.page)
+            .where(_index.digest.in_(mine), _pages.kept_days.is_not(None))
+        )
+        for name, days in connection.execute(query):
+            found[Digest(f"0x{bytes(name).hex()}")] = int(days)
+    return found
 
 
 def _one(
     connection: Connection, objects: ObjectStore, condition: sa.ColumnElement[bool]
 ) -> ArchivedFile | None:
-    query = sa.select(_pages.digest, _index.place).join(
+    query = sa.select(_pages.digest, _pages.kept_days, _index.place).join(
         schema.archive_pages, _pages.id == _index.page
     )
     found = connection.execute(query.where(condition)).first()
     if found is None:
         return None
     try:
-        return _parse(_kept(cast(Hashable, objects), Digest(found.digest))[found.place])
+        line = _kept(cast(Hashable, objects), Digest(found.digest))[found.place]
+        return _parse(line, found.kept_days)
     except (NotFoundError, MalformedError, UntrustedError) as error:
         raise UnavailableError(f"an archived file cannot be read: {error}") from error
 
@@ -525,8 +586,9 @@ def _kept(objects: Any, page: Digest) -> list[str]:
     return read(objects, page)
 
 
-def _parse(line: str) -> ArchivedFile:
-    """Reads a line. Columns that tables got after it was written take their default."""
+def _parse(line: str, kept_days: int | None) -> ArchivedFile:
+    """Reads a line of a page with these `kept_days`. Columns that tables got after it was written
+    take their default."""
     rows: Mapping[str, list[dict[str, Any]]] = json.loads(line)
     said = [OpinionRow(**row) for row in rows.get("opinions", ())]
     return ArchivedFile(
@@ -534,4 +596,5 @@ def _parse(line: str) -> ArchivedFile:
         lease=LeaseRow(**rows["leases"][0]),
         opinions=tuple(sorted(said, key=lambda one: (one.at, one.validator))),
         groups=tuple(GroupRow(**row) for row in rows.get("groups", ())),
+        kept_days=kept_days if removable(rows["submissions"][0]) else None,
     )

@@ -3,9 +3,10 @@
     backup     database first (one read view), then uploads/, then sha256/
     restore    objects first, then the database in one transaction
 
-An object is stored before the row that names it and is never deleted, and submitted files move from
-uploads/ to sha256/. Objects copied later therefore include all that the snapshot names. The backup
-is a folder with a SQLite file and a directory store, independent of the pool's own storage.
+An object is stored before the row that names it, and submitted files move from uploads/ to sha256/.
+Only store/removal.py deletes objects, which a backup notices. Objects copied later therefore
+include all that the snapshot names. The backup is a folder with a SQLite file and a directory
+store, independent of the pool's own storage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from prime_core.errors import MalformedError, NotFoundError, UntrustedError, UserError
+from prime_core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    UntrustedError,
+    UserError,
+)
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.storage.base import ObjectStore, digest_key
@@ -29,7 +36,7 @@ from prime_orchestrator.store.migrate import current, head
 
 ROWS_AT_ONCE = 1000
 _S = schema.submissions.c
-_NAMED = (
+NAMED = (
     _S.sha256, _S.verdict, _S.verdict_table, _S.evidence, schema.batches.c.digest,
     schema.roots.c.leaves_object, schema.reward_roots.c.object, schema.slashes.c.evidence,
 )  # fmt: skip
@@ -45,11 +52,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` examined, and the objects that are missing or damaged."""
+    """What `check` examined, and the objects that are missing or damaged. Of `pages` of the archive
+    it did not expect the rollout files that may be removed (`archive.removable`)."""
 
     rows: int
     objects: int
     absent: tuple[Digest, ...]
+    pages: int
 
 
 def place(store: Store) -> str:
@@ -71,7 +80,8 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
     """Copies the pool into `folder` while it keeps serving. If the folder holds an earlier backup,
     only missing objects are copied; its database must be moved away first.
 
-    Raises UserError if the folder contains a database, MalformedError if an object is damaged.
+    Raises UserError if the folder contains a database, MalformedError if an object is damaged,
+    ConflictError if rollout files were removed meanwhile.
     """
     make_folder(folder).chmod(0o700)  # the database holds draw secrets
     file = folder / "store.sqlite"
@@ -84,9 +94,11 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
         target.migrate()
         with store.read() as source, target.begin() as connection:
             rows = _copy_rows(source, connection)
+            marked = archive.files_marked(source)
     finally:
         target.close()  # the last connection merges the WAL into the one file
     copied = _save(objects, DirectoryStore(folder / "objects"))
+    _refuse_removal(store, marked)
     draft.rename(file)
     return Copied(rows, copied)
 
@@ -123,8 +135,10 @@ def open_backup(folder: Path) -> Store:
 
 
 def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
-    """Checks that every object named by the database exists; with `read`, also checks its
-    SHA-256."""
+    """Checks that every object named by the database exists; with `read`, also checks its SHA-256.
+
+    Raises ConflictError if one is absent and rollout files were removed meanwhile.
+    """
     absent: list[Digest] = []
     with store.read() as connection:
         rows = sum(
@@ -132,10 +146,23 @@ def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
             for table in _tables()
         )
         named = dict(_named(connection, objects))
+        marked = archive.files_marked(connection)
     for name, staged in named.items():
         if not any(_is_there(objects, key, name, read) for key in (digest_key(name), *staged)):
             absent.append(name)
-    return Checked(rows, len(named), tuple(sorted(absent)))
+    if absent:
+        _refuse_removal(store, marked)
+    return Checked(rows, len(named), tuple(sorted(absent)), marked[0])
+
+
+def _refuse_removal(store: Store, marked: tuple[int, int]) -> None:
+    """Raises ConflictError if `archive.files_marked` does not return this any more."""
+    with store.read() as connection:
+        if archive.files_marked(connection) != marked:
+            raise ConflictError(
+                "rollout files were removed meanwhile: try again once `orchestrator store "
+                "prune-files` has ended"
+            )
 
 
 def _is_there(objects: ObjectStore, key: str, name: Digest, read: bool) -> bool:
@@ -150,7 +177,7 @@ def _named(
 ) -> Iterator[tuple[Digest, tuple[str, ...]]]:
     """Yields every object that a column or an archived file names, and alternative keys where it
     may be stored. Files of a page that is absent or damaged are left out; its own name is not."""
-    for column in _NAMED:
+    for column in NAMED:
         found = sa.select(column).where(column.is_not(None)).distinct()
         for (name,) in connection.execute(found):
             yield Digest(name), ()
@@ -158,7 +185,7 @@ def _named(
         yield page.digest, ()
         with suppress(NotFoundError, MalformedError, UntrustedError):
             for line in archive.read(objects, page.digest):
-                for name in archive.named(line):
+                for name in archive.named(line, marked=page.kept_days is not None):
                     yield name, ()
     leases = schema.leases.c
     joined = sa.select(_S.sha256, leases.deadline).join(

@@ -235,6 +235,9 @@ archive_pages = Table(  # objects with the rows of files that are over (store/ar
     Column("epoch", BigInteger, nullable=False),  # the newest settled one when it was written
     Column("first_received", Float, nullable=False),
     Column("last_received", Float, nullable=False),
+    # Rollout files of the page were kept for so many days and may be gone (store/removal.py)
+    Column("kept_days", Integer),
+    Column("removed", Boolean, nullable=False, server_default=false()),  # they are
 )
 
 archive_totals = Table(  # what is counted for ever of archived rows (store/totals.py)

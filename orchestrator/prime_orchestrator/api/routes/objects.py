@@ -21,6 +21,7 @@ from prime_core.storage.base import CHUNK_BYTES, digest_key
 from prime_core.storage.directory import DirectoryStore, Sink
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.http import BODY_SECONDS, in_path, takes_bytes
+from prime_orchestrator.store import archive
 
 GET_SECONDS = 600
 """How long the URL behind an object's redirect holds."""
@@ -38,6 +39,13 @@ def router(backend: Backend) -> APIRouter:
         if not isinstance(backend.objects, DirectoryStore):
             raise NotFoundError("this orchestrator keeps its objects elsewhere")
         return backend.objects
+
+    def absent(name: str) -> NotFoundError:
+        """Says that there is no such object, and why a rollout file may be gone."""
+        with backend.store.read() as connection:
+            marked, days = archive.files_marked(connection)
+        why = f"; {archive.why_gone(days)}" if marked else ""
+        return NotFoundError(f"there is no object {name}{why}")
 
     @routes.put(
         "/v1/store/{key:path}", status_code=204, openapi_extra=takes_bytes() | in_path("key")
@@ -68,7 +76,10 @@ def router(backend: Backend) -> APIRouter:
         """Download from a signed URL."""
         store = directory()
         store.check_url("GET", key, request.query_params.multi_items(), now=backend.now())
-        size = store.size(key)
+        try:
+            size = store.size(key)
+        except NotFoundError as error:
+            raise absent(key) from error
         return StreamingResponse(
             store.chunks(key),
             media_type="application/octet-stream",
@@ -80,7 +91,7 @@ def router(backend: Backend) -> APIRouter:
         """Where to fetch an object (verdict, evidence, table, root's leaves, file) right now."""
         key = digest_key(ids.digest(digest))
         if not backend.objects.exists(key):
-            raise NotFoundError(f"there is no object {digest}")
+            raise absent(digest)
         url = backend.objects.signed_get(key, int(backend.now()) + GET_SECONDS)
         return RedirectResponse(url, status_code=307)
 

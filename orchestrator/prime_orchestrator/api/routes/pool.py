@@ -130,8 +130,9 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
     def batch(step: str, request: Signed = trainer) -> Response:
         """The first sealed batch from number `step` on, with a signed URL for each of its
-        objects, and its groups' problems."""
+        objects, and its groups' problems; 409 if its files were removed."""
         signed = _sealed(backend, step, batches.first_from).signed()
+        status.require_files(backend, signed.manifest)
         expires = int(backend.now()) + BATCH_URL_SECONDS
         names = {name for file in signed.manifest.files for name in (file.sha256, file.table)}
         urls: dict[str, str] = {
