@@ -66,7 +66,8 @@ def locate(
             hint="sha256sum FILE",
         )
     try:
-        if path and (there := Path(path).expanduser()).exists():
+        # a device or a pipe would never end
+        if path and (there := Path(path).expanduser()).is_file():
             return checked(there, sha256)
     except (OSError, RuntimeError) as error:  # the name is too long; there is no such user
         raise UserError(f"{path[:200]!r} cannot be opened: {error}"[:500]) from error
@@ -76,7 +77,7 @@ def locate(
         if kept.exists():
             return checked(kept, sha256)
     if not url:
-        there_not = f"{path} does not exist, " if path else ""
+        there_not = f"{path} is no file, " if path else ""
         raise UserError(
             f"{there_not}the file {sha256} is not under {folder}, and nothing says where to "
             "fetch it",

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import http.server
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -344,6 +345,10 @@ def test_other_bytes_missing_files_and_endless_ones_are_refused_and_leave_nothin
     for url in ("http://[/x.jsonl", "http:///x.jsonl", "http://☃/x.jsonl"):
         with pytest.raises(UserError, match=r"is not an http\(s\) address"):
             locate(wrong, url=url, folder=kept)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path), "/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(UserError, match="is no file, "):
+            locate(wrong, path=path, folder=kept)
     for path in ("~no-such-user/x.jsonl", "x" * 5000):
         with pytest.raises(UserError, match="cannot be opened"):
             locate(wrong, path=path, folder=kept)
