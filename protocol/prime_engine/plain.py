@@ -168,9 +168,15 @@ class PlainEngine(PolicyFacts):
             if config.model_type not in ARCHITECTURES:
                 raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
             model = _load(self._folder, config, getattr(torch, dtype))
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of any kind where its files have another form
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise UnavailableError(
+                f"the tokenizer in {folder} cannot be loaded ({why}): copy the model folder again"
+            ) from error
         model.to(self._torch_device).eval().requires_grad_(False)
         if prepare is not None:
             prepare(model)

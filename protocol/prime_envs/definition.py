@@ -97,7 +97,9 @@ def run_from(
             f"{source} does not say {error}", hint="see docs/examples/run.toml"
         ) from error
     except (ValidationError, TypeError) as error:
-        raise UserError(f"{source} is not a run: {_first(error)}") from error
+        raise UserError(
+            f"{source} is not a run: {_first(error)}", hint="see docs/examples/run.toml"
+        ) from error
 
 
 def _check_cards(run: RunDefinition, source: Path) -> None:

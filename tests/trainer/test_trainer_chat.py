@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_core import encoding
+from prime_core.errors import UnavailableError
 from prime_core.run import Chat, Conversation
 from prime_engine.base import Generation, GenerationRequest
 from prime_engine.tiny import write_tiny_model
@@ -106,6 +107,17 @@ def test_the_command_answers_each_line(folder: Path) -> None:
     assert [[turn["by"] for turn in line] for line in lines] == [["answer"], ["answer"]]
     again = CliRunner().invoke(app, command, input="one\n\ntwo\n")
     assert again.stdout == done.stdout, "the seed fixes the sampling"
+
+
+def test_a_system_prompt_or_a_tokenizer_that_cannot_be_read_is_one_sentence(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(talk_module.UserError, match="not text in UTF-8"):
+        start(folder, None, {}, system="\udcff")
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnavailableError, match="cannot be loaded"):
+        start(tmp_path / "other", None, {})
 
 
 def test_a_model_without_a_template_is_one_sentence(folder: Path, tmp_path: Path) -> None:

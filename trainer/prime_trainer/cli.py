@@ -259,7 +259,7 @@ def local(
     from prime_trainer.config import load
     from prime_trainer.local import Options, run_local
 
-    default = source.with_suffix(".trainer.toml")
+    default = source.parent / f"{source.stem}.trainer.toml"
     flags = {
         "model": model, "data": out, "steps": steps, "learning_rate": learning_rate,
         "lora_rank": lora_rank, "tensorboard": tensorboard,
@@ -557,6 +557,7 @@ def follow(
     """
     import torch
 
+    from prime_core.folders import make_folder
     from prime_core.transport.client import OrchestratorClient
     from prime_core.waiting import StoppedError
     from prime_trainer import follow as following
@@ -566,7 +567,7 @@ def follow(
     torch.set_num_threads(1)
     sampling = Sampling(engine, dtype, device, cassette=cassette)
     options = following.Options(data, every, until, problems, samples, seed, sampling=sampling)
-    data.mkdir(parents=True, exist_ok=True)
+    make_folder(data)
     sinks: list[observe.Sink] = []
     if tensorboard is not None:
         sinks.append(observe.TensorBoard(tensorboard))
@@ -687,7 +688,7 @@ def status(
     from prime_trainer.metrics import read_lines
 
     path = data / "metrics.jsonl"
-    lines = read_lines(path)
+    lines = read_lines(path, "step", "version")
     if not lines:
         raise UserError(f"no step is recorded in {path}", hint="name the folder by --data")
     last = lines[-1]

@@ -51,7 +51,11 @@ def export_run(data: Path, out: Path, version: int | None = None) -> int:
         signed = layout.manifest_of(origin, chosen)
     except NotFoundError as error:
         raise UserError(str(error)) from error
-    steps = [line for line in read_lines(data / "metrics.jsonl") if line["version"] <= chosen]
+    steps = [
+        line
+        for line in read_lines(data / "metrics.jsonl", "step", "version")
+        if line["version"] <= chosen
+    ]
     staging = out.with_name(f".{out.name}.staging")
     shutil.rmtree(staging, ignore_errors=True)
     with writing("the exported run", out):

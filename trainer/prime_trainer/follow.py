@@ -78,7 +78,7 @@ def follow(
     record = options.data / "evaluations.jsonl"
     with writing("the evaluations", record):
         whole_lines(record)
-    last = max((line["version"] for line in read_lines(record)), default=-1)
+    last = max((line["version"] for line in read_lines(record, "version")), default=-1)
     while options.until is None or last < options.until:
         version = due(_latest(client, options, stop), last, options.every)
         if version is None:

@@ -554,7 +554,7 @@ class Local:
             (SAMPLES, "step", self.version - 1),
             ("evaluations.jsonl", "version", self.evaluated),
         ):
-            kept = [line for line in read_lines(out / name) if line[key] <= newest]
+            kept = [line for line in read_lines(out / name, key) if line[key] <= newest]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             with writing(f"the file {name}", out / name):
                 write_whole(out / name, text.encode())

@@ -99,18 +99,30 @@ class MetricsFile:
             file.write(json.dumps(line) + "\n")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file (the last one may be in progress). Raises UserError
-    naming a line that is not JSON."""
-    if not path.is_file():
+def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON objects (the last one may be in progress); none if it
+    does not exist. Raises UserError if it cannot be read, or naming a line that is no JSON object
+    with the fields `needed`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError(f"{path} cannot be read: {why}", hint="name another folder") from error
     found = []
-    text = path.read_text()
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
-            found.append(json.loads(line))
+            one = json.loads(line)
+            if not isinstance(one, dict):
+                raise ValueError("it is no object")
+            if missing := [name for name in needed if name not in one]:
+                raise ValueError(f"it has no {missing[0]!r}")
         except ValueError as error:
-            raise UserError(f"line {number} of {path} is not JSON: {error}") from error
+            raise UserError(
+                f"line {number} of {path} is damaged: {error}", hint="correct or move the file"
+            ) from error
+        found.append(one)
     return found
 
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prime_core.errors import UserError
+from prime_core.folders import make_folder
 from prime_trainer.config import TRAINING, Settings
 
 COMPUTE = ("proximal", "forward_backward", "statistics", "optimizer")
@@ -57,6 +58,7 @@ WAITS = {
 COLUMNS = ("reward", "parts", "verdict", "staleness", "finish", "tokens", "prompt", "turns")
 """Columns of the table of rollout texts, fields of a line of samples.jsonl."""
 TABLE = "rollouts"
+TRACKERS = ("wandb", "trackio")
 
 
 class Sink(Protocol):
@@ -76,11 +78,12 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder."""
+    """Event files in a folder. Raises UserError if it cannot be written to."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter
 
+        make_folder(folder)
         self._writer = SummaryWriter(str(folder))
 
     def step(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
@@ -104,10 +107,14 @@ class Tracker:
     """An experiment tracker with the interface of Weights & Biases: wandb or trackio.
 
     Its own environment variables say where runs go (WANDB_MODE, WANDB_DIR, TRACKIO_DIR …). Raises
-    UserError if the tracker cannot start.
+    UserError if there is no such tracker, or it cannot start.
     """
 
     def __init__(self, name: str, project: str, config: Mapping[str, Any]) -> None:
+        if name not in TRACKERS:
+            raise UserError(
+                f"there is no tracker {name!r}", hint=f"--tracker is {' or '.join(TRACKERS)}"
+            )
         self._module = importlib.import_module(name)
         try:
             self._run = self._module.init(project=project, config=dict(config))

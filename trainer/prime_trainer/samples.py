@@ -20,6 +20,10 @@ from prime_trainer.metrics import read_lines
 
 SAMPLES = "samples.jsonl"
 ORDERS = ("written", "best", "worst")
+SHOWN = (
+    "step", "policy", "problem", "reward", "parts", "reason", "prompt", "turns", "tokens", "finish",
+)  # fmt: skip
+"""Fields of a sample that `trainer samples` shows."""
 Row = TypeVar("Row")
 
 
@@ -107,7 +111,7 @@ def chosen_samples(
     if order not in ORDERS:
         raise UserError(f"the order {order!r} is none of {', '.join(ORDERS)}")
     path = folder / SAMPLES
-    lines = read_lines(path)
+    lines = read_lines(path, *SHOWN)
     known = sorted({int(line["step"]) for line in lines})
     wanted = known[-1] if step is None and known else step
     found = [line for line in lines if line["step"] == wanted]

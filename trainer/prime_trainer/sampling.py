@@ -14,6 +14,7 @@ from typing import Any
 
 from prime_core import encoding, seeds
 from prime_core.errors import UserError
+from prime_core.folders import make_folder
 from prime_core.gateway import Answers, Cassette
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
@@ -21,6 +22,7 @@ from prime_engine.base import Discard, Engine
 from prime_envs.base import Environment, Grade, Problem
 from prime_envs.sources import file_digest
 from prime_trainer.disk import whole_lines, writing
+from prime_trainer.loading import require_model_folder
 from prime_verify.build import PlannedRow, generate_rows
 
 ROWS = 256
@@ -60,9 +62,11 @@ class Sampling:
     cassette: Path | None = None
 
     def load(self, model: Path) -> Engine:
-        """Loads `model`. Raises UnavailableError if it cannot be loaded."""
+        """Loads `model`. Raises UserError if it is no model folder, UnavailableError if it cannot
+        be loaded."""
         from prime_verify.engines import load_engine
 
+        require_model_folder(model)
         # vLLM batches by itself
         options = {"batch_rows": ROWS} if self.engine == "plain" else {}
         return load_engine(
@@ -81,8 +85,8 @@ class Kept:
     def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
         self._path = path
         self._found: dict[int, tuple[int, tuple[Grade, ...]]] = {}
+        make_folder(path.parent)
         with writing("the graded answers", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
             lines = self._lines()
             if not lines:
                 path.write_text(json.dumps(question, sort_keys=True) + "\n")
@@ -153,11 +157,13 @@ def sampling_seed(seed: int, purpose: bytes = b"evaluate") -> Digest:
 
 def keep(sampling: Sampling, name: str, model: Path, question: Mapping[str, Any]) -> Kept | None:
     """Opens the file `name` of graded answers for `model`, if they are to be kept. `question`: what
-    else has to be the same for its answers to count. Raises the same errors as `Kept`."""
+    else has to be the same for its answers to count. Raises UserError if `model` is no model
+    folder, and the same errors as `Kept`."""
     if sampling.answers is None:
         return None
     from prime_broadcast.manifest import build_manifest
 
+    require_model_folder(model)
     weights = build_manifest(model, pool=0, version=0, step=0).result_digest
     how = {"engine": sampling.engine, "dtype": sampling.dtype, "device": sampling.device}
     if sampling.cassette is not None:

@@ -449,7 +449,7 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(
             f"{host}:{port} cannot be served on: {error.strerror}",
-            hint="name another --port, or 0 for any free one",
+            hint="name another --host or --port (0: any free one)",
         ) from error
     return found
 

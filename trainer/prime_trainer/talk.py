@@ -27,12 +27,19 @@ from prime_envs.search import SearchIndex
 
 def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Chat:
     """The run's chat format, or the model's template with the default wording of the budget.
-    `system` replaces the system prompt. Raises UserError if the model has no chat template."""
+    `system` replaces the system prompt. Raises UserError if the model has no chat template, or
+    `system` is not Unicode text."""
     template = engine.tokenizer.chat_template
     if not isinstance(template, str):
         raise UserError(
             "the model has no chat template", hint="name an instruct model, or a policy of one"
         )
+    try:
+        (system or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            "the system prompt is not text in UTF-8", hint="give --system as UTF-8"
+        ) from error
     known = run.chat if run is not None else None
     chat = known or Chat(template=encoding.sha256(template.encode()))
     return chat if system is None else chat.model_copy(update={"system": system})
