@@ -40,7 +40,7 @@ PAGE_MARK = "page: http"
 
 @dataclass(frozen=True)
 class Demo:
-    """One `make demo`. `page_s`, `whole_s`: from its start, after set-up; `findings` by name."""
+    """One `make demo`. `page_s`, `whole_s`: from its start, after setup; `findings` by name."""
 
     name: str
     ok: bool
@@ -120,7 +120,7 @@ def save(record: dict[str, Any]) -> None:
 
 
 def set_up(checkout: Path) -> float:
-    """Clones the commit and sets it up; returns how many seconds the set-up took, with the
+    """Clones the commit and sets it up; returns how many seconds the setup took, with the
     packages that pip and npm have in their caches. Raises UnavailableError."""
     if checkout.exists():
         shutil.rmtree(checkout)

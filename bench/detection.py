@@ -11,11 +11,11 @@ as that or (`_as_vllm`) as vLLM's work:
     tokens_X      tokens needed until some single statistic of the replay parts lying from honest
                   text with AUC > 0.999, in powers of two up to 2,048; −1 if that does not suffice
 
-how many honest files of every set-up are rejected, and what validating costs compared with
+how many honest files of every setup are rejected, and what validating costs compared with
 generating (`--costs` measures just that, again). Results are kept under var/bench/detection, so a
 run of M minutes goes on where the last one stopped, and the rows say how far it came.
 
-On a GPU everything is generated and replayed there. Its set-ups have no shipped limits: files are
+On a GPU everything is generated and replayed there. Its setups have no shipped limits: files are
 judged in shadow, so that `caught_X` shows what is caught before any replay, and `tokens_X` what the
 replay would show.
 """
@@ -175,7 +175,7 @@ def attack_rows(
 
 
 def honest_rows(found: dict[str, list[Record]], aim: int) -> list[Row]:
-    """Honest files that were not accepted, over all set-ups, and how far each came."""
+    """Honest files that were not accepted, over all setups, and how far each came."""
     records = [record for of_setup in found.values() for record in of_setup]
     wrong = [
         record
@@ -192,7 +192,7 @@ def honest_rows(found: dict[str, list[Record]], aim: int) -> list[Row]:
             f"of {len(records)} files (rate below {3 / max(1, len(records)):.2g} at 95 %)", 0,
         ),
         Row(
-            "honest_sequences", judged, f"of {OUTPUT_TOKENS} tokens, all set-ups", aim, "higher",
+            "honest_sequences", judged, f"of {OUTPUT_TOKENS} tokens, all setups", aim, "higher",
         ),
         Row(
             "honest_rows_accused", sum(alone),

@@ -1,6 +1,6 @@
 """The detection bench's work in pieces that are kept: a run may be stopped and taken up again.
 
-A unit is some honest files of one set-up, or some of one attack. Its result is a JSON file under
+A unit is some honest files of one setup, or some of one attack. Its result is a JSON file under
 var/bench/detection/KEY, KEY being the model, the device and golden.STATISTICS; its name has the
 limits that it was judged by, an attack's the digest of the attacks' source too, and each record the
 commit it was made by. `behind` says which line of work is furthest behind its aim.
@@ -75,7 +75,7 @@ class FileRows:
 
     def alone(self, engine: str) -> list[bool] | None:
         """Of each row, whether it is caught by nothing but itself, declared as made by `engine`:
-        by a check before the replay, or beyond a row's limits. None for a set-up without limits."""
+        by a check before the replay, or beyond a row's limits. None for a setup without limits."""
         setup = shipped().setup(engine, self._dtype, self._device)
         if setup is None:
             return None
@@ -108,7 +108,7 @@ SINGLE_SEQUENCES = 96
 FILES_TOGETHER = 5
 """Files of one attack that are made at once."""
 REFERENCE_SETUP = "plain-bfloat16-64"
-"""The honest set-up against whose windows attacks are measured: the attackers' own."""
+"""The honest setup against whose windows attacks are measured: the attackers' own."""
 REFERENCE_OLDER = f"{OLDER}-bfloat16-64"
 """The same with the older policy, which lies about older policies are measured against."""
 REFERENCES = (REFERENCE_SETUP, REFERENCE_OLDER)
@@ -144,7 +144,7 @@ class Line:
 
 def honest_lines(sequences: int, device: str = "cpu") -> list[Line]:
     """Every pair of {vLLM, plain} × {float32, bfloat16} × {64, 1}: together `sequences` honest rows
-    of OUTPUT_TOKENS tokens, few of each set-up in batches of 1, which are slow to make."""
+    of OUTPUT_TOKENS tokens, few of each setup in batches of 1, which are slow to make."""
     every = makers(device)
     single = min(SINGLE_SEQUENCES, sequences // len(every))
     lots = [maker for maker in every if maker.batch_rows > 1]
@@ -178,7 +178,7 @@ def attack_lines(files: int, device: str = "cpu") -> list[Line]:
 
 
 def limits_key(line: Line, device: str = "cpu") -> str:
-    """Eight digits of the limits that a line's files are judged by; "none" where their set-up is
+    """Eight digits of the limits that a line's files are judged by; "none" where their setup is
     not in the shipped calibration. An attack's goes on with what it was made by."""
     engine = "vllm" if line.name.endswith(AS_VLLM) else "plain"
     dtype, made_by = DTYPE, "-" + attacks_digest()[:8]
@@ -268,13 +268,13 @@ class Units:
         base = 100_000  # every attack on the same leases: what is honest is made once
         numbers = range(base + unit * line.files, base + (unit + 1) * line.files)
         plain: list[Record] = []
-        relabelled: list[Record] = []
+        relabeled: list[Record] = []
         for number, file in zip(numbers, ATTACKS[name](Job(bench, numbers)), strict=True):
             rows = FileRows(bench, file)
             plain.append(_record(bench, file, number, rows, True))
             if bench.device == "cpu":
-                relabelled.append(_record(bench, as_vllm(file), number, rows, False))
-        for suffix, records in (("", plain), (AS_VLLM, relabelled)):
+                relabeled.append(_record(bench, as_vllm(file), number, rows, False))
+        for suffix, records in (("", plain), (AS_VLLM, relabeled)):
             stem = f"{name}{suffix}.{self.limits_key(replace(line, name=name + suffix))}"
             if records:
                 self.keep(f"{stem}.{unit:05}", records)

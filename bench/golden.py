@@ -134,7 +134,7 @@ def _file() -> tuple[list[PlannedRow], list[FileRow]]:
 
 
 def limits(reference: Reference, share: float) -> Limits:
-    """Limits of a made-up set-up, all statistics alike, `share` times as wide as 1."""
+    """Limits of a made-up setup, all statistics alike, `share` times as wide as 1."""
     quantiles = tuple(range(MICRO // 10, MICRO // 10 + len(QUANTILES)))
     tail = Tail(
         count=100, quantiles=quantiles, largest=MICRO, start=MICRO // 2, scale=MICRO // 20,

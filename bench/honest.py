@@ -152,7 +152,7 @@ class Bench:
         change: Change | None = None,
     ) -> HonestFile:
         """The file of `generations`, graded and proved honestly; `change` may alter its rows.
-        `engine` gives the declared set-up."""
+        `engine` gives the declared setup."""
         rewards = build.grade_rows(plan, generations, self.environment, engine.tokenizer)
         proofs = build.prove_rows(lease.lease_digest, plan, generations)
         rows = build.assemble_rows(lease.signed, plan, generations, rewards, proofs)

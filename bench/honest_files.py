@@ -37,7 +37,7 @@ SHADOW = frozenset({Reason.UNKNOWN_SETUP, Reason.UNCALIBRATED})
 
 @dataclass(frozen=True)
 class Maker:
-    """A set-up: `batch_rows` rows generated together, on `device` ("cpu", "cuda:0")."""
+    """A setup: `batch_rows` rows generated together, on `device` ("cpu", "cuda:0")."""
 
     engine: str
     dtype: str
@@ -50,7 +50,7 @@ class Maker:
 
 
 def make(bench: Bench, maker: Maker, numbers: range) -> list[HonestFile]:
-    """The files of the leases `numbers`. Raises UnavailableError if the set-up does not run."""
+    """The files of the leases `numbers`. Raises UnavailableError if the setup does not run."""
     if maker.engine == "plain":
         return _made(bench, bench.engine(maker.dtype, maker.batch_rows), numbers)
     if not VLLM_PYTHON.exists():
@@ -96,7 +96,7 @@ def makers(device: str = "cpu") -> list[Maker]:
 
 def honest_windows(count: int, minutes: float | None = None, device: str = "cpu") -> list[Row]:
     """At least `count` windows (or as many as `minutes` allow), none of them made by the replaying
-    set-up (plain, float32, rows together): how many lie in files that were rejected. All rows are
+    setup (plain, float32, rows together): how many lie in files that were rejected. All rows are
     replayed. On a device without shipped limits they are measured in shadow, as the row says.
     Raises UnavailableError if a file could not be judged."""
     wide = Bench(max_output_tokens=128, device=device)
@@ -127,7 +127,7 @@ def honest_windows(count: int, minutes: float | None = None, device: str = "cpu"
         Row(
             "honest_windows",
             made.total(),
-            f"by set-ups other than the replay's: {said}",
+            f"by setups other than the replay's: {said}",
             count,
             "higher",
         ),

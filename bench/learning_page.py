@@ -18,17 +18,17 @@ from bench.learning_run import GOAL, MODES, TARGETS, Record
 
 WIDTH, HEIGHT = 720, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 44, 44
-COLOURS = ("#2f6fd6", "#d9822b", "#3a9d5d", "#b0476f", "#7a5cc4")
+COLORS = ("#2f6fd6", "#d9822b", "#3a9d5d", "#b0476f", "#7a5cc4")
 INK, GRID = "#7a7f87", "#7a7f8740"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its points; `colour` is a number of COLOURS, `name` "" has no entry in the legend,
+    """One line: its points; `color` is a number of COLORS, `name` "" has no entry in the legend,
     `thin` is one run of several."""
 
     points: Sequence[tuple[float, float]]
-    colour: int
+    color: int
     name: str = ""
     thin: bool = False
 
@@ -41,7 +41,7 @@ class Span:
     middle: float
     high: float
     y: float
-    colour: int
+    color: int
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Chart:
             (a, up), (b, _), (c, _) = (
                 at(x, self._height(span.y)) for x in (span.low, span.middle, span.high)
             )
-            colour = COLOURS[span.colour]
+            color = COLORS[span.color]
             parts.append(
-                f'<path d="M{a:.1f} {up:.1f}H{c:.1f}" stroke="{colour}" stroke-width="4" '
+                f'<path d="M{a:.1f} {up:.1f}H{c:.1f}" stroke="{color}" stroke-width="4" '
                 f'stroke-linecap="round"/><circle cx="{b:.1f}" cy="{up:.1f}" r="5" '
-                f'fill="{colour}"/>'
+                f'fill="{color}"/>'
             )
         parts += self._legend()
         return "\n".join([*parts, "</svg>"]) + "\n"
@@ -123,14 +123,14 @@ class Chart:
     def _line(line: Line, places: Sequence[tuple[float, float]]) -> str:
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         style = 'stroke-width="1" opacity="0.45"' if line.thin else 'stroke-width="2"'
-        return f'<polyline points="{drawn}" fill="none" stroke="{COLOURS[line.colour]}" {style}/>'
+        return f'<polyline points="{drawn}" fill="none" stroke="{COLORS[line.color]}" {style}/>'
 
     def _legend(self) -> list[str]:
         found, x = [], float(LEFT)
         for line in self.lines:
             if line.name:
                 found.append(
-                    f'<path d="M{x:.0f} 28h16" stroke="{COLOURS[line.colour]}" stroke-width="3"/>'
+                    f'<path d="M{x:.0f} 28h16" stroke="{COLORS[line.color]}" stroke-width="3"/>'
                 )
                 found.append(_text(x + 21, 32, line.name, "start"))
                 x += 36 + 6.4 * len(line.name)
@@ -204,32 +204,32 @@ def rewards(records: Sequence[Record], modes: Sequence[str], title: str) -> Char
     """Each run's held-out rewards, thin; where each mode's mean run reaches the goal, with its
     95 % interval."""
     lines, spans = [], []
-    for colour, mode in enumerate(modes):
+    for color, mode in enumerate(modes):
         mine = [r for r in records if r.mode == mode]
         for number, record in enumerate(mine):
             points = [(samples, reward) for _, samples, reward in record.curve]
-            lines.append(Line(points, colour, "" if number else NAMES[mode], thin=True))
+            lines.append(Line(points, color, "" if number else NAMES[mode], thin=True))
         reached = [r.samples_to_goal for r in mine if r.samples_to_goal is not None]
         if len(reached) == len(mine) > 1:
             mean, half, _ = mean_interval(reached)
-            spans.append(Span(mean - half, mean, mean + half, GOAL + 0.012 * colour, colour))
+            spans.append(Span(mean - half, mean, mean + half, GOAL + 0.012 * color, color))
     return Chart(title, "samples generated", "held-out reward", lines, spans, goal=GOAL)
 
 
 def norms(records: Sequence[Record], modes: Sequence[str]) -> Chart:
     """The gradient's norm before it is clipped, by step: the largest of the seeds, and each."""
     lines = []
-    for colour, mode in enumerate(modes):
+    for color, mode in enumerate(modes):
         for number, record in enumerate(r for r in records if r.mode == mode):
             points = [(float(step), norm) for step, norm in enumerate(record.gradient_norms)]
-            lines.append(Line(points, colour, "" if number else NAMES[mode], thin=True))
+            lines.append(Line(points, color, "" if number else NAMES[mode], thin=True))
     return Chart("Gradient norm by step, before the clip", "step", "gradient norm", lines, log=True)
 
 
 def lengths(records: Sequence[Record]) -> Chart:
     """Mean length where each target was asked, by policy, over the runs that came so far."""
     lines = []
-    for colour, target in enumerate(TARGETS):
+    for color, target in enumerate(TARGETS):
         by_policy: dict[int, list[float]] = {}
         for record in records:
             for (policy, _, _), actual in zip(
@@ -239,9 +239,9 @@ def lengths(records: Sequence[Record]) -> Chart:
         whole = {p: v for p, v in by_policy.items() if len(v) == len(records)}
         points = [(float(p), statistics.fmean(values)) for p, values in sorted(whole.items())]
         if points:
-            lines.append(Line(points, colour, f"{target} asked"))
+            lines.append(Line(points, color, f"{target} asked"))
             level = [(0.0, float(target)), (points[-1][0], float(target))]
-            lines.append(Line(level, colour, thin=True))
+            lines.append(Line(level, color, thin=True))
     return Chart("Length given where a target was asked", "policy", "mean dots", lines)
 
 

@@ -3,7 +3,7 @@
 
 timing      ours and `toploc` 0.1.6 in turn, one thread, hidden size 5120 × 4,096 tokens, CPU time
 bytes       tie-free windows of which both packages must make the same proof
-honest      windows of a trained model, made by other set-ups than the one that replays them
+honest      windows of a trained model, made by other setups than the one that replays them
 forgeries   proofs made without the states, on synthetic and on the trained model's windows
 malformed   random and mutated bytes through decoding and comparison
 
@@ -243,7 +243,7 @@ def bytes_equal(count: int, hidden: int, peer: Toploc | None, scratch: Path) -> 
 
 def forgeries(hidden: int, count: int) -> list[Row]:
     """How many made-up proofs of each kind pass on synthetic windows, and on the trained model's
-    files with all checks; and how many honest proofs of the same set-up do not."""
+    files with all checks; and how many honest proofs of the same setup do not."""
     windows = activations.split_windows(_states(count * PROOF_WINDOW, hidden, 1))
     proofs = activations.build(windows)
     rows, total = [], 0

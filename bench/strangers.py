@@ -95,7 +95,7 @@ def _signer(number: int) -> LocalSigner:
 
 
 class _Drips:
-    """A server that sends a header's next letter ten times a second, for ever. While `gate` leads
+    """A server that sends a header's next letter ten times a second, forever. While `gate` leads
     elsewhere, it passes connections on to that port, as a source does until it turns."""
 
     def __init__(self) -> None:

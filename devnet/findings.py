@@ -261,7 +261,7 @@ def delivered(
             wrong.append(f"policy {arrival.version} at {arrival.node} is not the signed one")
     deltas = sum(a.as_delta for a in arrivals)
     if not deltas:
-        wrong.append("nothing travelled as a delta")
+        wrong.append("nothing traveled as a delta")
     if not published:
         wrong.append("nothing was published")
     words = (

@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("an ejected key needs no consent of its new provider", "Pools.sol",
         "last.flags & EJECTED != 0 && last.provider == provider;", "last.flags & EJECTED != 0;"),
     Mutant(
-        "leaves are liable for ever", "Work.sol",
+        "leaves are liable forever", "Work.sol",
         "if (time > until) revert Errors.ValidityOver(until, time);", "",
         money=True,
     ),

@@ -47,7 +47,7 @@ SOURCES = [str(ROOT / name) for name in ("", "protocol", "node", "orchestrator",
 """Where this checkout's packages are, installed or not."""
 SITE = ROOT / "var" / "gpu-kit" / "site"
 MODEL = SITE.parent / "model"
-"""The model that the part `files` runs, if one travelled (pack --model); else the devnet's."""
+"""The model that the part `files` runs, if one traveled (pack --model); else the devnet's."""
 RESULTS = ROOT / "bench" / "results" / "gpu"
 BUDGET = 480.0
 SHORTEST = 40.0

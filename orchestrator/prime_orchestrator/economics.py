@@ -47,7 +47,7 @@ class Cheat:
 
     `saves`: upper bound of the share of the work that it avoids. `tokens`: replayed tokens from
     which one statistic separates it from honest work. `file`, `row`: share of files of 8 rows of
-    ROW_TOKENS, and of single such rows, that are rejected, by set-up.
+    ROW_TOKENS, and of single such rows, that are rejected, by setup.
     """
 
     bench: str
@@ -149,7 +149,7 @@ def prospect(
 
 
 def prospects(run: RunDefinition, *, judged_honestly: float = 1.0) -> Iterator[Prospect]:
-    """Evaluates every cheat under both set-ups."""
+    """Evaluates every cheat under both setups."""
     for cheat in CHEATS:
         for set_up in SET_UPS:
             yield prospect(run, cheat, set_up, judged_honestly=judged_honestly)
@@ -261,7 +261,7 @@ def warnings(run: RunDefinition) -> list[dict[str, Any]]:
 
 
 def table(run: RunDefinition, validators: int) -> str:
-    """Returns a Markdown table of every cheat's prospects in a run: per set-up the detection rate
+    """Returns a Markdown table of every cheat's prospects in a run: per setup the detection rate
     of a file, the gain as a share of a file's pay, also if one of the `validators` accepts all it
     gets, and the chance to pass FILES files."""
     pay, share = file_pay(run), honest_share(validators)

@@ -229,7 +229,7 @@ class Trust:
 class History:
     """What was taken so far, so that nothing old or contradictory passes for new.
 
-    A version has one manifest for ever, and steps never run backwards over versions.
+    A version has one manifest forever, and steps never run backwards over versions.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class History:
     def admit(self, manifest: Manifest) -> bool:
         """Takes note of a trusted manifest; True if its version is new here. Raises UntrustedError
         if the version is already known with another digest, or its step contradicts a
-        neighbour's."""
+        neighbor's."""
         new = self.judge(manifest)
         self._known[manifest.version] = (manifest.digest(), manifest.step)
         return new

@@ -108,7 +108,7 @@ class SourceBook:
         return self.passes.header(url) if self.passes is not None else None
 
     def urls(self, urls: Iterable[str]) -> list[str]:
-        """The usable ones among `urls`, normalised, without doubles, in order."""
+        """The usable ones among `urls`, normalized, without doubles, in order."""
         found: dict[str, None] = {}
         for url in urls:
             try:

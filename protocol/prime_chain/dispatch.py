@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _REFUSED = "the endpoint refuses it"
 _REORG_BLOCKS = 256
-"""How far below the newest mined intent others are looked at again after a reorganisation."""
+"""How far below the newest mined intent others are looked at again after a reorganization."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Dispatch:
         self._launch(view)
 
     def _behind(self, view: _View) -> bool:
-        """True if the endpoints have not yet seen what we know to be mined. What a reorganisation
+        """True if the endpoints have not yet seen what we know to be mined. What a reorganization
         took off the chain is settled again, or reopened."""
         newest = self._queue.newest_confirmed()
         if newest is None or newest.nonce is None or newest.block is None:

@@ -1,6 +1,6 @@
 """Events decoded purely from logs, and the way back.
 
-An event serialises to JSON (`args`) and back (`rebuild`), so that an indexer may keep it in a
+An event serializes to JSON (`args`) and back (`rebuild`), so that an indexer may keep it in a
 store. The classes themselves are generated: event_kinds.py.
 """
 

@@ -95,7 +95,7 @@ class Sender:
             self._queue.retry(intent_id, self._clock.now())
 
     def remember(self, key: str, value: str) -> str:
-        """Keeps a fact next to the intents: the value of the first call, for ever."""
+        """Keeps a fact next to the intents: the value of the first call, forever."""
         return self._queue.remember(f"fact/{key}", value)
 
     def status(self, intent_id: str) -> Intent | None:

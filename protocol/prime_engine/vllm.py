@@ -234,7 +234,7 @@ class VllmEngine(PolicyFacts):
         if self._llm.llm_engine.vllm_config.use_v2_model_runner:
             raise UnavailableError(
                 f"vLLM {version} started its second runner generation, which takes no logits "
-                "processor; install a version that honours VLLM_USE_V2_MODEL_RUNNER=0"
+                "processor; install a version that honors VLLM_USE_V2_MODEL_RUNNER=0"
             )
 
     def _attach(self, model: Any) -> None:

@@ -44,10 +44,10 @@ def share(values: Sequence[float]) -> Interval:
         raise ValueError("a share lies between 0 and 1")
     count, z2 = len(values), NORMAL_95**2
     mean = math.fsum(values) / count
-    centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    center = (mean + z2 / (2 * count)) / (1 + z2 / count)
     spread = math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
     half = NORMAL_95 * spread / (1 + z2 / count)
-    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half), count)
+    return Interval(mean, max(0.0, center - half), min(1.0, center + half), count)
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:

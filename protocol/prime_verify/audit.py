@@ -7,7 +7,7 @@
     void       as accepted; the same reason → match
 
 Every signature and digest on the way is checked; evidence that does not belong to the slash is also
-a mismatch. If something is unavailable (file deleted, policy not served, set-up not calibrated
+a mismatch. If something is unavailable (file deleted, policy not served, setup not calibrated
 here), the result is *cannot tell*, which accuses no one.
 """
 

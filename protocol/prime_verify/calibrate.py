@@ -1,11 +1,11 @@
 """Measures honest drift and builds a calibration; `orchestrator calibrate` writes and signs it.
 
-    generate   honest files of every set-up (setups.py), as a worker builds them
+    generate   honest files of every setup (setups.py), as a worker builds them
     replay     all of their rows, as a validator does
     fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
 
 Tiny random models are used in addition to the given ones. It takes minutes on one core. The result
-depends on the machine's rounding, so two runs agree approximately, not exactly. A set-up that does
+depends on the machine's rounding, so two runs agree approximately, not exactly. A setup that does
 not run here is omitted and reported; files that declare it are measured only.
 """
 
@@ -78,7 +78,7 @@ and the fit may be too tight, so such rows or files get no limits."""
 
 @dataclass
 class Measured:
-    """Honest ratios of one set-up's rows and files, by statistic."""
+    """Honest ratios of one setup's rows and files, by statistic."""
 
     ratios: dict[Scope, dict[str, list[float]]] = field(
         default_factory=lambda: {scope: defaultdict(list) for scope in SCOPES}
@@ -124,7 +124,7 @@ def replay_rows(
 
 
 def limits_of(dtype: str, measured: Measured) -> SetupLimits:
-    """The limits of a set-up that generates in `dtype`, from its honest rows and files."""
+    """The limits of a setup that generates in `dtype`, from its honest rows and files."""
 
     def fit(scope: Scope) -> dict[str, tails.Tail]:
         return {
@@ -157,15 +157,15 @@ def calibrate(
     scale: float = 1.0,
     keep: Calibration | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """Returns (calibration, what it lacks with the reason: set-ups that do not run here, long
+    """Returns (calibration, what it lacks with the reason: setups that do not run here, long
     files).
 
-    `keep`: an earlier calibration (of another machine or other engines) whose set-ups are kept; for
-    a set-up measured again, each statistic gets the wider of both limits. `python_of`: engine → its
-    interpreter (None: this one). `scale` multiplies the number of files. Every set-up is measured
+    `keep`: an earlier calibration (of another machine or other engines) whose setups are kept; for
+    a setup measured again, each statistic gets the wider of both limits. `python_of`: engine → its
+    interpreter (None: this one). `scale` multiplies the number of files. Every setup is measured
     on each of `models` and on tiny random ones, generated on `device` and replayed in float32 on
-    `replay_device` (None: the same). Raises UnavailableError if a model does not load, no set-up
-    runs, or `keep` is for replays by another set-up.
+    `replay_device` (None: the same). Raises UnavailableError if a model does not load, no setup
+    runs, or `keep` is for replays by another setup.
     """
     measured: dict[tuple[str, str], Measured] = defaultdict(Measured)
     left_out: list[str] = []
@@ -198,7 +198,7 @@ def calibrate(
                 "files were measured, so that they are held to the limits of any file alone"
             )
     if not setups:
-        raise UnavailableError("no set-up runs here: " + "; ".join(left_out))
+        raise UnavailableError("no setup runs here: " + "; ".join(left_out))
     source = ", ".join([*(model.name for model in models), "2 tiny random models"])
     source += f"; {platform.machine()}, {device}"
     if keep is not None:

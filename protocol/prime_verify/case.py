@@ -26,7 +26,7 @@ from prime_verify.rollout_file import RolloutFile
 class Measured:
     """What the replay measured of the drawn rows; the last two checks judge it.
 
-    `limits` are those of the file's set-up. `measure` replays the rows by another policy's engine.
+    `limits` are those of the file's setup. `measure` replays the rows by another policy's engine.
     `exact` compares the proof passes: None if the file has none, or if this machine is not of its
     class. `numeric_class` describes that class; `proven_to`: see Calibration.proven_to.
     """

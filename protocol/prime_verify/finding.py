@@ -18,7 +18,7 @@ class Finding:
 
     `check` is the name of the check that the file did not pass (checks.CHECKS); empty if it passed
     all, or was not checked. `rows_drawn` are the replayed rows, `row_statistics` their statistics.
-    `table` and `units` are set for accepted files only. `setup` is the file's set-up if it was
+    `table` and `units` are set for accepted files only. `setup` is the file's setup if it was
     replayed ("plain/1 float32 cpu"). `repeated` are rows also seen in other files (None: not
     checked); `marks` of an accepted file's rows are to be stored (repeats.py). `whole` of an
     accepted file: every row was replayed. `chance` of a rejected file is an upper bound on the

@@ -1,7 +1,7 @@
 """Checks of drawn rows, which are drawn after submission.
 
     replay       the rows are replayed and measured                   → void if there are no limits
-    statistics   what was measured, against the limits of its set-up  → rejected
+    statistics   what was measured, against the limits of its setup  → rejected
     proof pass   in exact leases: the rows' proof passes, bit by bit  → rejected, or void
 
 The first one measures all that the other two judge, so that each of them states all of it.
@@ -169,7 +169,7 @@ def _compute_share(file: RolloutFile, numbers: Sequence[int], engine: Engine) ->
 
 
 def _named(made: FileMetadata) -> str:
-    """The set-up of a file, by which sums over files are compared. Log-probabilities of a proof
+    """The setup of a file, by which sums over files are compared. Log-probabilities of a proof
     pass are closer to a replay than those of decoding, so files of exact classes are compared among
     themselves."""
     parts = (made.engine, made.dtype, made.device)

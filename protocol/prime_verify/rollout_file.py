@@ -84,7 +84,7 @@ class FileError(MalformedError):
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """The origin of a file. `lease` is the lease digest; the rest is the set-up ("plain/1",
+    """The origin of a file. `lease` is the lease digest; the rest is the setup ("plain/1",
     "float32", "cpu")."""
 
     lease: str

@@ -1,4 +1,4 @@
-"""Generates honest files with a set-up, in this process or in another interpreter.
+"""Generates honest files with a setup, in this process or in another interpreter.
 
 vLLM needs the latter, because it has its own environment.
 
@@ -147,7 +147,7 @@ def generate(
     its model.
 
     Another interpreter generates all files of all jobs in one process before the first is yielded.
-    Raises UnavailableError if the set-up does not run here.
+    Raises UnavailableError if the setup does not run here.
     """
     if setup.python is None and not setup.settings:
         yield from _here(setup, jobs, lengths)
@@ -177,7 +177,7 @@ def run_elsewhere(
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Runs a module of this project in another interpreter until it exits. `words` describe the
-    set-up, `settings` are environment variables for it.
+    setup, `settings` are environment variables for it.
 
     Raises UnavailableError with the last line of its stderr if it fails.
     """

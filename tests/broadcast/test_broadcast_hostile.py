@@ -80,7 +80,7 @@ def slow_headers(connection: socket.socket, over: threading.Event) -> None:
 
 
 def endless_continue(connection: socket.socket, over: threading.Event) -> None:
-    """Interim answers for ever (RFC 9110 §15.2 sets no bound)."""
+    """Interim answers forever (RFC 9110 §15.2 sets no bound)."""
     while not over.wait(0.001):
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 10)
 

@@ -399,7 +399,7 @@ def test_origins_are_spared_while_a_relay_or_mirror_delivers(run: Run, tmp_path:
         assert set(stats.by_source) == {mirror}
 
 
-def test_base_urls_are_normalised_or_refused() -> None:
+def test_base_urls_are_normalized_or_refused() -> None:
     assert normal_url("http://H:80/a/") == "http://h/a"
     for bad in ("http://h/?q=1", "http://h/#f", "file:///etc/passwd", "http://h h/", "//h", ""):
         with pytest.raises(MalformedError):

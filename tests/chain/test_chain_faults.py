@@ -49,7 +49,7 @@ def _read_all(watcher: Watcher) -> list[Event]:
     for _ in range(20):
         before = len(trail)
         for step in watcher.poll(trail):
-            assert isinstance(step, Confirmed), "a lie looked like a reorganisation"
+            assert isinstance(step, Confirmed), "a lie looked like a reorganization"
             events += step.events
             trail.append(step.block)
         if len(trail) == before:
@@ -179,7 +179,7 @@ def test_an_intent_whose_receipt_is_hidden_for_long_is_not_sent_again(
     assert deployed.client.balance(to) == 100
 
 
-def test_confirmed_does_not_survive_a_reorganisation_in_which_a_stranger_takes_the_nonce(
+def test_confirmed_does_not_survive_a_reorganization_in_which_a_stranger_takes_the_nonce(
     deployed: Deployed, make: Make, clock: FakeTime
 ) -> None:
     sender: Sender = make()

@@ -1,4 +1,4 @@
-"""Waiting for what does not answer: for ever once it was there, bounded before; and how times and
+"""Waiting for what does not answer: forever once it was there, bounded before; and how times and
 log lines look."""
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_bfloat16_drifts_only_a_little(engine: PlainEngine, tiny_folder: Path) -
     assert margins.max() < 0.5
 
 
-def test_quantising_changes_weights_but_not_the_head(
+def test_quantizing_changes_weights_but_not_the_head(
     tiny_folder: Path, engine: PlainEngine
 ) -> None:
     lossy = PlainEngine(tiny_folder, noise=gumbel, prepare=quantizer(4))
@@ -170,7 +170,7 @@ def test_quantising_changes_weights_but_not_the_head(
     assert (honest[name] - rounded[name]).abs().max() < honest[name].abs().max() / 7
 
 
-def test_fake_quantisation_has_the_levels_of_its_bits() -> None:
+def test_fake_quantization_has_the_levels_of_its_bits() -> None:
     weight = torch.randn(8, 70, generator=torch.Generator().manual_seed(0))
     rounded = fake_quantize(weight, bits=4, group=32)
     assert rounded.shape == weight.shape

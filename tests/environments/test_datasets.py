@@ -239,7 +239,7 @@ def test_files_that_are_not_there_or_of_no_kind_are_said(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"sha256": "0x12"}, {"sha256": "g" * 66}, {"sha256": "0x" + "0" * 64, "colour": "red"},
+    [{"sha256": "0x12"}, {"sha256": "g" * 66}, {"sha256": "0x" + "0" * 64, "color": "red"},
      {"sha256": "0x" + "0" * 64, "bad_rows": "maybe"}, {}],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_in_one_sentence(arguments: dict[str, int | str]) -> None:

@@ -136,10 +136,10 @@ def test_an_answer_that_is_a_program_in_text_earns_nothing() -> None:
     """It would change the scorer that grades it: every answer would be right."""
     pytest.importorskip("reasoning_gym", reason="pip install 'prime-open[families]'")
     program = """eval("setattr(__import__('sympy'), 'simplify', lambda e: 0)") or Integer(0)"""
-    spelt = "".join(f"\\{ord(letter):03o}" for letter in program)
+    spelled = "".join(f"\\{ord(letter):03o}" for letter in program)
     environment = ReasoningGym({"family": "simple_integration", "seed": 1}, BUDGETS)
     try:
-        for answer in (f'exp("{spelt}")', f'exp("{spelt}") + 0!'):
+        for answer in (f'exp("{spelled}")', f'exp("{spelled}") + 0!'):
             score = environment.check(environment.problem(0), f"Answer: {answer}", 5)
             assert (score.task_micro, score.uncertain) == (0, False)
     finally:

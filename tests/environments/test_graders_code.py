@@ -126,7 +126,7 @@ TRICKS = {
         "import os\nos._exit(0)"
     ),
     "never ends": "while True: pass",
-    "waits for ever": "import threading\nthreading.Event().wait()",
+    "waits forever": "import threading\nthreading.Event().wait()",
     "eats the memory": "x = [0]\nwhile True: x = x * 2",
     "nests without end": "def f(n): return f(n + 1)\nf(0)",
     "raises after the answer": "print(2 * int(input()))\nraise ValueError('late')",

@@ -160,13 +160,13 @@ def test_a_family_without_a_recorded_answer_has_no_gold_and_is_graded_by_its_rul
     Families().require(task)
     assert Families().gold(task) is None
     puzzle = entries[0]["metadata"]["puzzle"]
-    colours: dict[str, int] = {}
-    assert coloured(puzzle["vertices"], puzzle["edges"], puzzle["color_options"], colours)
-    assert graded("graph_color", dataset, json.dumps(colours), entries[0]) == MICRO
+    colors: dict[str, int] = {}
+    assert colored(puzzle["vertices"], puzzle["edges"], puzzle["color_options"], colors)
+    assert graded("graph_color", dataset, json.dumps(colors), entries[0]) == MICRO
 
 
-def coloured(vertices: list[int], edges: Any, options: list[int], found: dict[str, int]) -> bool:
-    """Fills `found` with a colouring; False if there is none."""
+def colored(vertices: list[int], edges: Any, options: list[int], found: dict[str, int]) -> bool:
+    """Fills `found` with a coloring; False if there is none."""
     left = [vertex for vertex in vertices if str(vertex) not in found]
     if not left:
         return True
@@ -174,7 +174,7 @@ def coloured(vertices: list[int], edges: Any, options: list[int], found: dict[st
     for option in options:
         if all(found.get(str(other)) != option for other in neighbors):
             found[str(left[0])] = option
-            if coloured(vertices, edges, options, found):
+            if colored(vertices, edges, options, found):
                 return True
             del found[str(left[0])]
     return False

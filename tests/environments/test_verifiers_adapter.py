@@ -360,7 +360,7 @@ def test_without_the_package_it_says_what_to_install(
 
 
 @pytest.mark.parametrize("arguments", [{}, {"environment": 3}, {"environment": "x", "size": 0},
-                                       {"environment": "x", "colour": "red"}])  # fmt: skip
+                                       {"environment": "x", "color": "red"}])  # fmt: skip
 def test_wrong_arguments_are_refused(arguments: dict[str, int | str]) -> None:
     with pytest.raises(UserError, match="takes `environment`"):
         load_environment("verifiers", arguments, BUDGETS)

@@ -290,7 +290,7 @@ def test_only_the_present_epochs_commitments_are_named(mgr: ManagerSide) -> None
     assert named(mgr) is None, "one that was dismissed is not named"
     appoint(mgr.store, 1, VALIDATOR.address)
     mgr.now.time += EPOCHS_AHEAD * run.epoch_seconds
-    assert named(mgr) is None, "but not for ever: no one would judge the files"
+    assert named(mgr) is None, "but not forever: no one would judge the files"
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ class ExactPool:
             return {one.validator for one in jobs.assignments(connection, row.digest)}
 
     def records(self) -> dict[str, tuple[int, int, bool]]:
-        """Node → (files, mismatched files, whether rows count towards a proof)."""
+        """Node → (files, mismatched files, whether rows count toward a proof)."""
         with self.panel.mgr.store.read() as connection:
             found = connection.execute(schema.class_records.select()).mappings().all()
             rows = connection.execute(schema.class_rows.select()).mappings().all()

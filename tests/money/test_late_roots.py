@@ -161,7 +161,7 @@ def test_the_slash_of_an_unrooted_lie_is_given_up_and_its_node_ejected(
     mgr: ManagerSide,
 ) -> None:
     """It can never be proposed: left open, it would hold what the node earned, and keep its
-    provider's other nodes out, for ever."""
+    provider's other nodes out, forever."""
     good, bad = mgr.submit(NODE), mgr.submit(NODE)
     mgr.judge(good)
     assert rooted(mgr) == []

@@ -146,7 +146,7 @@ def test_work_goes_on_while_the_rpc_is_down_and_is_sent_later(members: World) ->
 
 
 @pytest.mark.slow
-def test_a_reorganisation_takes_back_roots_slashes_and_ejections(members: World) -> None:
+def test_a_reorganization_takes_back_roots_slashes_and_ejections(members: World) -> None:
     world, mgr = members, members.mgr
     earned, bad = mgr.submit(LIAR), mgr.submit(LIAR)
     mgr.judge(earned)

@@ -1,5 +1,5 @@
 """A copy that was accepted before its original is judged once more, and found; an honest
-node keeps all it has, and no one is asked for ever."""
+node keeps all it has, and no one is asked forever."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_an_honest_file_is_accepted_and_every_row_can_be_asked_for(bench: Bench)
 
 
 def test_the_replaying_set_up_is_a_flag(bench: Bench) -> None:
-    """The shipped limits are for float32 on a CPU: no other set-up judges, and none accuses."""
+    """The shipped limits are for float32 on a CPU: no other setup judges, and none accuses."""
     _, found = bench.verify(bench.honest, "--dtype", "bfloat16")
     assert (found["outcome"], found["reason"]) == ("abstained", "UNKNOWN_SETUP")
     assert "plain/1, bfloat16 on cpu" in found["detail"]

@@ -236,7 +236,7 @@ def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World
 @pytest.mark.slow
 def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(world: World) -> None:
     """Void files cost their node nothing, and validators a replay each where no one calibrated the
-    set-up: made-up ones came as fast as leases were asked for."""
+    setup: made-up ones came as fast as leases were asked for."""
     session = world.member(1)
 
     def judged(reason: Reason) -> None:

@@ -217,14 +217,14 @@ def contrast(page: Page, label: str) -> float:
     text, ground = page.evaluate(
         """label => { const one = document.querySelector(label);
         return [getComputedStyle(one).fill, getComputedStyle(one.closest('svg')).backgroundColor]
-            .map(colour => colour.match(/\\d+/g).slice(0, 3).map(Number)) }""",
+            .map(color => color.match(/\\d+/g).slice(0, 3).map(Number)) }""",
         label,
     )
 
-    def luminance(colour: list[int]) -> float:
+    def luminance(color: list[int]) -> float:
         linear = [
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
-            for part in (value / 255 for value in colour)
+            for part in (value / 255 for value in color)
         ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -1,4 +1,4 @@
-"""Signed JSON that is kept for ever is stored in about half the space and comes back exactly."""
+"""Signed JSON that is kept forever is stored in about half the space and comes back exactly."""
 
 from __future__ import annotations
 

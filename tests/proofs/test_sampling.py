@@ -99,7 +99,7 @@ def test_seeded_choice_has_the_softmax_distribution() -> None:
     assert chi_squared < 33  # 11 degrees of freedom: honest noise exceeds it once in 2,000
 
 
-def test_neighbouring_rows_positions_and_tokens_are_uncorrelated() -> None:
+def test_neighboring_rows_positions_and_tokens_are_uncorrelated() -> None:
     bits = sampling.noise_bits(np.arange(64), np.zeros(64), 4096)
     u = bits / 2.0**32
     assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.01

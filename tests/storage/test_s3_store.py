@@ -215,7 +215,7 @@ def test_the_documented_lifecycle_rules_end_a_pools_unfinished_uploads_and_expir
     for rule in rules:
         assert rule["Status"] == "Enabled"
         assert [key for key in keys if key.startswith(rule["Filter"]["Prefix"])] == keys[:1]
-        # without Expiration or Transition: `sha256/` is for ever, and files of shadow nodes lie
+        # without Expiration or Transition: `sha256/` is forever, and files of shadow nodes lie
         # under `uploads/` while a submission names them
         assert rule.keys() == {"ID", "Status", "Filter", "AbortIncompleteMultipartUpload"}
     assert len(rules) == 1

@@ -21,7 +21,7 @@ from prime_trainer.loss import (
     two_sided_clip,
 )
 
-NORMALISATIONS: tuple[str, ...] = ("grpo", "grpo_token_mean", "dr_grpo", "one_sided")
+NORMALIZATIONS: tuple[str, ...] = ("grpo", "grpo_token_mean", "dr_grpo", "one_sided")
 LENGTHS = [3, 1, 5, 2]
 VOCABULARY = 6
 MAX_OUTPUT = 8
@@ -68,11 +68,11 @@ def slow_gradient(
     return gradient
 
 
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("kl_form", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_objectives_gradient_is_the_slow_one(
-    normalisation: str, kl_form: KlForm, seed: int
+    normalization: str, kl_form: KlForm, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     total = sum(LENGTHS)
@@ -82,9 +82,9 @@ def test_every_objectives_gradient_is_the_slow_one(
     reference = (-rng.uniform(0.05, 3, total)).tolist()
     advantages = rng.normal(size=len(LENGTHS)).tolist()
     settings = ObjectiveSettings(
-        name=normalisation, clip=0.2, delta=4.0, kl=0.3, kl_form=kl_form, entropy=0.2
+        name=normalization, clip=0.2, delta=4.0, kl=0.3, kl_form=kl_form, entropy=0.2
     )
-    weights = token_weights(LENGTHS, normalisation, MAX_OUTPUT)
+    weights = token_weights(LENGTHS, normalization, MAX_OUTPUT)
 
     def spread(values: list[float]) -> torch.Tensor:
         return torch.tensor(
@@ -145,13 +145,13 @@ def test_a_huge_ratio_with_negative_advantage_has_no_gradient_only_under_two_sid
     assert gradient(math.inf) < -100  # what one-sided clipping lets through
 
 
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
-def test_weights_of_a_whole_batch_sum_as_the_form_says(normalisation: str) -> None:
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_weights_of_a_whole_batch_sum_as_the_form_says(normalization: str) -> None:
     rng = random.Random(1)
     lengths = [rng.randint(1, 20) for _ in range(12)]
-    weights = token_weights(lengths, normalisation, 20)
+    weights = token_weights(lengths, normalization, 20)
     total = math.fsum(w * n for w, n in zip(weights, lengths, strict=True))
-    expected = sum(lengths) / (12 * 20) if normalisation == "dr_grpo" else 1.0
+    expected = sum(lengths) / (12 * 20) if normalization == "dr_grpo" else 1.0
     assert total == pytest.approx(expected)
-    if normalisation not in ("grpo", "one_sided"):
+    if normalization not in ("grpo", "one_sided"):
         assert len(set(weights)) == 1

@@ -311,7 +311,7 @@ def test_overlong_samples_are_kept_masked_or_penalised_and_always_counted() -> N
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
-def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalisation(
+def test_a_masked_sample_has_no_gradient_and_no_place_in_the_normalization(
     model: Path, tmp_path: Path, world: World, name: str
 ) -> None:
     wanted = ObjectiveSettings(name=name, overlong="mask", advantage="mean")

@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
-    """(device, replay device, engines, set-ups kept) of each measurement; none takes place."""
+    """(device, replay device, engines, setups kept) of each measurement; none takes place."""
     calls: list[Asked] = []
     shipped = thresholds.shipped()
 
@@ -98,7 +98,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         kept = len(keep.setups) if keep else 0
         calls.append((device, replay_device, sorted(python_of), kept))
         if device == "cuda":
-            raise UnavailableError("no set-up runs here")
+            raise UnavailableError("no setup runs here")
         return shipped, ["one that is missing"]
 
     monkeypatch.setattr(calibrate, "calibrate", measure)
@@ -119,7 +119,7 @@ def test_every_engine_and_device_at_hand_is_measured_and_the_others_are_named(
     both = ["plain", "vllm"]  # replayed on one: limits for two would not go together
     assert asked == [("cpu", "cpu", both, 0), ("cuda", "cpu", both, kept)]
     answer = json.loads(said.stdout.strip().splitlines()[-1])
-    assert answer["left_out"] == ["one that is missing", "cuda: no set-up runs here"]
+    assert answer["left_out"] == ["one that is missing", "cuda: no setup runs here"]
     assert answer["digest"] == thresholds.shipped().digest() == encoding.sha256(out.read_bytes())
 
 
@@ -148,7 +148,7 @@ def test_where_nothing_could_be_measured_nothing_is_written(
     tmp_path: Path, asked: list[Asked]
 ) -> None:
     out = tmp_path / "c.json"
-    with pytest.raises(UnavailableError, match="no set-up runs here"):
+    with pytest.raises(UnavailableError, match="no setup runs here"):
         CliRunner().invoke(
             app, ["--out", str(out), "--device", "cuda"],
             catch_exceptions=False, standalone_mode=False,

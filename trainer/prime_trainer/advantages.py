@@ -38,13 +38,13 @@ def group_advantages(rewards_G: Sequence[float], form: AdvantageForm) -> list[fl
     if count < 2 or not all(math.isfinite(reward) for reward in rewards_G):
         raise ValueError("a group needs two or more finite rewards")
     mean = math.fsum(rewards_G) / count
-    centred = [reward - mean for reward in rewards_G]
+    centered = [reward - mean for reward in rewards_G]
     if form == "mean":
-        return centred
+        return centered
     if form == "leave_one_out":
-        return [value * count / (count - 1) for value in centred]
-    std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
-    return [value / (std + STD_FLOOR) for value in centred]
+        return [value * count / (count - 1) for value in centered]
+    std = math.sqrt(math.fsum(value * value for value in centered) / (count - 1))
+    return [value / (std + STD_FLOOR) for value in centered]
 
 
 def judge(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> Judged:

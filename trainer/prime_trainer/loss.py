@@ -59,7 +59,7 @@ class LossTerms:
 
 def token_weights(
     output_lengths: Sequence[int],
-    normalisation: str,
+    normalization: str,
     max_output_tokens: int,
     counted: Sequence[bool] | None = None,
 ) -> list[float]:
@@ -71,7 +71,7 @@ def token_weights(
     if counted is None:
         counted = [True] * len(output_lengths)
     kept = [length for length, counts in zip(output_lengths, counted, strict=True) if counts]
-    weights = iter(objective_of(normalisation).weights(kept, max_output_tokens) if kept else ())
+    weights = iter(objective_of(normalization).weights(kept, max_output_tokens) if kept else ())
     return [next(weights) if counts else 0.0 for counts in counted]
 
 

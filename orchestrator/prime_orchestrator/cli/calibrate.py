@@ -1,8 +1,8 @@
-"""`orchestrator calibrate`: honest drift of every set-up on this machine, as a signed object.
+"""`orchestrator calibrate`: honest drift of every setup on this machine, as a signed object.
 
 The run definition names the calibration by its SHA-256 (`calibration = "0x…"`), and its pool's
 manager answers for it: all that judge by it (validators, auditors, `prime-node verify`) refuse one
-that the manager did not sign. Files that declare a set-up which it does not cover are verified in
+that the manager did not sign. Files that declare a setup which it does not cover are verified in
 shadow: measured, never slashed, never paid.
 """
 
@@ -60,7 +60,7 @@ def calibrate(
     keep: Annotated[
         Path | None,
         typer.Option(
-            help="Earlier calibration, of another machine, say: its set-ups stay, and what is "
+            help="Earlier calibration, of another machine, say: its setups stay, and what is "
             "measured again gets the wider of both limits."
         ),
     ] = None,
@@ -82,7 +82,7 @@ def calibrate(
     password_fd: PasswordFd = None,
     as_json: Json = False,
 ) -> None:
-    """Measure honest drift of every set-up here; write (and sign) the limits that follow."""
+    """Measure honest drift of every setup here; write (and sign) the limits that follow."""
     from prime_verify.proofs.thresholds import load
 
     log_to_stderr("info")
@@ -140,7 +140,7 @@ def _measured(
     scale: float,
     found: Calibration | None,
 ) -> tuple[Calibration, list[str]]:
-    """What every device's set-ups measure, next to those of `found`, and what was left out. Raises
+    """What every device's setups measure, next to those of `found`, and what was left out. Raises
     UnavailableError if nothing could be measured."""
     from prime_verify.calibrate import calibrate as measure
 

@@ -70,7 +70,7 @@ def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
 
 def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     """Returns by how many standard errors the node's mean exceeds that of `others`: the same
-    statistic for the pool's other nodes with the same set-up. None for statistics that are not
+    statistic for the pool's other nodes with the same setup. None for statistics that are not
     SMOOTH, if either side has fewer than LEAST_FILES files, or if the others' files do not vary."""
     if sums.statistic not in SMOOTH:
         return None

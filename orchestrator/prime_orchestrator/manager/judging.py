@@ -103,7 +103,7 @@ AT_ONCE = 64
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
 MAX_NAME = 512
-"""Longest name of a set-up or statistic in a table, in characters."""
+"""Longest name of a setup or statistic in a table, in characters."""
 MOST_SHARE = 1000.0
 """Largest share of a limit that counts for drift. Limits on whole files are not applied to files of
 few rows, so a share may exceed 1."""

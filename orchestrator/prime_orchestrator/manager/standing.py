@@ -22,9 +22,9 @@ nodes hold, have handed in and may still lose is worth at most its stake times t
 A lease that expires because the orchestrator was away is excused: it leaves no record.
 
 A node whose files keep ending void is paused, longer each time (`pause_of`). A void file costs its
-node nothing, but validators read it, and replay it if it declares a set-up that was never
+node nothing, but validators read it, and replay it if it declares a setup that was never
 calibrated. Without a pause, made-up files could keep them busy indefinitely. The usual cause is a
-wrong set-up or a broken worker, and the node's owner sees the reason. Files that are void through
+wrong setup or a broken worker, and the node's owner sees the reason. Files that are void through
 the pool's fault or a slow machine do not count, and one accepted file resets the count. A paused
 node also gets no lease while one of its files waits for judgement; otherwise it could submit many
 more before the next one counts.

@@ -3,7 +3,7 @@
     tables     a file's submission, lease, opinions, credit, groups, job and assignments
     page       the same rows, one line of JSON for each file, in one compressed object
     index      `archive_pages` names the object, `archived` says in which line a file is
-    totals     what is counted or paid by for ever of these rows (`keep_…` of their modules)
+    totals     what is counted or paid by forever of these rows (`keep_…` of their modules)
 
 The object is written first; then one transaction writes the index and the totals and deletes the
 rows. A crash in between leaves an object that nothing names, and the next attempt writes the same
@@ -327,7 +327,7 @@ def lock_files(connection: Connection, names: Collection[Digest]) -> bool:
 
 def move(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
     """Deletes the rows of these files, which are the lines of `page` in this order, and writes
-    where they are and what is counted for ever of them. The caller has locked the rows."""
+    where they are and what is counted forever of them. The caller has locked the rows."""
     query = sa.select(_S.digest, _S.lease_digest, _S.received_at).where(_S.digest.in_(list(names)))
     files = {row.digest: row for row in connection.execute(query)}
     number = _add_page(connection, page, len(names), epoch, [r.received_at for r in files.values()])

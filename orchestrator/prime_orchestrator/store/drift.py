@@ -1,6 +1,6 @@
 """Sums of statistics over a node's accepted files; they show drift that no single file shows.
 
-For each node, set-up and statistic: the number of files, and the sums of each file's *share of its
+For each node, setup and statistic: the number of files, and the sums of each file's *share of its
 limit* (0 … 1) and of its square. Written in the verdict's transaction.
 """
 
@@ -21,7 +21,7 @@ _drift = schema.drift.c
 
 @dataclass(frozen=True)
 class DriftRow:
-    """Sums over `files` accepted files of one node and set-up ("plain/1 bfloat16 cpu")."""
+    """Sums over `files` accepted files of one node and setup ("plain/1 bfloat16 cpu")."""
 
     node: Address
     setup: str
@@ -44,7 +44,7 @@ def add(connection: Connection, node: Address, setup: str, shares: Mapping[str, 
 def add_files(
     connection: Connection, files: Iterable[tuple[Address, str, Mapping[str, float]]]
 ) -> None:
-    """Adds accepted files: (node, set-up, shares of the limits). The caller holds the locks on the
+    """Adds accepted files: (node, setup, shares of the limits). The caller holds the locks on the
     nodes' rows."""
     sums: dict[tuple[Address, str, str], tuple[int, float, float]] = {}
     for node, setup, shares in files:
@@ -86,6 +86,6 @@ def totals(connection: Connection) -> dict[tuple[str, str], tuple[int, float, fl
 
 
 def every(connection: Connection) -> list[DriftRow]:
-    """Returns all sums, ordered by node, set-up and statistic."""
+    """Returns all sums, ordered by node, setup and statistic."""
     query = sa.select(schema.drift).order_by(_drift.node, _drift.setup, _drift.statistic)
     return records(DriftRow, connection.execute(query).mappings().all())

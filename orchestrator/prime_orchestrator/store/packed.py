@@ -1,4 +1,4 @@
-"""A column for signed JSON that is kept for ever, in about half the space.
+"""A column for signed JSON that is kept forever, in about half the space.
 
     JSON     digests, signatures and addresses as hexadecimal text, names of fields
     packed   "1:" and base64 of a raw DEFLATE stream of the text, whose hexadecimal values are bytes

@@ -1,6 +1,6 @@
 """Deletes rows whose time has passed, and exports tables as Parquet files (docs/retention.md).
 
-Kept for ever is what money, stake or an audit may depend on: files' receipts, opinions, verdicts,
+Kept forever is what money, stake or an audit may depend on: files' receipts, opinions, verdicts,
 credits, roots, slashes, chain events, batches, policies, leases that brought a file.
 """
 

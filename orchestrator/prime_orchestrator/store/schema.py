@@ -240,7 +240,7 @@ archive_pages = Table(  # objects with the rows of files that are over (store/ar
     Column("removed", Boolean, nullable=False, server_default=false()),  # they are
 )
 
-archive_totals = Table(  # what is counted for ever of archived rows (store/totals.py)
+archive_totals = Table(  # what is counted forever of archived rows (store/totals.py)
     "archive_totals",
     metadata,
     Column("name", Text, nullable=False),

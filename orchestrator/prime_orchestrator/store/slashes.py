@@ -150,7 +150,7 @@ def with_receipts(
 
 def keep_receipts(connection: Connection, names: Collection[Digest]) -> None:
     """Copies the receipts of these submissions, which are about to be archived, to their slashes:
-    settlements and credits depend on them for ever."""
+    settlements and credits depend on them forever."""
     submissions = schema.submissions.c
     receipt = (
         sa.select(submissions.receipt)

@@ -646,7 +646,7 @@ def _repeating(
 
 
 def keep_counts(connection: Connection, names: Collection[Digest]) -> None:
-    """Adds these files, which are about to be archived, to what is counted for ever. The number of
+    """Adds these files, which are about to be archived, to what is counted forever. The number of
     files by node and status counts them anyway."""
     mine = _submissions.digest.in_(list(names))
     for shadow, name in _UNJUDGED.items():

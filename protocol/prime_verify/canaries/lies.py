@@ -6,7 +6,7 @@
     file       honest generation; rows, rewards, log-probabilities or proofs are changed
 
 For planted files, and for the devnet, which has more (devnet/kinds.py); honest nodes never import
-this. An attacker declares the set-up that an honest node would.
+this. An attacker declares the setup that an honest node would.
 """
 
 from __future__ import annotations

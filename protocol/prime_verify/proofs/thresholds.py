@@ -4,7 +4,7 @@
 
     orchestrator calibrate --model DIR … --out prime_verify/proofs/calibration.json
 
-It generates honest files with every available set-up, replays them like a validator, and records
+It generates honest files with every available setup, replays them like a validator, and records
 the distribution of each statistic over rows and over files. Values are multiples of the explained
 drift: one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
 replay's, the drift that this dtype causes on the same rows (`reference`). So
@@ -12,7 +12,7 @@ replay's, the drift that this dtype causes on the same rows (`reference`). So
     limit = limit ratio × √(floor² + reference²)       limit ratio: see tails.py
 
 The reference makes limits independent of the model. Limit ratios are extrapolated to the
-calibration's target probability of a false accusation, AIM per file. A set-up that is not in the
+calibration's target probability of a false accusation, AIM per file. A setup that is not in the
 file has no limits: its files are measured only, never punished.
 """
 
@@ -128,7 +128,7 @@ def least_ratio(name: str, dtype: str, replay_dtype: str) -> float:
 
 
 class SetupLimits(Strict):
-    """Honest drift of one set-up, over `rows` rows in `files` files, generated in `batches` of
+    """Honest drift of one setup, over `rows` rows in `files` files, generated in `batches` of
     these row counts.
 
     `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²).
@@ -172,7 +172,7 @@ class SetupLimits(Strict):
 
 
 def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
-    """Combines two measurements of one set-up so that the limits hold for honest nodes on either
+    """Combines two measurements of one setup so that the limits hold for honest nodes on either
     machine: for each statistic, the distribution with the larger limit."""
 
     def of(scope: Scope) -> dict[str, Tail]:
@@ -214,8 +214,8 @@ class ProvenClass(Strict):
 
 
 class Calibration(Strict):
-    """A measurement: on what, and by which replaying set-up. Its limits apply to replays by that
-    set-up only. Named by its SHA-256. One that a run names is signed by the pool's manager."""
+    """A measurement: on what, and by which replaying setup. Its limits apply to replays by that
+    setup only. Named by its SHA-256. One that a run names is signed by the pool's manager."""
 
     version: Literal[3] = 3
     replay_engine: str
@@ -274,7 +274,7 @@ class Calibration(Strict):
         return CalibrationStatement(calibration=unsigned.digest(), made_at=made_at)
 
     def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
-        """Whether its limits apply to replays by that set-up."""
+        """Whether its limits apply to replays by that setup."""
         mine = (self.replay_engine, self.replay_dtype, self.replay_device)
         return mine == (engine, dtype, device)
 
@@ -283,7 +283,7 @@ class Calibration(Strict):
         return max((found.longest for found in self.proven if found.key == key), default=0)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
-        """The measurement of that set-up; None if there is none."""
+        """The measurement of that setup; None if there is none."""
         for setup in self.setups:
             if (setup.engine, setup.dtype, setup.device) == (engine, dtype, device):
                 return setup

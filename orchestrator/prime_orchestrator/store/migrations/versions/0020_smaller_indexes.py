@@ -1,4 +1,4 @@
-"""Indexes of tables that are kept for ever hold no digest that only breaks ties, and no rows that
+"""Indexes of tables that are kept forever hold no digest that only breaks ties, and no rows that
 nothing looks up by them."""
 
 import sqlalchemy as sa

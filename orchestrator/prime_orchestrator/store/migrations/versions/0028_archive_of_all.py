@@ -1,5 +1,5 @@
 """The archive takes every file that is over, also unpaid, planted and evaluation files, and leases
-without a file: what is counted or paid by for ever outlives their rows.
+without a file: what is counted or paid by forever outlives their rows.
 """
 
 import sqlalchemy as sa
