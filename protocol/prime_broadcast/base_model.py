@@ -301,7 +301,7 @@ class _Bringing:
         except (httpx.HTTPError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
         except (httpx.InvalidURL, ValueError) as error:
-            raise _OtherError(f"it redirects to what is no URL: {error}"[:200]) from error
+            raise _OtherError(f"it redirects to an invalid URL: {error}"[:200]) from error
 
 
 def _is_range(answer: httpx.Response, begin: int, end: int, size: int) -> bool:

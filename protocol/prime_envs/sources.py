@@ -188,7 +188,7 @@ def fetch(
     except OSError as error:
         raise UnavailableError(f"{url} cannot be kept in {folder}: {error.strerror}") from error
     except (ValueError, httpx.InvalidURL) as error:
-        raise UnavailableError(f"{url} leads to what is no URL: {error}"[:500]) from error
+        raise UnavailableError(f"{url} redirects to an invalid URL: {error}"[:500]) from error
     finally:
         part.unlink(missing_ok=True)
     return target
@@ -196,7 +196,7 @@ def fetch(
 
 @contextmanager
 def _kept_in(folder: Path) -> Iterator[None]:
-    """Raises UnavailableError if the disk refuses."""
+    """Raises UnavailableError if the block cannot write to the disk."""
     try:
         yield
     except OSError as error:

@@ -364,7 +364,7 @@ def test_an_address_that_no_request_can_hold_is_an_outage(
 
     client = httpx.Client(transport=httpx.MockTransport(redirects))
     monkeypatch.setattr(paced, "paced_client", lambda *_, **__: client)
-    with pytest.raises(UnavailableError, match="to what is no URL"):
+    with pytest.raises(UnavailableError, match="redirects to an invalid URL"):
         fetch(url, "0x" + "0" * 64, tmp_path)
 
 

@@ -106,8 +106,8 @@ class TrainingBatch:
 def with_problems(
     batch: TrainingBatch, problems: Mapping[str, Sequence[int]], runs: Mapping[str, Digest]
 ) -> TrainingBatch:
-    """The batch with what each group answers. By a file's SHA-256, `problems` are those of its
-    groups, and `runs` the run definitions that the leases name."""
+    """Returns the batch with the run and problem of each group. `problems` and `runs` map a file's
+    SHA-256 to the problems of its groups and to the run definition that its lease names."""
 
     def asked(sha256: Digest, group: int) -> Asked | None:
         numbers = problems.get(sha256, ())

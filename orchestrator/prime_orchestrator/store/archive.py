@@ -532,13 +532,13 @@ def why_gone(days: int) -> str:
 
 
 def mark(connection: Connection, numbers: Collection[int], days: int) -> None:
-    """Writes `kept_days` of those of these pages that have none."""
+    """Sets `kept_days` of these pages, except where it is set already."""
     mine = _pages.id.in_(list(numbers)), _pages.kept_days.is_(None)
     connection.execute(sa.update(schema.archive_pages).where(*mine).values(kept_days=days))
 
 
 def set_removed(connection: Connection, numbers: Collection[int]) -> None:
-    """Writes that the rollout files of these pages are removed."""
+    """Records that the rollout files of these pages are removed."""
     mine = _pages.id.in_(list(numbers))
     connection.execute(sa.update(schema.archive_pages).where(mine).values(removed=True))
 

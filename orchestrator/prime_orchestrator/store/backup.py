@@ -156,7 +156,7 @@ def check(store: Store, objects: ObjectStore, *, read: bool = False) -> Checked:
 
 
 def _refuse_removal(store: Store, marked: tuple[int, int]) -> None:
-    """Raises ConflictError if `archive.files_marked` does not return this any more."""
+    """Raises ConflictError if files were removed since `archive.files_marked` returned `marked`."""
     with store.read() as connection:
         if archive.files_marked(connection) != marked:
             raise ConflictError(

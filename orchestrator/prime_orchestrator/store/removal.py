@@ -165,8 +165,8 @@ def _delete(
     chosen: Collection[int],
     went: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Deletes these objects but those that something depends on; returns how many, and their bytes.
-    `pages`: those that were looked through for it."""
+    """Deletes the objects that nothing depends on; returns their number and total size in bytes.
+    `pages` are the archive pages that were already searched for dependents."""
     known = max(page.id for page in pages)
     gone = size = 0
     with ThreadPoolExecutor(_DELETERS) as pool:

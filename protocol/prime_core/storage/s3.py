@@ -170,7 +170,7 @@ class S3Store:
         try:
             server = parsedate_to_datetime(date).timestamp()
         except (ValueError, OverflowError) as error:
-            raise UnavailableError("the S3 server's answer has no date") from error
+            raise UnavailableError("the S3 server's answer has no valid date") from error
         return server + 0.5 - (before + after) / 2  # it is cut to whole seconds
 
     # -- writing -------------------------------------------------------------------------------

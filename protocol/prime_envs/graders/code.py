@@ -289,7 +289,7 @@ def _may_have_set_by_address(nodes: Sequence[ast.AST], nulls: bool) -> bool:
 
 
 def _never_in_a_set(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of `node` whose values it uses otherwise than to pass them on: what is called or
+    """Yields the parts of `node` whose values cannot get into a set through it: what is called or
     compared, what it takes an attribute or an item of, bases, decorators, annotations, errors,
     `key=len`, and arguments of functions that call them or compare with them."""
     match node:
@@ -319,7 +319,7 @@ def _never_in_a_set(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parts(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes, and the elements of those that are tuples."""
+    """Yields the nodes, and the elements of those that are tuples."""
     for node in nodes:
         yield node
         yield from node.elts if isinstance(node, ast.Tuple) else ()
