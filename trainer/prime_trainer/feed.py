@@ -149,8 +149,8 @@ def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event)
 
 def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Event) -> Fetch:
     """Returns a function that fetches objects by their signed URLs, checks digests and retries a
-    few times. It raises UnavailableError for every failure, also for bytes with another digest: they
-    came from a proxy or a damaged copy and do not show that the batch is bad."""
+    few times. It raises UnavailableError for every failure, also for bytes with another digest:
+    they came from a proxy or a damaged copy and do not show that the batch is bad."""
 
     def fetch(sha256: Digest, limit: int) -> bytes:
         url = urls.get(sha256)
