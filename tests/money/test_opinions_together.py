@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judges import bench, judge_of, only
+from judges import Bench, bench, judge_of, only
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
 from test_verdict_store import in_child, rows
 
@@ -120,16 +120,23 @@ def test_a_bad_entry_affects_no_other(mgr: ManagerSide) -> None:
     }
 
 
+def judged_twice(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Bench, Job, SignedOpinion, bytes]:
+    """A second live validator, a file that it must judge too, and the first one's opinion on it
+    with its table."""
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
+    second = bench(mgr.backend, SECOND, mgr.folder, seed=2)
+    second.claim()
+    (job,) = claimed(mgr, 1)
+    return second, job, *opinion(mgr, job)
+
+
 def test_what_is_not_due_is_neither_stored_nor_shown(
     mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is judged twice: its table shows what the first validator found."""
-    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
-
-    second = bench(mgr.backend, SECOND, mgr.folder, seed=2)
-    second.claim()  # it is live
-    (job,) = claimed(mgr, 1)
-    signed, table = opinion(mgr, job)
+    second, _, signed, table = judged_twice(mgr, monkeypatch)
     answer = post(mgr, TogetherRequest(seals=(seal(signed),)))
     assert not answer.seals[0].reveal
     given = TogetherRequest(opinions=(GivenOpinion(signed=signed, table=table.decode()),))
@@ -147,11 +154,7 @@ def test_what_is_not_due_is_neither_stored_nor_shown(
 def test_the_last_opinion_on_a_file_that_ended_does_not_have_it_decided_again(
     mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
-    second = bench(mgr.backend, SECOND, mgr.folder, seed=2)
-    second.claim()  # it is live
-    (job,) = claimed(mgr, 1)
-    signed, table = opinion(mgr, job)
+    second, job, signed, table = judged_twice(mgr, monkeypatch)
     post(mgr, TogetherRequest(seals=(seal(signed),)))
     its = second.claim()
     assert its is not None
