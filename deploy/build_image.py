@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata as metadata
+import importlib.util
 import io
 import json
 import re
@@ -239,11 +240,26 @@ def shared_libraries(files: list[Path], programs: list[Path]) -> dict[PurePosixP
     return found
 
 
+def bytecode_files(
+    files: dict[PurePosixPath, Path],
+) -> Iterator[tuple[PurePosixPath, Path]]:
+    """Yields (place in the image, file here) of the bytecode of `files` that Python has cached.
+
+    A container's root is read-only: each process there compiles what it imports without a cache.
+    """
+    for place, here in files.items():
+        if here.suffix == ".py":
+            cached = Path(importlib.util.cache_from_source(here))
+            if cached.is_file():
+                yield place.parent / "__pycache__" / cached.name, cached
+
+
 def write_image(stream: io.BufferedIOBase, kind: str, *, sandbox: bool = False) -> int:
     """Writes the image's root as one tar; its number of files. `sandbox`: with python-2."""
     more = ("python-sandbox",) if sandbox else ()
     packages = dict(package_files(kind, more))
     files = {**dict(interpreter_files()), **packages, **dict(source_files(kind))}
+    files |= dict(bytecode_files(files))
     programs = dict(program_files(kind))
     started = [*programs.values(), *(files[PREFIX / "bin" / name] for name in SCRIPTS)]
     files |= shared_libraries(list(files.values()), started) | programs
