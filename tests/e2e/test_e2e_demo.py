@@ -92,16 +92,6 @@ def shares_hold(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_target_length_starves_with_one_node(tmp_path: Path) -> None:
-    require_anvil()
-    root = tmp_path / "run"
-    words = ("up", "--plain", "--quick", "--steps", "3", "--nodes", "1", "--liars", "0")
-    assert run(devnet(*words, "--root", str(root)), 850).returncode == 0
-    shares_hold(root)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_network_behind_failing_endpoints_loses_nothing_and_pays_and_slashes_once(
     ended: Ended,
 ) -> None:
@@ -141,15 +131,13 @@ def test_check_rederives_the_findings_from_a_run_that_has_ended(
     root = tmp_path / "run"
     shutil.copytree(ended.root, root)
     (root / "findings.json").unlink()
-    assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 0
-    assert findings(root) == dict.fromkeys(SIX, True)
     # A trainer that says it trained something else than what was sealed is found out.
     metrics = root / "trainer" / "metrics.jsonl"
     first, *rest = metrics.read_text().splitlines()
     forged = first.replace('"batch": "0x', '"batch": "0xf')[: len(first) + 1]
     metrics.write_text("\n".join([forged, *rest]) + "\n")
     assert run(devnet("check", "--root", str(root), "--json"), 300).returncode == 1
-    assert not findings(root)["fresh"]
+    assert findings(root) == dict.fromkeys(SIX, True) | {"fresh": False}
     assert processes_of(root) == []
 
 
