@@ -21,6 +21,8 @@ LIES = ("caught_", "caught256_", "tokens_")
 """Rows of `bench detection` for one lie: share of its files and of its rows that are found, tokens
 that one statistic needs. They are shown as one row of a table."""
 AS_VLLM = "_as_vllm"
+VARIANT = "_of_"
+"""Rows of `bench population` named NAME_of_VARIANT are a table with one variant a row."""
 REASON = re.compile(r"\b(?!NONE)[A-Z_]{2,}\b")
 
 
@@ -91,9 +93,10 @@ def section(found: Mapping[str, Any]) -> str:
         f"{machine['cpu']}{', at the quick size' if found['quick'] else ''}"
         f"{f' ({load})' if load else ''}.",
     ]
-    of_lies = found["bench"] == "detection"
+    of_lies, of_variants = (found["bench"] == name for name in ("detection", "population"))
     lies = [row for row in found["rows"] if of_lies and row["name"].startswith(LIES)]
-    rows = [row for row in found["rows"] if row not in lies]
+    variants = [row for row in found["rows"] if of_variants and VARIANT in row["name"]]
+    rows = [row for row in found["rows"] if row not in [*lies, *variants]]
     notes = _notes(rows)
     lines += [f"{mark} {text}." for text, mark in notes.items()]
     cells = [_cells(row, notes) for row in rows]
@@ -101,7 +104,7 @@ def section(found: Mapping[str, Any]) -> str:
     names = ("row", "measured", "bar", "peer")
     head, *table = [f"| {' | '.join(row[at] for at in kept)} |" for row in (names, *cells)]
     lines += ["", head, f"|{'---|' * len(kept)}", *table]
-    return "\n".join([*lines, *_lies(lies)]) + "\n"
+    return "\n".join([*lines, *_lies(lies), *_variants(variants)]) + "\n"
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -147,6 +150,29 @@ def _lies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             _tokens(found.get(f"tokens_{name}")),
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _variants(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table with one variant a row and one quantity a column, from rows named
+    NAME_of_VARIANT."""
+    if not rows:
+        return []
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        name, _, variant = row["name"].partition(VARIANT)
+        found.setdefault(variant, {})[name] = _short(row["value"])
+    names = list(next(iter(found.values())))
+    lines = [
+        "",
+        "The same in smaller pools, each with one default changed:",
+        "",
+        f"| variant | {' | '.join(f'`{name}`' for name in names)} |",
+        f"|{'---|' * (len(names) + 1)}",
+    ]
+    for variant, values in found.items():
+        cells = " | ".join(values.get(name, "") for name in names)
+        lines.append(f"| `{variant}` | {cells} |")
     return lines
 
 

@@ -31,6 +31,18 @@ def test_a_figure_states_the_load_and_that_its_bar_is_missed() -> None:
     assert "()" not in section({**FOUND, "load": None})
 
 
+def test_variants_of_a_simulation_are_one_table() -> None:
+    rows = [
+        {**FOUND["rows"][0], "name": name, "value": value, "peer": None}
+        for name, value in {"files": 9, "files_of_a": 1, "busy_of_a": 2, "busy_of_b": 3}.items()
+    ]
+    page = section({**FOUND, "bench": "population", "rows": rows})
+    assert "| `files` | 9 × **not met** | ≥ 6 |" in page
+    assert "| variant | `files` | `busy` |" in page
+    assert "| `a` | 1 | 2 |\n| `b` |  | 3 |" in page
+    assert "variant" not in section({**FOUND, "rows": rows})
+
+
 def test_the_last_record_of_each_part_of_the_gpu_kit_is_shown(tmp_path: Path) -> None:
     machine = {"card": "H100", "commit": "abc"}
     records: list[dict[str, Any]] = [
