@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,10 +54,12 @@ def wallet_show(settings: Settings, as_json: Json = False) -> None:
 
 @dataclass(frozen=True)
 class OwnerContext:
-    """What an owner's command decides from. `account` sends."""
+    """What an owner's command decides from. `account` sends. `finished`: whether an interrupted
+    command's transactions were finished just now."""
 
     link: Link
     account: Address
+    finished: bool = False
 
 
 def owner_account(settings: Settings) -> Address:
@@ -105,24 +108,26 @@ def send_calls(
     signer, refused = None if dry_run or multisig else open_wallet(settings), None
     link = open_link(settings)
     try:
-        account = owner_account(settings) if signer is None else signer.address
-        calls = decide(OwnerContext(link, account))
-        rows = describe(calls)
-        if multisig:
-            rows = [as_one(link.client, calls)] if calls else []
-        elif signer is None:
-            found = costs.rehearse(link.client, calls, account)
-            refused = costs.refusal(found)
-            rows = [row | {"cost": costs.said(one)} for row, one in zip(rows, found, strict=True)]
-        else:
-            data = DataFolder(settings.data)
+        if signer is not None:
+            data, account = DataFolder(settings.data), signer.address
             data.make()
             owner = Owner(link, signer, data.chain)
             try:
-                for row, hash_ in zip(rows, owner.perform(calls), strict=True):
-                    row["transaction"] = hash_
+                rows = owner.act(
+                    lambda finished: decide(OwnerContext(link, account, bool(finished))),
+                    partial(typer.echo, err=True),
+                )
             finally:
                 owner.close()
+        else:
+            account = owner_account(settings)
+            calls = decide(OwnerContext(link, account))
+            if multisig:
+                rows = [as_one(link.client, calls)] if calls else []
+            else:
+                found, rows = costs.rehearse(link.client, calls, account), describe(calls)
+                refused = costs.refusal(found)
+                rows = [r | {"cost": costs.said(one)} for r, one in zip(rows, found, strict=True)]
     finally:
         link.close()
     if as_json:
@@ -201,7 +206,8 @@ def stake_add(
 
     def calls(context: OwnerContext) -> list[Call]:
         c, account = context.link.contracts, context.account
-        if not dry_run and (held := c.token.balance_of(account)) < wei:
+        held = c.token.balance_of(account)
+        if not (dry_run or context.finished) and held < wei:
             raise UserError(
                 f"{account} holds {prime(held)}, less than {prime(wei)}",
                 hint="send it more, or on a test network: prime-node faucet",

@@ -119,7 +119,7 @@ class OwnersPart:
         assert self._owner_signer is not None, "_acts_itself"
         owner = Owner(link, self._owner_signer, self._data.chain)
         try:
-            owner.settle_open()  # finish what a killed agent sent before sending more
+            owner.finish_open(log.info)  # what a killed agent sent, before more is sent
             standing = read_standing(link, self._signer.address, self._provider)
             calls = self._missing(link)
             if (short := self._needed() - standing.active) > 0:

@@ -59,9 +59,8 @@ def leave_pool(
             hint="give the wallet of the node or of its owner, and see: prime-node node list",
         )
     calls = [pools.leave(link.pool, one) for one in leaving]
-    rows = describe(calls)
     if dry_run:
-        return rows
+        return describe(calls)
     signer, data = open_wallet(settings), DataFolder(settings.data)
     status = data.read_status()
     works = account if status is None else ids.address(status.node)
@@ -73,11 +72,9 @@ def leave_pool(
     data.make()
     owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
     try:
-        for row, hash_ in zip(rows, owner.perform(calls), strict=True):
-            row["transaction"] = hash_
+        return owner.act(lambda _: calls, tell)
     finally:
         owner.close()
-    return rows
 
 
 def stop_agent(

@@ -8,7 +8,7 @@ The node's own key sends nothing. If one wallet plays both parts (test networks)
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from prime_chain import flows
 from prime_chain.client import Call, ChainClient
 from prime_chain.contracts import ETHER, prime
 from prime_chain.errors import ChainRevertedError
-from prime_chain.sender import Sender
+from prime_chain.sender import Sender, left_of
+from prime_chain.transaction_queue import Intent
 from prime_core.errors import UserError
 from prime_core.ids import Address, Digest
 from prime_core.messages import NodeInfo
@@ -24,8 +25,6 @@ from prime_core.node import NodeConsent
 from prime_core.signing import LocalSigner, Signer
 from prime_node.link import Link
 
-SETTLE_SECONDS = 120.0
-"""Longest wait for a transaction of an earlier run."""
 CONSENT_SECONDS = 7 * 86_400
 _MULTI_SEND_CALL_ONLY = Address("0x9641d764fc13c8B624c04430C7356C1C7C8102e2")
 """MultiSendCallOnly of Safe 1.4.1, at the same address on Base and Base Sepolia."""
@@ -117,10 +116,9 @@ class Owner:
     def close(self) -> None:
         self._sender.close()
 
-    def settle_open(self) -> None:
-        """Waits for earlier sent or queued calls. Raises UnavailableError if they do not finish."""
-        for intent in self._sender.open_intents():
-            self._sender.wait(intent.id, SETTLE_SECONDS)
+    def finish_open(self, tell: Callable[[str], None]) -> list[Intent]:
+        """Finishes what an interrupted command or agent left (see Sender.finish_open)."""
+        return self._sender.finish_open(tell)
 
     def perform(self, calls: Sequence[Call]) -> list[Digest]:
         """Sends the calls in order and waits for each; returns their transaction hashes.
@@ -136,6 +134,18 @@ class Owner:
             assert intent.tx_hash is not None, "a confirmed intent has its transaction"
             hashes.append(intent.tx_hash)
         return hashes
+
+    def act(
+        self, decide: Callable[[Sequence[Intent]], Sequence[Call]], tell: Callable[[str], None]
+    ) -> list[dict[str, str]]:
+        """Carries out one command: finishes what an interrupted one left, and sends what the calls
+        of `decide` add to it. Returns all of these with their transactions. `decide` gets what was
+        finished, `tell` a sentence for each of it. Raises what `finish_open` and `perform` do."""
+        finished = self.finish_open(tell)
+        calls = left_of(decide(finished), finished)
+        hashes = [*(one.tx_hash for one in finished), *self.perform(calls)]
+        rows = describe([*(one.call for one in finished), *calls])
+        return [row | {"transaction": str(h)} for row, h in zip(rows, hashes, strict=True)]
 
     def fill_from_faucet(self, needed: int) -> None:
         """On test networks: takes tokens from the faucet until the balance is `needed` wei."""

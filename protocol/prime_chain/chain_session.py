@@ -120,6 +120,8 @@ class ChainSession:
     mode: Mode
     signer: LocalSigner | None = None
     sender: Sender | None = None
+    finished: Sequence[Intent] = ()
+    """What was finished of an interrupted command when the session was opened."""
     calls: list[Call] = field(default_factory=list, init=False)
     hashes: list[str] = field(default_factory=list, init=False)
 
@@ -145,9 +147,12 @@ class ChainSession:
         return done
 
     def perform(self, calls: Sequence[Call]) -> None:
-        """Sends each in order, as an act of its own: typed again, it is done again."""
+        """Sends each in order, as an act of its own: typed again, it is done again, except for what
+        an interrupted command had left and this one has finished."""
+        from prime_chain.sender import left_of
+
         act = secrets.token_hex(8)
-        for number, call in enumerate(calls):
+        for number, call in enumerate(left_of(calls, self.finished)):
             self.send(f"{act}:{number}", call)
 
     def require_signer(self) -> LocalSigner:
@@ -160,9 +165,10 @@ class ChainSession:
         return self.signer
 
     def require_tokens(self, needed: int) -> None:
-        """Raises UserError if the account holds less than `needed` wei of the token."""
+        """Raises UserError if the account holds less than `needed` wei of the token, and no
+        interrupted command may have spent them."""
         held = self.contracts.token.balance_of(self.account)
-        if self.sends and held < needed:
+        if self.sends and not self.finished and held < needed:
             raise UserError(
                 f"{self.account} holds {prime(held)}, less than {prime(needed)}",
                 hint="send it tokens, or on a test network take some: prime-node faucet",
@@ -266,10 +272,10 @@ def open_session(
         client.require_funds(signer.address)
         out = Sender(client, signer, path)
         try:
-            for left in out.open_intents():
-                typer.echo(f"finishing what was interrupted: {left.call.description}", err=True)
-                out.wait(left.id, 120.0)
-            yield ChainSession(Contracts(client, place), place, signer.address, mode, signer, out)
+            finished = out.finish_open(partial(typer.echo, err=True))
+            yield ChainSession(
+                Contracts(client, place), place, signer.address, mode, signer, out, finished
+            )
         finally:
             out.close()
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from prime_chain import codec
@@ -41,7 +41,7 @@ class Call:
     """None creates a contract."""
     data: bytes
     value: int = 0
-    description: str = ""
+    description: str = field(default="", compare=False)
     """What it does, in plain words, e.g. "deposit 100 PRIME of stake"."""
 
     def calldata(self) -> str:

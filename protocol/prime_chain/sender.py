@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,6 +140,15 @@ class Sender:
             raise found.error
         return found
 
+    def finish_open(self, tell: Callable[[str], None], timeout: float = 120.0) -> list[Intent]:
+        """For command lines: waits for what an interrupted command left, and returns what was
+        confirmed. `tell` gets a sentence before each. Raises UnavailableError as `wait` does."""
+        ended = []
+        for left in self.open_intents():
+            tell(f"finishing what was interrupted: {left.call.description}")
+            ended.append(self.wait(left.id, timeout))
+        return [one for one in ended if one.status == "confirmed"]
+
     def run(self, stop: threading.Event, poll_seconds: float | None = None) -> None:
         """Ticks until `stop` is set. Once everything is mined and old, ticks ask no RPC."""
         pause = poll_seconds or max(0.3, self.client.network.block_time / 2)
@@ -188,3 +197,12 @@ class Sender:
                 yield mine
         finally:
             self._thread_lock.release()
+
+
+def left_of(calls: Sequence[Call], finished: Sequence[Intent]) -> Sequence[Call]:
+    """Returns what a command still has to send of `calls` after `finish_open`: what follows the
+    last call that is among `finished`. So a command that was interrupted and typed again does not
+    pay twice."""
+    done = [intent.call for intent in finished]
+    after = max((n for n, call in enumerate(calls, 1) if call in done), default=0)
+    return calls[after:]

@@ -20,6 +20,7 @@ from prime_chain.amounts import ETHER
 from prime_chain.contracts import Claim, ProposalState
 from prime_chain.deployer import Options, deploy
 from prime_chain.mirror import announced
+from prime_chain.sender import Sender
 from prime_core.deployment import Deployment
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Digest
@@ -295,6 +296,20 @@ def test_a_validator_names_its_mirror_on_chain(office: Office) -> None:
     assert "printable ASCII" in office.refused(*announce, "a b", *office.number, who=VALIDATOR)
     office(*announce, "", *office.number, who=VALIDATOR)
     assert announced(client, deployed.deployment, office.pool) == {}
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_that_is_typed_again_pays_once(office: Office) -> None:
+    deployed, wei = office.deployed, 10_000 * ETHER
+    deployed.send(VALIDATOR, deployed.contracts.token.faucet())
+    path = deployed.path.with_name(f"{deployed.path.stem}.{VALIDATOR.address}.journal.sqlite")
+    sender = Sender(deployed.client, VALIDATOR, path)
+    for number, call in enumerate(flows.stake(deployed.contracts, VALIDATOR.address, wei)):
+        sender.submit(f"interrupted:{number}", call)
+    sender.close()
+    office("validator", "bond", "10000", who=VALIDATOR)
+    assert deployed.contracts.vault.active(VALIDATOR.address) == wei
+    assert "holds" in office.refused("validator", "bond", "10000", who=VALIDATOR)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from prime_chain.client import Call
 from prime_chain.history import read_slashes
 from prime_chain.keystore import create_keystore
 from prime_chain.leaves import find_leaf
+from prime_chain.sender import Sender
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.errors import NotFoundError, UserError
 from prime_core.ids import Address, Digest, address
@@ -209,6 +210,37 @@ def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
     assert owner("stake", "show")["payout"] == OTHER.address
     assert "NotProvider" in owner.refused("payout", NODE.address, wallet=VALIDATOR)
     assert "not an Ethereum address" in owner.refused("payout", "0x12")
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_that_is_typed_again_pays_once(owner: Owner) -> None:
+    deployed = owner.deployed
+    vault, chain = deployed.contracts.vault, deployed.deployment.chain_id
+    folder = owner.folder / "data" / "chain"
+
+    def interrupted(calls: list[Call]) -> None:
+        sender = Sender(deployed.client, OWNER, folder / f"sender-{chain}-{OWNER.address}.sqlite")
+        for number, call in enumerate(calls):
+            sender.submit(f"interrupted/{calls[0].calldata()}:{number}", call)
+        sender.close()
+
+    owner("faucet")
+    all_of_it = flows.stake(deployed.contracts, OWNER.address, 10_000 * ETHER)
+    interrupted(all_of_it)
+    status, out, said = owner.run("stake", "add", "10000", "--json")
+    assert status == 0, said
+    assert [row["what"] for row in json.loads(out)] == [call.description for call in all_of_it]
+    assert "finishing what was interrupted: deposit" in said
+    assert vault.active(OWNER.address) == 10_000 * ETHER
+    interrupted([vault.unbond(4 * ETHER)])
+    (row,) = owner("stake", "unbond", "4")
+    assert row["transaction"]
+    assert vault.active(OWNER.address) == 9_996 * ETHER
+    owner("stake", "unbond", "4")
+    assert vault.active(OWNER.address) == 9_992 * ETHER, "a finished command is done again"
+    interrupted([vault.unbond(1 * ETHER)])
+    assert len(owner("stake", "unbond", "2")) == 2, "another command does not take its place"
+    assert vault.active(OWNER.address) == 9_989 * ETHER
 
 
 @pytest.mark.slow
