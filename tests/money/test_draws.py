@@ -7,6 +7,7 @@ from typing import Any
 
 import judges
 import pytest
+import sqlalchemy as sa
 from judges import appoint, bench
 from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, ManagerSide, key, open_manager
 from pydantic import ValidationError
@@ -29,7 +30,7 @@ from prime_core.task import SignedLease
 from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason
 from prime_orchestrator.manager.draws import EPOCHS_AHEAD, reveal_second
-from prime_orchestrator.store import leases
+from prime_orchestrator.store import leases, schema
 from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.audit import REVEAL_PATIENCE, check_draw
@@ -309,6 +310,34 @@ def test_a_list_is_in_order_though_the_database_sorts_letters_by_language(
     listed = DrawList.model_validate_json(mgr.objects.get(digest_key(found), 1 << 20))
     assert len(listed.commitments) == 40
     mgr.store.close()
+
+
+def test_what_an_orchestrator_lost_to_an_older_backup_is_committed_again_and_holds_up_nothing(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, run = mgr.bench.draws, mgr.context.run
+    draws.prepare()
+    first = int(mgr.now()) // run.epoch_seconds
+    with mgr.store.begin() as connection:
+        connection.execute(sa.delete(schema.draw_commitments))
+    mgr.now.time += run.epoch_seconds
+    draws.prepare()
+    assert named(mgr) is not None, "the next lease names the validator"
+    mgr.now.time += 20 * run.epoch_seconds
+
+    def proxy(shown: DrawReveal) -> None:
+        raise NotFoundError("the server answered 404")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mgr.bench.api, "reveal", proxy)
+        with pytest.raises(NotFoundError):
+            draws.prepare()
+    assert mgr.bench.folder.unrevealed()[0].epoch == first, "a proxy's answer decides nothing"
+    draws.prepare()
+    assert mgr.bench.folder.unrevealed()[0].epoch == first + 21
+    with mgr.store.read() as connection:
+        shown = {info.signed.commitment.epoch for info in listing(connection) if info.revealed}
+    assert shown == {*range(first + 1, first + 1 + EPOCHS_AHEAD)}
 
 
 def test_a_validator_after_an_absence_commits_again_and_reveals_what_was_due(

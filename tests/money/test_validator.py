@@ -24,7 +24,7 @@ from prime_broadcast.sources import SourceBook
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import MalformedError, UnavailableError
+from prime_core.errors import MalformedError, NotFoundError, PrimeError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
@@ -37,7 +37,7 @@ from prime_orchestrator.manager.draws import reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder, Sealed
-from prime_validator.judging import LATER_SECONDS, _AbstainError, _LaterError
+from prime_validator.judging import LATER_SECONDS, Validator, _AbstainError, _LaterError
 from prime_validator.run import Background, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash
@@ -403,7 +403,10 @@ def test_a_policy_that_no_relay_serves_delays_the_file(
     assert status_of(panel, row) == ("open", "assigned")
 
 
-def test_another_program_s_answer_does_not_end_a_validator() -> None:
+@pytest.mark.parametrize("kind", [MalformedError, NotFoundError])
+def test_another_program_s_answer_does_not_end_a_validator(
+    kind: type[PrimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a proxy sends while the orchestrator is away is not in its protocol."""
     stop, left = threading.Event(), 2
 
@@ -412,7 +415,7 @@ def test_another_program_s_answer_does_not_end_a_validator() -> None:
         left -= 1
         if not left:
             stop.set()
-        raise MalformedError("it is another program's")
+        raise kind("it is another program's")
 
     judging: Any = SimpleNamespace(judge_some=ask)
     judge_until(stop, judging, 1, 0.0)
@@ -424,6 +427,12 @@ def test_another_program_s_answer_does_not_end_a_validator() -> None:
     assert stop.wait(60)
     background.join()
     background.raise_defect()
+    assert left == 0
+
+    stop, left = threading.Event(), 2
+    monkeypatch.setattr("prime_validator.judging.KEEP_SECONDS", 0.01)
+    keeping: Any = SimpleNamespace(_keeping=SimpleNamespace(keep=lambda digests: ask()))
+    Validator._keep(keeping, [], stop)
     assert left == 0
 
 

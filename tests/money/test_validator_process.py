@@ -33,6 +33,7 @@ from devnet.s3 import BUCKET, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.batch import BatchStatement
 from prime_core.encoding import sha256
+from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.messages import (
     BatchAnswer,
@@ -54,6 +55,10 @@ from prime_orchestrator.store import schema
 from prime_trainer.data import BatchRules, assemble, with_problems
 from prime_trainer.feed import fetcher
 from prime_trainer.samples import graded_again
+from prime_validator.api import ValidatorApi
+from prime_validator.doctor import examine
+from prime_validator.pool import find_pool
+from prime_validator.settings import Settings
 from prime_verify.build import build_rollout_file
 from prime_verify.engines import load_engine
 
@@ -208,6 +213,21 @@ def interpreter_of_others() -> tuple[str, dict[str, str]]:
             continue
         return candidate, environment
     pytest.skip(f"only root, and a {version} that other users may start, can run this")
+
+
+def test_a_folder_of_another_pool_and_one_that_takes_no_files_are_named(tmp_path: Path) -> None:
+    with parties(tmp_path) as party, OrchestratorClient(party.url) as client:
+        api, data = ValidatorApi(client, "a test"), party.folder / "data"
+        assert find_pool(api, Settings(), data).number == 1
+        kept = json.loads((data / "pool.json").read_text())
+        (data / "pool.json").write_text(json.dumps(kept | {"pool": 2}))
+        with pytest.raises(UserError, match="belongs to pool 2 on chain") as caught:
+            find_pool(api, Settings(), data)
+        assert "--data DIR" in caught.value.hint
+        blocked = Settings(orchestrator=party.url, data=party.folder / "password" / "data")
+        (folder,) = [one for one in examine(blocked) if one.name == "folder"]
+        assert not folder.ok
+        assert "a file is in the way" in folder.said
 
 
 def committed(party: Party) -> bool:

@@ -15,6 +15,7 @@ from prime_chain.flows import stake_view
 from prime_chain.keystore import keystore_address
 from prime_chain.mirror import announced
 from prime_core.errors import PolicyError, PrimeError, UserError
+from prime_core.folders import make_folder
 from prime_core.ids import Address
 from prime_core.transport.client import OrchestratorClient
 from prime_validator.api import ValidatorApi
@@ -77,9 +78,7 @@ def _torch() -> str:
 
 
 def _folder(path: Path) -> str:
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path):
-        free = shutil.disk_usage(path).free >> 20
+    free = shutil.disk_usage(make_folder(path)).free >> 20
     if free < FREE_MB:
         raise UserError(f"{path} has {free} MiB free", hint=f"policies need {FREE_MB} MiB at least")
     return f"{path} takes files; {free} MiB free"

@@ -10,6 +10,7 @@ An epoch's secret never leaves the folder before it is due; see prime_core.draws
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,13 +24,15 @@ from prime_core.draws import (
     reveal_at,
     rows_secret,
 )
-from prime_core.errors import UntrustedError
+from prime_core.errors import NotFoundError, UntrustedError
 from prime_core.ids import Digest
 from prime_core.signing import Signer
 from prime_core.validator_messages import Job
 from prime_validator.api import ValidatorApi
 from prime_validator.folder import Folder
 from prime_validator.pool import PoolOnChain
+
+log = logging.getLogger(__name__)
 
 EPOCHS_AHEAD = 8
 
@@ -67,24 +70,31 @@ class Draws:
         self._lists: dict[Digest, DrawList] = {}
 
     def prepare(self) -> None:
-        """Commits to secrets that are not committed yet, and reveals those that are due."""
+        """Commits to secrets that are not committed yet, and reveals those that are due. Repeats
+        earlier commitments with new ones, because an orchestrator that was restored from a backup
+        has lost some of them."""
         run, now = self._pool.run, self._now()
         epoch = int(now) // run.epoch_seconds
         secrets = [
             self._folder.keep_secret(number, ids.digest(self._random(32)))
             for number in range(epoch, epoch + EPOCHS_AHEAD)
         ]
-        new = [one for one in secrets if not one.committed]
-        if new:
-            self._api.commit([self._signed(one.epoch, one.secret) for one in new])
-            self._folder.mark_committed([one.epoch for one in new])
+        if not all(one.committed for one in secrets):
+            self._api.commit([self._signed(one.epoch, one.secret) for one in secrets])
+            self._folder.mark_committed([one.epoch for one in secrets])
         for one in self._folder.unrevealed():
             due = reveal_at(
                 one.epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds
             )
-            if due <= now:
+            if due > now:
+                continue
+            try:
                 self._api.reveal(self._reveal(one.epoch, one.secret))
-                self._folder.mark_revealed(one.epoch)
+            except NotFoundError as error:
+                if not error.problem:  # of a proxy
+                    raise
+                log.error("the secret of epoch %d is not published: %s", one.epoch, error)
+            self._folder.mark_revealed(one.epoch)
 
     def draw(self, job: Job) -> Draw:
         """Returns the draw for a job's file.

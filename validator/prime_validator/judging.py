@@ -27,6 +27,7 @@ from prime_core.errors import (
     MalformedError,
     NotFoundError,
     PolicyError,
+    PrimeError,
     UnavailableError,
     UntrustedError,
 )
@@ -407,5 +408,5 @@ class Validator:
             left -= 1
             try:
                 self._keeping.keep(digests)
-            except (UnavailableError, PolicyError, UntrustedError) as error:
+            except PrimeError as error:
                 log.warning("claims were not kept: %s", error)

@@ -51,20 +51,29 @@ class PoolOnChain:
 def find_pool(api: ValidatorApi, settings: Settings, folder: Path) -> PoolOnChain:
     """The orchestrator's pool, from `folder` or else from the chain.
 
-    Raises UserError if no trusted source names the contracts, UntrustedError if the orchestrator
-    serves a different run than the chain names, UnavailableError if either does not answer.
+    Raises UserError if no trusted source names the contracts or the folder is another pool's,
+    UntrustedError if the orchestrator serves a different run than the chain names, UnavailableError
+    if either does not answer.
     """
-    kept = folder / FILE
+    kept, info = folder / FILE, api.pool()
     if kept.exists():
         saved = json.loads(kept.read_text())
-        return PoolOnChain(
+        known = PoolOnChain(
             Deployment.model_validate_json(json.dumps(saved["deployment"])),
             int(saved["pool"]),
             ids.address(saved["manager"]),
             ids.address(saved["trainer"]),
             RunDefinition.parse(saved["run"].encode()),
         )
-    info = api.pool()
+        served = (info.chain_id, info.pool, info.run_digest)
+        if served != (known.deployment.chain_id, known.number, known.run.digest()):
+            raise UserError(
+                f"the folder {folder} belongs to pool {known.number} on chain "
+                f"{known.deployment.chain_id} ({known.run.name}), and the orchestrator serves pool "
+                f"{info.pool} on chain {info.chain_id} ({info.name})",
+                hint="name another folder for this pool: --data DIR",
+            )
+        return known
     place = deployment_for(
         info, settings.need_rpc(), settings.deployment, quorum=settings.rpc_quorum
     )

@@ -30,7 +30,13 @@ from prime_chain.keystore import open_keystore
 from prime_chain.mirror import EVERY_SECONDS, Follower, HttpSource, Mirror, MirrorServer
 from prime_core import tracing
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import MalformedError, PolicyError, PrimeError, UnavailableError
+from prime_core.errors import (
+    MalformedError,
+    NotFoundError,
+    PolicyError,
+    PrimeError,
+    UnavailableError,
+)
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr
@@ -50,6 +56,9 @@ from prime_verify.proofs.thresholds import shipped
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PASSING = (UnavailableError, PolicyError, MalformedError, NotFoundError)
+"""Errors after which a tick is repeated later: refusals, outages, and what a proxy answers while
+the orchestrator is away."""
 DRAW_SECONDS = 1.0
 LONGEST_PAUSE = 30.0
 LOOK_SECONDS, AGAIN_SECONDS = 2.0, 60.0
@@ -173,7 +182,7 @@ def judge_until(
                 announcer.tick()
             judged = validator.judge_some(pack)
             pause = idle_seconds
-        except (UnavailableError, PolicyError, MalformedError) as error:
+        except PASSING as error:
             pause = min(2 * pause, LONGEST_PAUSE)
             log.warning("judging pauses for %.1f s: %s", pause, error)
             judged = []
@@ -260,7 +269,7 @@ class Background:
             try:
                 tick()
                 pause = every
-            except (UnavailableError, PolicyError, MalformedError) as error:
+            except PASSING as error:
                 pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
                 log.warning("%s: tries again in %.0f s: %s", name, pause, error)
             except Exception as error:  # a defect ends the process; its supervisor restarts it
