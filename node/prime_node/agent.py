@@ -118,9 +118,11 @@ class Agent:
         if settings.shadow:
             log.warning(SHADOW)
         api = self._api(stack)
+        pool = self._patiently(api.client.pool)
         run = self._patiently(lambda: newest_run(api))
-        if run is None:
+        if pool is None or run is None:
             return 0
+        data.bind(pool)
         hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
         runtime = self._runtime or make_runtime(settings, data, self._signer.address)

@@ -121,7 +121,10 @@ def _orchestrator(
 
 def _clock(client: OrchestratorClient) -> DoctorCheck:
     before = time.time()
-    server = client.get("/v1/status", Status).time
+    try:
+        server = client.get("/v1/status", Status).time
+    except PrimeError as error:
+        return failed("clock", error, "check that the orchestrator is up")
     after = time.time()
     skew = server + 0.5 - (before + after) / 2
     found = f"within {abs(skew):.0f} s of the orchestrator's"
@@ -202,7 +205,11 @@ def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[DoctorCheck]:
     if pool is None:
         yield DoctorCheck("rpc", "warning", "not checked: the orchestrator did not name the chain")
         return
-    client = settings.open_chain(pool.chain_id, timeout=5.0)
+    try:
+        client = settings.open_chain(pool.chain_id, timeout=5.0)
+    except UserError as error:
+        yield failed("rpc", error)
+        return
     try:
         block = client.block("latest")
         name = client.network.name

@@ -104,19 +104,18 @@ class Revisions:
             return self._declined.get(digest, "")
 
     def _work(self) -> None:
-        while (digest := self._waiting.get()) is not None:
-            pause = FIRST_PAUSE
-            while not self._stop.is_set():
-                try:
-                    self._take(digest)
-                    break
-                except (PolicyError, UserError) as error:
-                    self._decline(digest, str(error))
-                    break
-                except PrimeError as error:
-                    log.warning("run %s is not ready: %s; again in %.0f s", digest, error, pause)
-                    self._stop.wait(pause)
-                    pause = min(LONGEST_PAUSE, 2 * pause)
+        pause = FIRST_PAUSE
+        while (digest := self._waiting.get()) is not None and not self._stop.is_set():
+            try:
+                self._take(digest)
+                pause = FIRST_PAUSE
+            except (PolicyError, UserError) as error:
+                self._decline(digest, str(error))
+            except PrimeError as error:
+                log.warning("run %s is not ready: %s; again in %.0f s", digest, error, pause)
+                self._waiting.put(digest)  # behind the others, which may be what corrects it
+                self._stop.wait(pause)
+                pause = min(LONGEST_PAUSE, 2 * pause)
 
     def _take(self, digest: Digest) -> None:
         run = self._fetch(digest)

@@ -2,6 +2,7 @@
 
 lock          held (flock) by the one agent that uses this folder; contains its process id
 settings.json settings given to `join`, so that `status`, `rewards`, … need no flags
+pool          the pool that the folder belongs to
 instance      random id of this folder, sent with heartbeats
 status.json   the agent's last heartbeat, for `prime-node status`
 policies/     verified policies, one folder per version    (prime_broadcast/folder.py)
@@ -26,6 +27,7 @@ from typing import Any
 
 from prime_core.errors import UnavailableError, UserError
 from prime_core.folders import held_alone
+from prime_core.messages import PoolInfo
 from prime_core.signing import Strict
 
 _MAX_STATE_BYTES = 1 << 20
@@ -91,6 +93,20 @@ class DataFolder:
             known = secrets.token_hex(16)
             _write(path, known)
         return known
+
+    def bind(self, pool: PoolInfo) -> None:
+        """Ties the folder to a pool: policies of another one have the same numbers. Raises
+        UserError if the folder is another pool's already."""
+        path = self.root / "pool"
+        mine = f"pool {pool.pool} on chain {pool.chain_id}, run {pool.run_digest}"
+        if not path.is_file():
+            _write(path, mine)
+        elif (kept := path.read_text(errors="replace")) != mine:
+            raise UserError(
+                f"the data folder {self.root} belongs to {kept[:200]}, and the orchestrator serves "
+                f"{mine}",
+                hint="name another folder for this pool: --data DIR",
+            )
 
     def lock(self) -> None:
         """Locks the folder for this process, until `unlock` or its end. Raises UserError if another

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,9 +15,14 @@ import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld, until
 
+from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key
+from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
+from prime_node.agent import Agent
+from prime_node.config import Settings
+from prime_node.state import DataFolder
 from prime_orchestrator.store import submissions
 from prime_verify.rollout_file import read_rollout_file
 
@@ -160,6 +166,24 @@ def test_two_agents_share_neither_a_data_folder_nor_a_key(world: NodeWorld) -> N
     assert elsewhere.wait(120) == 77
     assert "another machine works with this node's key" in world.log("elsewhere")
     assert first.poll() is None
+
+
+def test_a_data_folder_serves_one_pool(world: NodeWorld) -> None:
+    settings = Settings(
+        orchestrator=world.url, data=world.folder / "node", shadow=True, runtime="process"
+    )
+    runtime: Any = SimpleNamespace(check=lambda task: pytest.fail("the agent went on"))
+    with OrchestratorClient(world.url) as client:
+        pool = client.pool()
+    data = DataFolder(settings.data)
+    data.make()
+    data.bind(pool.model_copy(update={"pool": pool.pool + 1}))
+    with pytest.raises(UserError, match=f"belongs to pool {pool.pool + 1} on chain") as caught:
+        Agent(settings, NODE, None, runtime=runtime).run()
+    assert "--data DIR" in caught.value.hint
+    (settings.data / "pool").unlink()
+    for _ in range(2):
+        data.bind(pool)
 
 
 @pytest.mark.slow

@@ -114,6 +114,8 @@ def test_engine_that_went_away_is_unavailable(tmp_path: Path) -> None:
     runtime._connected = docker.DockerClient(f"unix://{tmp_path}/gone.sock", version="1.41")
     with pytest.raises(UnavailableError):
         runtime.clean()
+    with pytest.raises(UnavailableError):  # of a later revision: the owner declines nothing
+        runtime.check(None)
     with pytest.raises(UnavailableError):
         runtime.start(
             Task(image="sha256:" + "0" * 64), Mounts(tmp_path, tmp_path, tmp_path), WorkerOptions()

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from node_world import NodeWorld, node_world, until
+from node_world import NodeWorld, node_world, run_definition, until
 
-from prime_core.errors import PolicyError
+from prime_core.errors import PolicyError, UnavailableError
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
+from prime_node.revisions import Revisions
 from prime_orchestrator.store import leases as store_leases
 from prime_orchestrator.store import lock, runs
 from prime_orchestrator.store.runs import RunRow
@@ -51,6 +52,28 @@ def working(world: NodeWorld, *flags: str) -> None:
     until(lambda: world.node_status() == "admitted", "the node solved its challenge")
     world.admit()
     until(world.leases, "a lease is taken")
+
+
+def test_a_revision_that_never_becomes_ready_holds_up_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A manager corrects the image of a revision by another revision."""
+    monkeypatch.setattr("prime_node.revisions.FIRST_PAUSE", 0.01)
+    first, wrong, right = (run_definition(name=name) for name in ("first", "wrong", "right"))
+    runs = {run.digest(): run for run in (wrong, right)}
+
+    def prepare(run: RunDefinition) -> None:
+        if run is wrong:
+            raise UnavailableError("the registry has no such image")
+
+    revisions = Revisions(first, fetch=runs.__getitem__, check=lambda run: None, prepare=prepare)
+    revisions.received(wrong.digest())
+    revisions.received(right.digest())
+    revisions.start()
+    until(lambda: revisions.get(right.digest()), "the later revision is taken")
+    assert revisions.get(wrong.digest()) is None
+    revisions.stop(10)
+    assert not revisions.thread.is_alive()
 
 
 @pytest.mark.slow

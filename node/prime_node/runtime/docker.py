@@ -219,8 +219,8 @@ class DockerRuntime:
         engine = self._engine()
         try:
             info = engine.info()
-        except (DockerException, requests.RequestException) as error:
-            raise _engine_trouble(error) from error
+        except (DockerException, requests.RequestException) as error:  # it did answer before
+            raise UnavailableError(f"the Docker engine does not answer: {error}") from error
         if task is not None:
             self._image(task)
             if task.gpus and "nvidia" not in info.get("Runtimes", {}):
