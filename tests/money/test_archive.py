@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +65,7 @@ from prime_orchestrator.store import (
     sqlite_url,
     submissions,
 )
+from prime_orchestrator.store.archive import Page
 from prime_orchestrator.store.opinions import OpinionRow
 from prime_orchestrator.store.removal import DAY_SECONDS, KEPT_POLICIES, Removed
 from prime_orchestrator.store.slashes import SlashRow
@@ -559,6 +562,8 @@ def test_bytes_that_something_else_names_stay_and_a_killed_round_goes_on(
     def kill(*_: object) -> None:
         raise KeyboardInterrupt
 
+    would = removed(pool, dry_run=True)
+
     real = DirectoryStore.delete
 
     def delete_one(self: DirectoryStore, name: str) -> None:
@@ -570,7 +575,7 @@ def test_bytes_that_something_else_names_stay_and_a_killed_round_goes_on(
     for target, name, instead, left in (
         (archive, "mark", kill, len(old)),
         (DirectoryStore, "delete", delete_one, len(old) - 1),
-        (archive, "set_removed", kill, len(stay)),
+        (archive, "set_removed", kill, len(old) - 2),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(target, name, instead)
@@ -578,9 +583,10 @@ def test_bytes_that_something_else_names_stay_and_a_killed_round_goes_on(
                 removed(pool)
         assert len(there()) == left
         assert absent(pool) == ()
-    done = removed(pool, days=DAYS + 99)  # goes on with what was begun
-    assert (done.pages, done.files) == (len(names) // 3, len(old) - len(stay))
-    assert done.shared == len(stay)
+    done = removed(pool, days=DAYS + 99)  # goes on with what was begun: the first page is done
+    assert (done.pages, done.files) == (len(names) // 3 - 1, len(old) - len(stay))
+    assert (would.pages, would.files) == (len(names) // 3, len(old) - len(stay))
+    assert (would.shared, done.shared) == (len(stay), 0)
     assert there() == stay
     assert absent(pool) == ()
     with pool.store.read() as connection:
@@ -596,15 +602,15 @@ def test_a_file_that_comes_meanwhile_keeps_its_bytes(
     worker = archiver(pool, page_files=3)
     assert worker.tick() == 3
     pool.publish(KEPT_POLICIES + 1)
-    first, real = bytes_of(pool, rows[0]), removal._delete
+    first, real = bytes_of(pool, rows[0]), removal._Search.read
 
-    def delete(*arguments: Any) -> tuple[int, int]:
-        monkeypatch.setattr(removal, "_delete", real)
+    def read(self: removal._Search, pages: Sequence[Page]) -> None:
+        monkeypatch.setattr(removal._Search, "read", real)
+        real(self, pages)
         pool.submit(OTHER, make=lambda *_: first)
         assert worker.tick() == 3
-        return real(*arguments)
 
-    monkeypatch.setattr(removal, "_delete", delete)
+    monkeypatch.setattr(removal._Search, "read", read)
     done = removed(pool)  # the new page is old enough for a round of its own
     assert (done.pages, done.files, done.shared) == (2, 2, 2)
     assert rows[5].digest in archived_names(pool)
@@ -636,6 +642,41 @@ def test_a_backup_notices_that_files_were_removed_meanwhile(
     assert backup.check(new, copy, read=True).absent == ()
     assert not copy.exists(digest_key(rows[0].sha256))
     new.close()
+
+
+@on_one_database
+def test_each_page_of_the_archive_is_read_three_times_however_many_there_are(
+    pool: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To choose it, to search it and to delete its files. A page that is not old, twice less."""
+    rows = filled(pool)
+    all_archived(pool, page_files=1)
+    pool.publish(KEPT_POLICIES + 1)
+    with pool.store.begin() as connection:
+        young = max(page.id for page in archive.pages(connection))
+        late = pool.now() + 99 * DAY_SECONDS
+        pages = schema.archive_pages
+        connection.execute(sa.update(pages).where(pages.c.id == young).values(last_received=late))
+    read: Counter[Digest] = Counter()
+    real = archive.read
+
+    def counted(objects: ObjectStore, page: Digest) -> list[str]:
+        read[page] += 1
+        return real(objects, page)
+
+    monkeypatch.setattr(archive, "read", counted)
+    assert removed(pool).pages == len(read) - 1
+    assert sorted(read.values()) == [1, *[3] * (len(read) - 1)]
+    assert len(read) > len(rows) // 2
+
+
+def test_a_filter_has_all_names_that_were_added_and_few_others() -> None:
+    names = [sha256(str(number).encode()) for number in range(20_000)]
+    filtered = removal._Filter(1000)
+    for name in names[:1000]:
+        filtered.add(name)
+    assert all(name in filtered for name in names[:1000])
+    assert sum(name in filtered for name in names[1000:]) < 100  # 19,000 / 400 are expected
 
 
 @on_one_database

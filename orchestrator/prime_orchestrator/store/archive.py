@@ -436,10 +436,10 @@ class Page:
     removed: bool
 
 
-def pages(connection: Connection, since: float | None = None) -> list[Page]:
-    """Returns all pages, or those with files received at `since` (Unix seconds) or later, oldest
-    first."""
-    query = sa.select(schema.archive_pages).order_by(_pages.id)
+def pages(connection: Connection, since: float | None = None, after: int = 0) -> list[Page]:
+    """Returns all pages with an id above `after`, or those of them with files received at `since`
+    (Unix seconds) or later, oldest first."""
+    query = sa.select(schema.archive_pages).where(_pages.id > after).order_by(_pages.id)
     if since is not None:
         query = query.where(_pages.last_received >= since)
     return [Page(**row) for row in connection.execute(query).mappings()]
@@ -531,15 +531,16 @@ def why_gone(days: int) -> str:
     )
 
 
-def mark(connection: Connection, numbers: Collection[int], days: int) -> None:
+def mark(connection: Connection, numbers: Sequence[int], days: int) -> None:
     """Sets `kept_days` of these pages, except where it is set already."""
-    mine = _pages.id.in_(list(numbers)), _pages.kept_days.is_(None)
-    connection.execute(sa.update(schema.archive_pages).where(*mine).values(kept_days=days))
+    for start in range(0, len(numbers), FILES):
+        mine = _pages.id.in_(numbers[start : start + FILES]), _pages.kept_days.is_(None)
+        connection.execute(sa.update(schema.archive_pages).where(*mine).values(kept_days=days))
 
 
-def set_removed(connection: Connection, numbers: Collection[int]) -> None:
-    """Records that the rollout files of these pages are removed."""
-    mine = _pages.id.in_(list(numbers))
+def set_removed(connection: Connection, number: int) -> None:
+    """Records that the rollout files of this page are removed."""
+    mine = _pages.id == number
     connection.execute(sa.update(schema.archive_pages).where(mine).values(removed=True))
 
 

@@ -1,12 +1,16 @@
 """Removes rollout files of the archive once they are old (docs/retention.md, "Rollout files").
 
-    choose    a round of pages of the archive whose files are all old
+    choose    up to PAGES_AT_ONCE pages of the archive whose files are all old
+    search    the whole archive, once, for lines that depend on one of these pages' files
     mark      `archive_pages.kept_days`: nothing expects their rollout files from here on
-    delete    the objects that no row and no line of the archive depends on
-    done      `archive_pages.removed`
+    delete    one page after another, the objects that no row and no line depends on
+    done      `archive_pages.removed` of that page
 
-Pages are marked before and done after anything of them is deleted, all pages of a round at once. A
-round that is killed is done again, and until then nothing misses a file.
+Pages are marked before and done after anything of them is deleted, all chosen pages at once. What
+is marked when the command is killed is done by the next one, and until then nothing misses a file.
+
+The search keeps what the lines depend on only if it is, or seems to be, one of the chosen pages'
+files (`_Filter`), so its memory does not grow with the rest of the archive.
 
 Whether an object may go is asked in the transaction in which it is deleted, and no submission is
 added meanwhile. Its upload is copied to permanent storage afterwards, so the same bytes can come
@@ -34,8 +38,10 @@ DAY_SECONDS = 86_400
 KEPT_POLICIES = 64
 """Files of the newest policies stay, however old: a trainer that goes on from a checkpoint trains
 batches again that they are in."""
-PAGES_AT_ONCE = 100
-"""Pages of a round. It reads the whole archive once, and holds the names of these pages' files."""
+PAGES_AT_ONCE = 50_000
+"""Pages that are chosen together: the filter of their files takes 100 MB."""
+_FILTER_BYTES = 2
+"""Bytes of the filter for each file."""
 _OBJECTS_AT_ONCE = 250
 """Objects that are deleted in a transaction. Submissions wait for it."""
 _DELETERS = 16
@@ -71,46 +77,52 @@ def remove(
     done, after = Removed(), 0
     while True:
         with store.read() as connection:
-            some = _next(connection, now - days * DAY_SECONDS, after)
+            due = _next(connection, now - days * DAY_SECONDS, after)
             newest = policies.latest_version(connection) or 0
             pages = archive.pages(connection)
-        if not some:
+        if not due:
             return done
-        after = some[-1].id
-        files: dict[Digest, int] = {}
-        chosen: set[int] = set()
-        for page in some:
-            found = _files(objects, page, newest - KEPT_POLICIES)
-            if found is not None:
-                chosen.add(page.id)
-                files |= found
+        after = due[-1].id
+        filtered = _Filter(sum(page.files for page in due))
+        chosen: dict[int, Page] = {}
+        for page in due:
+            files, policy = _files(objects, page)
+            if policy < newest - KEPT_POLICIES:
+                chosen[page.id] = page
+                for name in files:
+                    filtered.add(name)
         if not chosen:
             continue
-        count = len(files)
-        _leave_out(files, objects, pages, chosen)
-        if dry_run:
-            with store.read() as connection:
-                for part in _parts(files):
-                    for name in _named(connection, part):
-                        del files[name]
-            gone, size = len(files), sum(files.values())
-        else:
+        search = _Search(objects, chosen, filtered)
+        search.read(pages)
+        if not dry_run:
             with store.begin() as connection:
-                archive.mark(connection, chosen, days)
-            gone, size = _delete(store, objects, files, pages, chosen, went)
-            with store.begin() as connection:
-                archive.set_removed(connection, chosen)
-        done = Removed(
-            pages=done.pages + len(chosen),
-            files=done.files + gone,
-            bytes=done.bytes + size,
-            shared=done.shared + count - gone,
-        )
+                archive.mark(connection, list(chosen), days)
+        for page in chosen.values():
+            files, _ = _files(objects, page)
+            gone: list[Digest] = []
+            for part in _parts(files):
+                if dry_run:
+                    with store.read() as connection:
+                        gone += search.free(connection, part)
+                else:
+                    deleted = _delete(store, objects, search, part)
+                    gone += deleted
+                    went(len(deleted))
+            if not dry_run:
+                with store.begin() as connection:
+                    archive.set_removed(connection, page.id)
+            done = Removed(
+                pages=done.pages + 1,
+                files=done.files + len(gone),
+                bytes=done.bytes + sum(files[name] for name in gone),
+                shared=done.shared + len(files) - len(gone),
+            )
 
 
 def _next(connection: Connection, before: float, after: int) -> list[Page]:
     """Returns the next pages with an id above `after`, at most PAGES_AT_ONCE, whose files were all
-    received before `before` or that a round has marked, and that are not done."""
+    received before `before` or that are marked, and that are not done."""
     found = schema.archive_pages.c
     query = (
         sa.select(schema.archive_pages)
@@ -126,63 +138,75 @@ def _next(connection: Connection, before: float, after: int) -> list[Page]:
     return [Page(**row) for row in connection.execute(query).mappings()]
 
 
-def _files(objects: ObjectStore, page: Page, below: int) -> dict[Digest, int] | None:
-    """Returns the rollout files of a page that may be removed, and their sizes in bytes; None if a
-    file of it was made by policy `below` or a later one."""
-    found = {}
+def _files(objects: ObjectStore, page: Page) -> tuple[dict[Digest, int], int]:
+    """Returns the rollout files of a page that may be removed, with their sizes in bytes, and the
+    newest policy that made a file of the page."""
+    found, policy = {}, 0
     for line in archive.read(objects, page.digest):
         (file,) = json.loads(line)["submissions"]
-        if file["policy_version"] >= below:
-            return None
+        policy = max(policy, file["policy_version"])
         if archive.removable(file):
             found[Digest(file["sha256"])] = int(file["size"])
-    return found
+    return found, policy
 
 
-def _leave_out(
-    files: dict[Digest, int], objects: ObjectStore, pages: Sequence[Page], chosen: Collection[int]
-) -> None:
-    """Removes from `files` what a line of these pages depends on once the `chosen` are marked."""
-    for page in pages:
-        marked = page.kept_days is not None or page.id in chosen
-        files.pop(page.digest, None)
-        for line in archive.read(objects, page.digest) if page.files else ():
-            for name in archive.named(line, marked=marked):
-                files.pop(name, None)
+class _Filter:
+    """A Bloom filter of `names` names: all that were added are in it, and one of 400 others."""
+
+    def __init__(self, names: int) -> None:
+        self._bits = bytearray(_FILTER_BYTES * names)
+
+    def add(self, name: Digest) -> None:
+        for place in self._places(name):
+            self._bits[place >> 3] |= 1 << (place & 7)
+
+    def __contains__(self, name: Digest) -> bool:
+        return all(self._bits[place >> 3] >> (place & 7) & 1 for place in self._places(name))
+
+    def _places(self, name: Digest) -> list[int]:
+        digits, bits = name[2:], 8 * len(self._bits)
+        return [int(digits[start : start + 16], 16) % bits for start in range(0, 64, 16)]
 
 
-def _named(connection: Connection, names: Sequence[Digest]) -> set[Digest]:
-    """Returns those of these objects that a row names."""
-    queries = (sa.select(column).where(column.in_(names)) for column in backup.NAMED)
-    return {Digest(name) for name in connection.execute(sa.union(*queries)).scalars()}
+class _Search:
+    """The search for what lines of the archive depend on once the pages `chosen` are marked.
+    `names`: what was found, as far as it is in the filter."""
+
+    def __init__(self, objects: ObjectStore, chosen: Collection[int], filtered: _Filter) -> None:
+        self._objects, self._chosen, self._filter = objects, chosen, filtered
+        self._last = 0
+        self.names: set[Digest] = set()
+
+    def read(self, pages: Sequence[Page]) -> None:
+        """Searches these pages, oldest first."""
+        for page in pages:
+            marked = page.kept_days is not None or page.id in self._chosen
+            found = {page.digest}
+            for line in archive.read(self._objects, page.digest) if page.files else ():
+                found |= archive.named(line, marked=marked)
+            self.names |= {name for name in found if name in self._filter}
+            self._last = page.id
+
+    def free(self, connection: Connection, names: Collection[Digest]) -> list[Digest]:
+        """Returns those of these files that no row depends on, and no line, also of pages that were
+        written since the search."""
+        self.read(archive.pages(connection, after=self._last))
+        free = {*names} - self.names
+        queries = (sa.select(column).where(column.in_(free)) for column in backup.NAMED)
+        free -= {Digest(name) for name in connection.execute(sa.union(*queries)).scalars()}
+        return sorted(free)
 
 
 def _delete(
-    store: Store,
-    objects: ObjectStore,
-    files: dict[Digest, int],
-    pages: Sequence[Page],
-    chosen: Collection[int],
-    went: Callable[[int], None],
-) -> tuple[int, int]:
-    """Deletes the objects that nothing depends on; returns their number and total size in bytes.
-    `pages` are the archive pages that were already searched for dependents."""
-    known = max(page.id for page in pages)
-    gone = size = 0
-    with ThreadPoolExecutor(_DELETERS) as pool:
-        for part in _parts(files):
-            mine = {name: files[name] for name in part}
-            with store.begin() as connection:
-                if not store.is_sqlite:  # which has one writer at a time
-                    connection.execute(sa.text("LOCK TABLE submissions IN SHARE MODE"))
-                later = [page for page in archive.pages(connection) if page.id > known]
-                _leave_out(mine, objects, later, chosen)
-                for name in _named(connection, part):
-                    mine.pop(name, None)
-                list(pool.map(objects.delete, map(digest_key, mine)))
-            gone, size = gone + len(mine), size + sum(mine.values())
-            went(len(mine))
-    return gone, size
+    store: Store, objects: ObjectStore, search: _Search, names: Sequence[Digest]
+) -> list[Digest]:
+    """Deletes those of these objects that nothing depends on; returns them."""
+    with store.begin() as connection, ThreadPoolExecutor(_DELETERS) as pool:
+        if not store.is_sqlite:  # which has one writer at a time
+            connection.execute(sa.text("LOCK TABLE submissions IN SHARE MODE"))
+        free = search.free(connection, names)
+        list(pool.map(objects.delete, map(digest_key, free)))
+    return free
 
 
 def _parts(files: Collection[Digest]) -> list[list[Digest]]:
