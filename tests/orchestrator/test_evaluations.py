@@ -203,7 +203,8 @@ def test_evaluation_leases_and_files_count_as_no_work_to_train_on(pool: Pool) ->
 
     def under_way() -> list[tuple[int, float]]:
         with world.backend.store.read() as connection:
-            return leases.under_way(connection, now=world.clock(), younger_than=0)
+            now = world.clock()
+            return leases.under_way(connection, now=now, younger_than=0, proven=1).groups
 
     lease = leased(world, session)
     assert lease.heldout == 0

@@ -166,6 +166,61 @@ def test_pages_of_files_have_each_file_once_though_times_are_equal(either_store:
     assert found == whole
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_under_way_is_what_a_look_at_each_open_lease_says(
+    either_store: Store, seed: int
+) -> None:
+    dice = random.Random(seed)
+    rows: list[dict[str, Any]] = [
+        {
+            "address": signer(at).address,
+            "provider": dice.choice((None, NODE, OTHER, signer(3).address)),
+            "status": dice.choice(("active", "left")),
+            "kept": dice.choice((0.0, 0.0, 0.2 * seed)),
+            "missed": dice.choice((0.0, 1.5)),
+            "misses": dice.choice((0, 0, 1)),
+            "speed_class": 1, "hardware": "", "runtime": "", "last_heartbeat": 0.0,
+            "created_at": 0.0,
+        }
+        for at in range(1, 9)
+    ]  # fmt: skip
+    given = [
+        {
+            "digest": name(at), "node": dice.choice(rows)["address"], "step": 0, "body": "",
+            "lease_index": at, "policy_version": dice.randrange(2), "target": 8,
+            "status": dice.choice(("open", "open", "open", "expired")),
+            "deadline": dice.choice((9, 10, 11)), "created_at": dice.choice((4.0, 5.0, 6.0)),
+            "shadow": dice.random() < 0.1, "evaluation": dice.choice((None, None, None, 1)),
+        }
+        for at in range(60)
+    ]  # fmt: skip
+    with either_store.begin() as connection:
+        connection.execute(sa.insert(schema.nodes), rows)
+        connection.execute(sa.insert(schema.leases), given)
+    node = {row["address"]: row for row in rows}
+    owner = {row["address"]: row["provider"] or row["address"] for row in rows}
+    kept, missed = Counter[str](), Counter[str]()
+    for row in rows:
+        kept[owner[row["address"]]] += row["kept"]
+        missed[owner[row["address"]]] += row["missed"]
+    groups, newcomers = Counter[int](), 0
+    for lease in given:
+        holder, of = node[lease["node"]], owner[lease["node"]]
+        if lease["status"] != "open" or lease["deadline"] < 10 or lease["shadow"]:
+            continue
+        newcomers += kept[of] < 0.5
+        if holder["status"] == "active" and lease["created_at"] >= 5 and not lease["evaluation"]:
+            share = (kept[of] + 1) / (kept[of] + missed[of] + 1)
+            groups[lease["policy_version"]] += 0 if holder["misses"] else share
+    with either_store.read() as connection:
+        found = leases.under_way(connection, now=10, younger_than=5, proven=0.5)
+    assert dict(found.groups) == pytest.approx(dict(groups))
+    assert len(found.groups) == len(groups)
+    assert found.newcomers == newcomers
+    active = {owner[row["address"]] for row in rows if row["status"] == "active"}
+    assert found.established == any(kept[one] >= 0.5 for one in active)
+
+
 def test_what_became_of_a_lease_is_what_became_of_its_file(either_store: Store) -> None:
     files = ("submitted", "accepted", "rejected", "void")
     nodes = {one: signer(at).address for at, one in enumerate(("open", "expired", *files), 1)}

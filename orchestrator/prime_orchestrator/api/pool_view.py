@@ -54,17 +54,17 @@ def supply_of(connection: Connection, backend: Backend) -> Supply:
     """
     run, now = backend.context.run, backend.now()
     step = batches.next_step(connection)
-    newcomers, established = leases.newcomers(connection, now, standing.PROVEN)
+    under_way = leases.under_way(
+        connection, now=now, younger_than=now - run.lease_seconds / 2, proven=standing.PROVEN
+    )
     return Supply(
         next_step=step,
         latest_version=policies.latest_version(connection),
         free=tuple(groups.free_counts(connection, oldest_version=step - run.max_staleness)),
-        under_way=tuple(
-            leases.under_way(connection, now=now, younger_than=now - run.lease_seconds / 2)
-        ),
+        under_way=tuple(under_way.groups),
         informative=groups.informative_share(connection, RECENT_GROUPS),
-        newcomers=newcomers,
-        established=established,
+        newcomers=under_way.newcomers,
+        established=under_way.established,
     )
 
 

@@ -318,34 +318,59 @@ def highest_step(connection: Connection) -> int | None:
     return None if found is None else int(found)
 
 
-def under_way(
-    connection: Connection, *, now: float, younger_than: float
-) -> list[tuple[int, float]]:
-    """Returns (policy version, number of leases) that may still bring groups.
+@dataclass(frozen=True)
+class UnderWay:
+    """What `under_way` returns. `groups`: (policy version, number of leases) that may still bring
+    groups; `newcomers`: open paid leases of nodes whose provider kept fewer than `proven` leases;
+    `established`: an active node's provider kept at least that many."""
 
-    Counts open leases before their deadline that were issued to active nodes after `younger_than`,
-    and submitted ones that a validator may still judge. Shadow and evaluation leases are excluded
-    because their files bring no groups to train on. An open lease is weighted by the share of
-    leases that its provider's nodes kept recently, and counts as 0 if the node's latest lease
-    expired.
+    groups: list[tuple[int, float]]
+    newcomers: int
+    established: bool
+
+
+def under_way(
+    connection: Connection, *, now: float, younger_than: float, proven: float
+) -> UnderWay:
+    """Returns what is under way in the pool, with one look at the providers' records.
+
+    Groups may come of open leases before their deadline that were issued to active nodes after
+    `younger_than`, and of submitted ones that a validator may still judge. Shadow and evaluation
+    leases are excluded because their files bring no groups to train on. An open lease is weighted
+    by the share of leases that its provider's nodes kept recently, and counts as 0 if the node's
+    latest lease expired.
     """
     nodes, jobs = schema.nodes.c, schema.jobs.c
-    owners = _owners()
+    active = nodes.status == "active"
+    owners = (
+        sa.select(
+            owner_column().label("owner"),
+            sa.func.sum(nodes.kept).label("kept"),
+            sa.func.sum(nodes.missed).label("missed"),
+            sa.func.max(sa.case((active, 1), else_=0)).label("active"),
+        )
+        .group_by(owner_column())
+        .cte("owners")
+    )
     share = (owners.c.kept + 1.0) / (owners.c.kept + owners.c.missed + 1.0)
-    weight = sa.case((nodes.misses > 0, 0.0), else_=share)
+    brings = sa.and_(active, _leases.created_at >= younger_than, _leases.evaluation.is_(None))
     held = (
-        sa.select(_leases.policy_version, sa.func.sum(weight))
+        sa.select(
+            _leases.policy_version,
+            sa.func.sum(sa.case((~brings, None), (nodes.misses > 0, 0.0), else_=share)),
+            sa.func.sum(sa.case((owners.c.kept < proven, 1), else_=0)),
+        )
         .join(schema.nodes, nodes.address == _leases.node)
         .join(owners, owners.c.owner == owner_column())
         .where(
             _leases.status == "open",
             _leases.deadline >= now,
-            _leases.created_at >= younger_than,
-            nodes.status == "active",
             _leases.shadow.is_(False),
-            _leases.evaluation.is_(None),
         )
         .group_by(_leases.policy_version)
+    )
+    known = sa.select(sa.null(), sa.null(), sa.func.count()).where(
+        owners.c.active == 1, owners.c.kept >= proven
     )
     judged_soon = (
         sa.select(_submissions.policy_version, sa.func.count())
@@ -359,45 +384,14 @@ def under_way(
         )
         .group_by(_submissions.policy_version)
     )
-    found = [*connection.execute(held), *connection.execute(judged_soon)]
-    return sorted((int(version), float(n)) for version, n in found)
-
-
-def _owners() -> sa.Subquery:
-    """Returns each provider's record: leases its nodes kept and missed."""
-    nodes = schema.nodes.c
-    query = sa.select(
-        owner_column().label("owner"),
-        sa.func.sum(nodes.kept).label("kept"),
-        sa.func.sum(nodes.missed).label("missed"),
+    rows = connection.execute(held.union_all(known)).all()
+    groups = [(version, n) for version, n, _ in rows if version is not None and n is not None]
+    groups += [(version, n) for version, n in connection.execute(judged_soon)]
+    return UnderWay(
+        groups=sorted((int(version), float(n)) for version, n in groups),
+        newcomers=sum(int(n) for version, _, n in rows if version is not None),
+        established=any(n for version, _, n in rows if version is None),
     )
-    return query.group_by(owner_column()).subquery()
-
-
-def newcomers(connection: Connection, now: float, proven: float) -> tuple[int, bool]:
-    """Returns (open paid leases of nodes whose provider kept fewer than `proven` leases, whether an
-    active node's provider kept at least that many)."""
-    nodes = schema.nodes.c
-    owners = _owners()
-    held = (
-        sa.select(sa.func.count())
-        .select_from(schema.leases)
-        .join(schema.nodes, nodes.address == _leases.node)
-        .join(owners, owners.c.owner == owner_column())
-        .where(
-            _leases.status == "open",
-            _leases.deadline >= now,
-            _leases.shadow.is_(False),
-            owners.c.kept < proven,
-        )
-    )
-    known = (
-        sa.select(nodes.address)
-        .join(owners, owners.c.owner == owner_column())
-        .where(nodes.status == "active", owners.c.kept >= proven)
-        .limit(1)
-    )
-    return int(connection.execute(held).scalar_one()), connection.execute(known).first() is not None
 
 
 def latest_by_target(
