@@ -42,7 +42,7 @@
 | GET  /v1/nodes/{node} | anyone | → NodeInfo |
 | GET  /v1/nodes/{node}/passport | anyone | → SignedPassport |
 | GET  /v1/nodes/{node}/memory | anyone | → SignedMemory |
-| GET  /v1/nodes/{node}/leases | anyone | → list[LeaseInfo], newest last, at most 1,000 |
+| GET  /v1/nodes/{node}/leases?before=&archived= | anyone | → list[LeaseInfo], by pages |
 | GET  /v1/rewards/{node} | anyone | → RewardInfo |
 | GET  /v1/validators/{validator} | anyone | → ValidatorInfo |
 | GET  /v1/transactions/{tx_hash} | anyone | → TransactionInfo |

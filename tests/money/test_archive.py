@@ -85,6 +85,7 @@ def pool(
     monkeypatch.setattr(opinions, "RECENT", 1)
     monkeypatch.setattr(submissions, "COMPUTE_FILES", 1)
     monkeypatch.setattr(scheduler, "window", lambda _: 1)
+    monkeypatch.setattr(status, "LEASES_SHOWN", 3)
     url = request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
     made = open_manager(tmp_path, url=url)
     made.publish(0)
@@ -165,6 +166,8 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
                 answer = http.get(path)
                 assert answer.status_code == 200, path
                 said[path] = answer.content
+        for node in EVERYONE:
+            said[f"leases {node.address}"] = listed_leases(http, node)
     with mgr.store.read() as connection:
         for row in rows:
             found, archived = rollouts.find(connection, row.digest[:20], mgr.objects)
@@ -195,6 +198,21 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
     said["status"] = status.status(mgr.backend)
     said["metrics"] = generate_latest(PoolMetrics(mgr.backend, RequestCounts()))
     return said
+
+
+def listed_leases(http: TestClient, node: LocalSigner) -> list[tuple[str, str]]:
+    """Every lease of the node and what became of it, as the public list says page by page."""
+    url, found = f"/v1/nodes/{node.address}/leases", list[tuple[str, str]]()
+    while url:
+        answer = http.get(url)
+        assert answer.status_code == 200, url
+        page = answer.json()
+        times = [one["created_at"] for one in page]
+        assert times == sorted(times)
+        found += [(one["digest"], one["status"]) for one in page]
+        url = answer.links["next"]["url"] if "next" in answer.links else ""
+    assert len(dict(found)) == len(found)
+    return sorted(found)
 
 
 def archived_names(mgr: ManagerSide) -> list[Digest]:
@@ -317,7 +335,17 @@ def test_a_nodes_list_reaches_its_archived_files_a_page_of_the_archive_an_answer
         for wrong in ("-1", "x", "9" * 30):
             assert http.get(f"{first}&archived={wrong}").status_code == 400
         assert http.get(f"{first}&archived=0").json() == []
-        pool.objects.delete(digest_key(read[0]))
+        (last,) = read
+        for wrong, code in (("archived=x", 400), ("before=x", 400), (f"before={ZERO_DIGEST}", 404)):
+            assert http.get(f"/v1/nodes/{OTHER.address}/leases?{wrong}").status_code == code
+        read.clear()
+        assert http.get(f"/v1/nodes/{OTHER.address}/leases?archived=5").status_code == 200
+        assert len(read) == 1
+        (own, *_), (others, *_) = (listed_leases(http, node) for node in (HONEST, OTHER))
+        foreign = f"/v1/nodes/{OTHER.address}/leases?before={own[0]}"
+        assert http.get(foreign).status_code == 404
+        assert http.get(foreign.replace(own[0], others[0])).status_code == 200
+        pool.objects.delete(digest_key(last))
         assert http.get(answer.request.url).status_code == 503
 
 

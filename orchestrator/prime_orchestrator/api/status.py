@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from prime_chain.networks import NETWORKS
 from prime_core import seeds
@@ -30,6 +30,7 @@ from prime_core.messages import (
 )
 from prime_core.run import RunDefinition
 from prime_core.storage.base import digest_key
+from prime_core.task import LeaseOutcome
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
@@ -56,10 +57,12 @@ from prime_orchestrator.store import (
     submissions,
 )
 from prime_orchestrator.store.batches import BatchSummary
+from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
+T = TypeVar("T")
 CHAIN_SILENT_SECONDS = 30
 PAUSES_SEEN, STALLED_PAUSES = 10, 3
 """A pool is stalled after STALLED_PAUSES times the longest of the last PAUSES_SEEN pauses between
@@ -67,6 +70,14 @@ batches, and at the earliest after a lease's duration."""
 _EXPLORERS = {network.chain_id: network.explorer for network in NETWORKS}
 LEASES_SHOWN = 1000
 MAX_BATCHES, MAX_TRANSACTIONS, MAX_SLASHES, MAX_VERSIONS, MAX_NODES = 200, 20, 50, 200, 500
+
+
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """A part of a list; `following` is the query for the next one, "" at the end."""
+
+    items: list[T]
+    following: str
 
 
 def pool_info(backend: Backend, host: str) -> PoolInfo:
@@ -213,10 +224,31 @@ def node_info(backend: Backend, node: Address) -> NodeInfo:
         return _infos(connection, [row])[0]
 
 
-def lease_list(backend: Backend, node: Address) -> list[LeaseInfo]:
-    """Returns the newest leases of one node, newest last. They are public."""
+def lease_list(backend: Backend, node: Address, before: Digest | None) -> Part[LeaseInfo]:
+    """Returns a part of the node's leases, newest last, those given before `before` if it is given,
+    without archived ones, which follow the last part. They are public. Raises NotFoundError if
+    `before` is not a lease of this node."""
     with backend.store.read() as connection:
-        rows = leases.newest_of(connection, node, LEASES_SHOWN)
+        last = None if before is None else leases.get(connection, before)
+        if before is not None and last is None:
+            file = archive.of_lease(connection, backend.objects, before)
+            last = None if file is None else file.lease
+        if before is not None and (last is None or last.node != node):
+            raise NotFoundError(f"node {node} has no lease {before}, or it is archived")
+        rows = leases.newest_of(connection, node, LEASES_SHOWN, before=last)
+        if len(rows) == LEASES_SHOWN:
+            return Part(_lease_infos(rows), f"before={rows[0][0].digest}")
+        return Part(_lease_infos(rows), _archived(archive.newest_page(connection, of_leases=True)))
+
+
+def archived_leases(backend: Backend, node: Address, newest: int) -> Part[LeaseInfo]:
+    """Like `archived_list`, for leases, newest last."""
+    with backend.store.read() as connection:
+        rows, page = archive.leases_of_node(connection, backend.objects, node, newest)
+    return Part(_lease_infos(rows), _archived(page))
+
+
+def _lease_infos(rows: Sequence[tuple[LeaseRow, LeaseOutcome]]) -> list[LeaseInfo]:
     return [
         LeaseInfo(
             digest=row.digest,
@@ -359,17 +391,9 @@ def submission_info(backend: Backend, digest: Digest) -> SubmissionInfo:
     return info
 
 
-@dataclass(frozen=True)
-class SubmissionPage:
-    """A page of a node's submissions; `following` is the query for the next one, "" at the end."""
-
-    submissions: list[SubmissionInfo]
-    following: str
-
-
-def submission_list(backend: Backend, node: Address, before: Digest | None) -> SubmissionPage:
-    """Returns a page of the node's submissions, newest first, those older than `before` if it is
-    given, without archived ones, which follow the last page. Raises NotFoundError if `before` is
+def submission_list(backend: Backend, node: Address, before: Digest | None) -> Part[SubmissionInfo]:
+    """Returns a part of the node's submissions, newest first, those older than `before` if it is
+    given, without archived ones, which follow the last part. Raises NotFoundError if `before` is
     not a submission of this node."""
     with backend.store.browse() as connection:
         last = None
@@ -382,18 +406,20 @@ def submission_list(backend: Backend, node: Address, before: Digest | None) -> S
         if len(rows) == SUBMISSIONS_PAGE:
             following = f"before={rows[-1].digest}"
         else:
-            page = archive.newest_page(connection)
-            following = "" if page is None else f"archived={page}"
-        return SubmissionPage(_submission_infos(connection, rows), following)
+            following = _archived(archive.newest_page(connection))
+        return Part(_submission_infos(connection, rows), following)
 
 
-def archived_list(backend: Backend, node: Address, newest: int) -> SubmissionPage:
+def archived_list(backend: Backend, node: Address, newest: int) -> Part[SubmissionInfo]:
     """Returns the node's submissions in one page of the archive, the newest with a number up to
     `newest`. Often there are none, although older pages have some."""
     with backend.store.browse() as connection:
         rows, page = archive.of_node(connection, backend.objects, node, newest)
-        following = "" if page is None else f"archived={page}"
-        return SubmissionPage(_submission_infos(connection, rows), following)
+        return Part(_submission_infos(connection, rows), _archived(page))
+
+
+def _archived(page: int | None) -> str:
+    return "" if page is None else f"archived={page}"
 
 
 def _submission_infos(

@@ -29,6 +29,7 @@ from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Address, Digest, to_bytes
 from prime_core.storage.base import ObjectStore, digest_key
+from prime_core.task import LeaseOutcome
 from prime_core.verdict import Reason
 from prime_orchestrator.store import (
     evaluations,
@@ -445,10 +446,11 @@ def pages(connection: Connection, since: float | None = None, after: int = 0) ->
     return [Page(**row) for row in connection.execute(query).mappings()]
 
 
-def newest_page(connection: Connection) -> int | None:
-    """Returns the id of the newest page of files; None if there is none."""
-    found = connection.execute(sa.select(sa.func.max(_pages.id)).where(_pages.files > 0)).scalar()
-    return None if found is None else int(found)
+def newest_page(connection: Connection, *, of_leases: bool = False) -> int | None:
+    """Returns the id of the newest page of files, or with `of_leases` of any page; None if there is
+    none."""
+    found = [page.id for page in _newest(connection, None, 1, of_leases=of_leases)]
+    return found[0] if found else None
 
 
 def of_node(
@@ -459,23 +461,51 @@ def of_node(
 
     Raises UnavailableError if the page cannot be read.
     """
-    query = (
-        sa.select(schema.archive_pages)
-        .where(_pages.id <= newest, _pages.files > 0)
-        .order_by(_pages.id.desc())
-        .limit(2)
-    )
-    left = [Page(**row) for row in connection.execute(query).mappings()]
+    left = _newest(connection, newest, 2, of_leases=False)
+    found = [_parse(line, None).submission for line in _lines_of(objects, left[:1], node)]
+    mine = [row for row in found if row.node == node]
+    mine.sort(key=lambda row: (row.received_at, row.digest), reverse=True)
+    return mine, left[1].id if len(left) > 1 else None
+
+
+def leases_of_node(
+    connection: Connection, objects: ObjectStore, node: Address, newest: int
+) -> tuple[list[tuple[LeaseRow, LeaseOutcome]], int | None]:
+    """Like `of_node`, for the leases in the newest page of any kind, newest last, with what became
+    of each."""
+    left = _newest(connection, newest, 2, of_leases=True)
+    found: list[tuple[LeaseRow, LeaseOutcome]] = []
+    for line in _lines_of(objects, left[:1], node):
+        rows = json.loads(line)
+        lease = LeaseRow(**rows["leases"][0])
+        if lease.node == node:
+            file = rows.get("submissions")
+            found.append((lease, file[0]["status"] if file else lease.status))
+    found.sort(key=lambda one: (one[0].created_at, one[0].lease_index))
+    return found, left[1].id if len(left) > 1 else None
+
+
+def _newest(
+    connection: Connection, newest: int | None, limit: int, *, of_leases: bool
+) -> list[Page]:
+    """Returns at most `limit` pages with an id up to `newest` (None: any), newest first; with
+    `of_leases` also pages of leases without a file."""
+    query = sa.select(schema.archive_pages).order_by(_pages.id.desc()).limit(limit)
+    if newest is not None:
+        query = query.where(_pages.id <= newest)
+    if not of_leases:
+        query = query.where(_pages.files > 0)
+    return [Page(**row) for row in connection.execute(query).mappings()]
+
+
+def _lines_of(objects: ObjectStore, pages: Sequence[Page], node: Address) -> list[str]:
+    """Returns the lines of these pages that name the node. Raises UnavailableError if a page cannot
+    be read."""
     try:
-        files = [one for page in left[:1] for one in of_page(objects, page, Wanted(node=node))]
+        found = [line for page in pages for line in read(objects, page.digest)]
     except (NotFoundError, MalformedError, UntrustedError) as error:
         raise UnavailableError(f"a page of the archive cannot be read: {error}") from error
-    found = sorted(
-        (one.submission for one in files),
-        key=lambda row: (row.received_at, row.digest),
-        reverse=True,
-    )
-    return found, left[1].id if len(left) > 1 else None
+    return [line for line in found if node in line]  # parsing costs most
 
 
 def every(connection: Connection, objects: ObjectStore, wanted: Wanted) -> Iterator[ArchivedFile]:

@@ -167,16 +167,24 @@ def with_failures(connection: Connection, nodes: Collection[Address]) -> frozens
 
 
 def newest_of(
-    connection: Connection, node: Address, limit: int, *, ended: bool = False
+    connection: Connection,
+    node: Address,
+    limit: int,
+    *,
+    ended: bool = False,
+    before: LeaseRow | None = None,
 ) -> list[tuple[LeaseRow, LeaseOutcome]]:
     """Returns the newest `limit` leases of `node`, newest last, each with what became of it.
-    `ended`: without open ones."""
+    `ended`: without open ones; `before`: only those given earlier than this one."""
     query = (
         sa.select(schema.leases)
         .where(_leases.node == node)
-        .order_by(_leases.created_at.desc(), _leases.lease_index.desc())
+        .order_by(_leases.created_at.desc(), _leases.step.desc(), _leases.lease_index.desc())
         .limit(limit)
     )
+    if before is not None:
+        place = sa.tuple_(_leases.created_at, _leases.step, _leases.lease_index)
+        query = query.where(place < sa.tuple_(before.created_at, before.step, before.lease_index))
     if ended:
         query = query.where(_leases.status != "open")
     rows = records(LeaseRow, connection.execute(query).mappings().all())[::-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
@@ -42,6 +42,7 @@ from prime_orchestrator.api.routes.http import (
     post,
     signed_by,
 )
+from prime_orchestrator.api.status import Part
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.store import Connection, batches, draws, policies
 from prime_orchestrator.store.batches import BatchRow
@@ -166,9 +167,16 @@ def router(backend: Backend) -> APIRouter:
         return answer(status.node_info(backend, ids.address(node)))
 
     @routes.get("/v1/nodes/{node}/leases", responses={200: {"model": list[LeaseInfo]}})
-    def lease_list(node: str) -> Response:
-        """The newest leases of one node."""
-        return answer(list(status.lease_list(backend, ids.address(node))))
+    def lease_list(node: str, before: str = "", archived: str = "") -> Response:
+        """A node's leases, a page at a time, the newest last on it and on the first page; archived
+        ones follow. The header `Link` names the next page; a page of the archive may be empty."""
+        owner = ids.address(node)
+        if archived:
+            page = status.archived_leases(backend, owner, _number(archived, "archived"))
+        else:
+            last = ids.digest(before) if before else None
+            page = status.lease_list(backend, owner, last)
+        return _linked(page, f"/v1/nodes/{owner}/leases?")
 
     @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
     def rewards(node: str) -> Response:
@@ -185,11 +193,7 @@ def router(backend: Backend) -> APIRouter:
         else:
             last = ids.digest(before) if before else None
             page = status.submission_list(backend, owner, last)
-        found = answer(page.submissions)
-        if page.following:
-            target = f"/v1/submissions?node={owner}&{page.following}"
-            found.headers["Link"] = f'<{target}>; rel="next"'
-        return found
+        return _linked(page, f"/v1/submissions?node={owner}&")
 
     @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
     def submission(digest: str) -> Response:
@@ -197,6 +201,14 @@ def router(backend: Backend) -> APIRouter:
         return answer(status.submission_info(backend, ids.digest(digest)))
 
     return routes
+
+
+def _linked(part: Part[Any], path: str) -> Response:
+    """Answers with a part of a list; `path` with the next part's query is what `Link` names."""
+    found = answer(part.items)
+    if part.following:
+        found.headers["Link"] = f'<{path}{part.following}>; rel="next"'
+    return found
 
 
 def _sealed(
