@@ -193,6 +193,7 @@ def facts(
     names = [row.digest for row in rows]
     known, planted = groups.of(connection, names), opinions.planted_among(connection, names)
     known |= {one.submission.digest: list(one.groups) for one in archived}
+    planted |= {one.submission.digest for one in archived if one.planted}
     run, trained_below = runs.at(next_step), batches.trained_below(connection)
     return [
         _file_facts(

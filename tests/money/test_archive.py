@@ -492,6 +492,10 @@ def test_files_of_every_kind_are_archived_once_over_and_all_else_says_the_same(
     left = mixed.rows.keys() - kinds.keys()
     assert {mixed.rows[name] for name in left} == {"newest", *STAYS}
     with pool.store.read() as connection:
+        planted = connection.execute(sa.select(schema.planted.c.submission_digest)).scalars()
+        found = {*planted}
+        assert found <= left
+        assert "planted, then posted" in {mixed.rows[Digest(name)] for name in found}
         query = sa.select(schema.leases.c.evaluation).where(schema.leases.c.status == "expired")
         assert connection.execute(query).scalars().all() == [mixed.running]
         pages = archive.pages(connection)

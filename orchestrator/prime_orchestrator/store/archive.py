@@ -1,6 +1,6 @@
 """The archive: rows of files that are over, in objects of up to FILES files.
 
-    tables     a file's submission, lease, opinions, credit, groups, job and assignments
+    tables     rows of a file, its lease, opinions, credit, groups, job, assignments, planted kind
     page       the same rows, one line of JSON for each file, in one compressed object
     index      `archive_pages` names the object, `archived` says in which line a file is
     totals     what is counted or paid by forever of these rows (`keep_…` of their modules)
@@ -60,6 +60,7 @@ _TABLES = {
         (schema.groups, schema.groups.c.submission_digest),
         (schema.jobs, schema.jobs.c.submission_digest),
         (schema.assignments, schema.assignments.c.submission_digest),
+        (schema.planted, schema.planted.c.submission_digest),
     )
 }
 """Tables with rows of a file, besides its lease, and the column that names it."""
@@ -380,12 +381,14 @@ def _add_page(
 @dataclass(frozen=True)
 class ArchivedFile:
     """The rows of an archived file that are read; opinions as `opinions.of` orders them.
+    `planted`: it is one of the manager's own; on older pages, the table says so instead.
     `kept_days`: how long its rollout file was kept if that may be removed by now."""
 
     submission: SubmissionRow
     lease: LeaseRow
     opinions: tuple[OpinionRow, ...]
     groups: tuple[GroupRow, ...]
+    planted: bool
     kept_days: int | None
 
 
@@ -627,5 +630,6 @@ def _parse(line: str, kept_days: int | None) -> ArchivedFile:
         lease=LeaseRow(**rows["leases"][0]),
         opinions=tuple(sorted(said, key=lambda one: (one.at, one.validator))),
         groups=tuple(GroupRow(**row) for row in rows.get("groups", ())),
+        planted="planted" in rows,
         kept_days=kept_days if removable(rows["submissions"][0]) else None,
     )
