@@ -1,9 +1,8 @@
-"""Run by torchrun in test_trainer_context.py: MODEL SLIDING DATA. Gradients and metrics of four
-ranks, of which two or all four share rows."""
+"""What the ranks of test_trainer_context.py do: gradients and metrics of four, of which two or all
+four share rows."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,9 @@ def trained(models: dict[str, Path], data: Path, world: World, size: int) -> dic
     return found
 
 
-def main() -> None:
-    plain, sliding, data = map(Path, sys.argv[1:])
-    models = {"plain": plain, "sliding": sliding}
+def shared(models: dict[str, Path], data: Path) -> None:
+    """The work of a rank: writes what two and four ranks that share rows find."""
     with joined_world() as world:
         found = {size: trained(models, data, world, size) for size in (2, 4)}
         if world.leads:
             torch.save(found, data / "found.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""Run by torchrun in test_trainer_sharded.py: publishes three versions from parts and, by the
-gathered model, from a folder: MODEL DATA LORA_RANK."""
+"""What the ranks of test_trainer_sharded.py do: publish three versions from parts and, by the
+gathered model, from a folder."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,13 +63,9 @@ def refused(learner: Learner, world: World, model: Path) -> None:
         take_part(learner.policy, world, model, "")
 
 
-def main() -> None:
-    model, data, lora = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+def published(model: Path, data: Path, lora: int) -> None:
+    """The work of a rank. `lora`: rank of the adapters; 0: all weights are trained."""
     with joined_world() as world:
         learner = kit.learner(model, data, world, lora_rank=lora)
         both(learner, world, model, data)
         refused(learner, world, model)
-
-
-if __name__ == "__main__":
-    main()

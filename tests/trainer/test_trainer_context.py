@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import trainer_kit as kit
-from context_ranks import CASES, trained
+from context_ranks import CASES, shared, trained
+from forks import run_ranks
 from torch import Tensor
-from trainer_pool import finished
 
 from prime_core.errors import UserError
 from prime_engine.tiny import write_tiny_model
@@ -20,7 +19,6 @@ from prime_trainer.attention import packed_attention
 from prime_trainer.context import Context
 from prime_trainer.parallel import World
 
-HERE = Path(__file__).parent
 SEGMENTS = ((0, 0, 5), (0, 5, 17), (0, 17, 18), (1, 0, 24))
 """Two rows of 24 tokens, the first with padding: samples that one or all cuts go through."""
 
@@ -39,15 +37,13 @@ def test_ranks_that_share_rows_give_the_gradients_and_metrics_of_one_process(
     window = {"use_sliding_window": True, "sliding_window": 5}
     kinds = {"layer_types": ["full_attention", "sliding_attention"]}
     sliding = changed_model(tmp_path / "sliding", **window, **kinds)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    script = [str(HERE / "context_ranks.py"), str(model), str(sliding), str(tmp_path)]
-    ended = finished([sys.executable, *torchrun, *script])
-    assert ended.returncode == 0, ended.stdout
-    alone = trained({"plain": model, "sliding": sliding}, tmp_path, world, 1)
-    shared = torch.load(tmp_path / "found.pt", weights_only=True)
+    models = {"plain": model, "sliding": sliding}
+    run_ranks(4, shared, models, tmp_path)
+    together = torch.load(tmp_path / "found.pt", weights_only=True)
+    alone = trained(models, tmp_path, world, 1)
     for size in (2, 4):
         for case in CASES:
-            one, found = alone[case], shared[size][case]
+            one, found = alone[case], together[size][case]
             torch.testing.assert_close(found["scored"], one["scored"], rtol=1e-5, atol=1e-5)
             assert kit.relative_difference(found["gradients"], one["gradients"]) < 1e-5
             assert found["line"] == pytest.approx(one["line"], rel=1e-5, abs=1e-6)

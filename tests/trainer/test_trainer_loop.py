@@ -207,7 +207,7 @@ def test_killed_at_random_instants_it_publishes_the_bytes_of_an_undisturbed_run(
     steps, rng = 6, random.Random(seed)
     root = tmp_path / "straight"
     root.mkdir()
-    digests = []
+    digests, seconds, struck = [], 0.0, 0
     for data, kills in ((tmp_path / "a", 0), (tmp_path / "b", 5)):
         home = root / data.name
         home.mkdir()
@@ -218,14 +218,21 @@ def test_killed_at_random_instants_it_publishes_the_bytes_of_an_undisturbed_run(
             for _ in range(kills):
                 with started(command) as child:
                     assert child.stdout is not None
-                    # from its first word on, any instant of the next seconds
+                    # from its first word on, any instant of two thirds of the undisturbed run
                     child.stdout.readline()
-                    instant = time.monotonic() + rng.uniform(0.0, 4.0)
+                    instant = time.monotonic() + rng.uniform(0.0, seconds * 2 / 3)
                     until(lambda end=instant: time.monotonic() > end, "the instant")
+                    struck += child.poll() is None
                     child.send_signal(signal.SIGKILL)
                     child.wait()
-            ended = finished(command)
-            assert ended.returncode == 0, ended.stdout
+            with started(command) as child:
+                assert child.stdout is not None
+                child.stdout.readline()
+                start = time.monotonic()
+                said, _ = child.communicate()
+                seconds = time.monotonic() - start
+            assert child.returncode == 0, said
             digests.append([s.manifest.result_digest for s in pool.published()])
             assert [line["step"] for line in lines(data)] == list(range(steps))
+    assert struck, "each kill came after its end"
     assert digests[0] == digests[1]

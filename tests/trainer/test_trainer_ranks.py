@@ -1,4 +1,4 @@
-"""Two and four ranks under torchrun (gloo) do what one process does."""
+"""Two and four ranks (gloo) do what one process does; two of them under torchrun."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import psutil
 import pytest
 import torch
 import trainer_kit as kit
+from forks import run_ranks
 from trainer_kit import full_state
 from trainer_pool import finished, pool_server, started, until
+from trainer_ranks import resumed, trained
 
 from prime_trainer import checkpoint
 from prime_trainer.config import ObjectiveSettings
@@ -25,11 +27,9 @@ HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launched(ranks: int, model: Path, data: Path, *more: str) -> dict[str, Any]:
-    data.mkdir(exist_ok="resume" in more)
-    script = [str(HERE / "trainer_ranks.py"), str(model), str(data), *more]
-    ended = finished([*TORCHRUN, str(ranks), *script])
-    assert ended.returncode == 0, ended.stdout
+def trained_by(ranks: int, model: Path, data: Path) -> dict[str, Any]:
+    data.mkdir()
+    run_ranks(ranks, trained, model, data)
     return found_in(data, ranks)
 
 
@@ -46,7 +46,7 @@ def test_four_ranks_give_the_gradient_of_one(
 ) -> None:
     # Five rows on four ranks: some have a micro-batch without work.
     root, one, _ = both
-    four = launched(4, model, root / "four")
+    four = trained_by(4, model, root / "four")
     assert kit.relative_difference(four["gradients"], one["gradients"]) < 1e-4
     assert four["statistics"]["loss"] == pytest.approx(one["statistics"]["loss"], rel=1e-4)
 
@@ -57,14 +57,15 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(
     model: Path,
 ) -> None:
     root, one, _ = both
-    found = launched(2, model, root / "one", "resume")
+    run_ranks(2, resumed, model, root / "one")
+    found = found_in(root / "one", 2)
     assert all(torch.equal(found["weights"][name], one["weights"][name]) for name in one["weights"])
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, dict, dict]:  # type: ignore[type-arg]
     root = tmp_path_factory.mktemp("ranks")
-    return root, launched(1, model, root / "one"), launched(2, model, root / "two")
+    return root, trained_by(1, model, root / "one"), trained_by(2, model, root / "two")
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_two_launchers_as_on_two_machines_and_weights_in_host_memory_give_the_sa
     commands = [
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
          "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port),
-         str(HERE / "trainer_ranks.py"), str(model), str(data), "offload"]
+         str(HERE / "trainer_ranks.py"), str(model), str(data)]
         for number in (0, 1)
     ]  # fmt: skip
     with started(commands[0]) as child:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_ranks
 from safetensors.torch import save
-from trainer_pool import finished
+from sharded_ranks import published
 
 from bench.trainer_parts import bench_model
 from prime_broadcast.sharded import bounds
 from prime_trainer.snapshot import FileLayout
-
-HERE = Path(__file__).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +27,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_byte_of_a_policy_of_several_ranks_is_that_of_the_gathered_one(
     tmp_path: Path, larger: Path, ranks: int, lora: int
 ) -> None:
-    script = [str(HERE / "sharded_ranks.py"), str(larger), str(tmp_path), str(lora)]
-    ended = finished([*TORCHRUN, str(ranks), *script])
-    assert ended.returncode == 0, ended.stdout
+    run_ranks(ranks, published, larger, tmp_path, lora)
     files = [
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         for root in (tmp_path / "parts", tmp_path / "whole")

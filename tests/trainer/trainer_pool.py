@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import trainer_kit as kit
+from forks import Forked
 from pools import deployment
 from served import listen, serving
 from served import until as until
@@ -36,6 +37,7 @@ from prime_trainer.config import Settings
 
 PASSWORD = "correct horse"
 REPOSITORY = Path(__file__).parents[2]
+TRAINER = [sys.executable, "-m", "prime_trainer.cli"]
 
 
 def base_digest(model: Path) -> Digest:
@@ -123,7 +125,7 @@ class Pool:
     def command(self, data: Path, *more: str) -> list[str]:
         """`trainer run` as an operator types it."""
         return [
-            sys.executable, "-m", "prime_trainer.cli", "run",
+            *TRAINER, "run",
             "--orchestrator", self.url,
             "--model", str(self.model),
             "--data", str(data),
@@ -153,23 +155,30 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The command as a child in a group of its own, which is gone afterwards."""
-    child = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def started(command: list[str]) -> Iterator[subprocess.Popen[str] | Forked]:
+    """The command as a child in a group of its own, which is gone afterwards. A `trainer` is a
+    fork."""
+    child: subprocess.Popen[str] | Forked
+    if command[: len(TRAINER)] == TRAINER:
+        child = Forked(command[len(TRAINER) :], environment())
+    else:
+        child = subprocess.Popen(
+            command,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
     try:
         yield child
     finally:
         if child.poll() is None:
             # torchrun's ranks have groups of their own, and would keep its output open
             ranks = psutil.Process(child.pid).children(recursive=True)
-            os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             for rank in ranks:
                 with suppress(psutil.NoSuchProcess):
                     rank.kill()
@@ -179,7 +188,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def asked_to_stop(
-    child: subprocess.Popen[str], number: int = signal.SIGTERM, seconds: float = 120.0
+    child: subprocess.Popen[str] | Forked, number: int = signal.SIGTERM, seconds: float = 120.0
 ) -> tuple[int, str]:
     """The exit code of a child that `number` is sent to, and what it still said. Fails the test
     with where each of its threads stood if it does not end."""
@@ -190,17 +199,11 @@ def asked_to_stop(
         child.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER: it says so
         said, _ = child.communicate(timeout=seconds)
         raise AssertionError(f"it did not end within {seconds:g} s:\n{said}") from None
-    return child.returncode, said
+    return child.wait(), said
 
 
 def finished(command: list[str], seconds: float = 280.0) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    return subprocess.run(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    with started(command) as child:
+        said, _ = child.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(command, child.wait(), said)

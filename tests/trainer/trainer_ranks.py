@@ -1,4 +1,6 @@
-"""Run by torchrun in test_trainer_ranks.py: one batch's gradient, two steps, a checkpoint."""
+"""What the ranks of test_trainer_ranks.py do: one batch's gradient, two steps, a checkpoint.
+
+As a program, MODEL DATA: with weights in host memory, under torchrun."""
 
 from __future__ import annotations
 
@@ -14,35 +16,40 @@ from prime_trainer import checkpoint
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import ObjectiveSettings
 from prime_trainer.data import TrainingBatch
-from prime_trainer.learner import backward, train_step
+from prime_trainer.learner import Learner, backward, train_step
 from prime_trainer.metrics import Stopwatch
-from prime_trainer.parallel import joined_world
+from prime_trainer.parallel import World, joined_world
+
+RUN = kit.run_definition()
+WANTED = ObjectiveSettings(kl=0.001, entropy=1e-4)
 
 
-def main() -> None:
-    model, data = Path(sys.argv[1]), Path(sys.argv[2])
-    run = kit.run_definition()
-    wanted = ObjectiveSettings(kl=0.001, entropy=1e-4)
-    offload = "offload" in sys.argv[3:]
+def made(model: Path, data: Path, world: World, **changes: object) -> Learner:
+    """A learner whose rows hold 30 tokens."""
+    return kit.learner(
+        model, data, world, RUN, objective=WANTED, row_tokens=30, micro_tokens=30, **changes
+    )
+
+
+def resumed(model: Path, data: Path) -> None:
+    """Writes the weights of the last checkpoint below `data`."""
     with joined_world() as world:
-        if "resume" in sys.argv[3:]:
-            learner = kit.learner(
-                model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30
-            )
-            checkpoint.load(data, run.digest(), learner.policy, learner.optimizer, world)
-            weights = full_state(learner.policy)
-            if world.leads:
-                torch.save({"weights": weights, "size": world.size}, data / "found.pt")
-            return
+        learner = made(model, data, world)
+        checkpoint.load(data, RUN.digest(), learner.policy, learner.optimizer, world)
+        weights = full_state(learner.policy)
+        if world.leads:
+            torch.save({"weights": weights, "size": world.size}, data / "found.pt")
+
+
+def trained(model: Path, data: Path, *, cpu_offload: bool = False) -> None:
+    """Writes a batch's gradient, and the weights after two steps with their checkpoint."""
+    with joined_world() as world:
         # Five rows on two ranks: one rank has a micro-batch more than the other.
-        learner = kit.learner(
-            model, data, world, run, objective=wanted, row_tokens=30, micro_tokens=30,
-            cpu_offload=offload, mismatch_every=1,
-        )  # fmt: skip
+        learner = made(model, data, world, cpu_offload=cpu_offload, mismatch_every=1)
         statistics = backward(learner, kit.rows())
         gradients = kit.gradients(learner.policy)
         learner.policy.zero_grad()
-        state = TrainerState(run.digest())
+        state = TrainerState(RUN.digest())
         for step in range(2):
             rollouts = kit.rows(seed=step)
             groups = tuple(tuple(rollouts[i : i + 4]) for i in range(0, len(rollouts), 4))
@@ -71,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    trained(Path(sys.argv[1]), Path(sys.argv[2]), cpu_offload=True)
