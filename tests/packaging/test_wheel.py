@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,18 +152,24 @@ def test_the_wheel_holds_our_packages_and_their_data_and_nothing_else(wheel: Pat
     assert "prime_orchestrator/store/migrations/script.py.mako" in names
 
 
-class Installed:
-    """The wheel in an environment of its own, outside of the checkout."""
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment outside of the checkout, which each test fills with what it needs."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder
 
-    def __init__(self, wheel: Path, extra: str, folder: Path) -> None:
-        self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-        self.bin = folder / "venv" / "bin"
+
+class Installed:
+    """The wheel with an extra in an environment that holds nothing else."""
+
+    def __init__(self, venv: Path, wheel: Path, extra: str, folder: Path) -> None:
+        self.folder, self.bin = folder, venv / "bin"
         wanted = f"prime-open[{extra}] @ {wheel.as_uri()}" if extra else str(wheel)
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         subprocess.run(
             ["bash", "-c", INSTALL, "install", ROOT, self.bin / "python",
-             "--constraint", ROOT / "constraints.txt", wanted],
+             "--exact", "--constraint", ROOT / "constraints.txt", wanted],
             check=True, env={**os.environ, "PATH": path},
         )  # fmt: skip
 
@@ -171,7 +178,9 @@ class Installed:
         environment = {
             "PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder),
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-            "PRIME_TOOL_CACHE": str(python_wasm.cache_folder()),  # compiled once for all tests
+            # compiled once for all tests
+            "PRIME_TOOL_CACHE": str(python_wasm.cache_folder()),
+            "PYTHONPYCACHEPREFIX": str(self.bin.parents[1] / "byte-code"),
         }  # fmt: skip
         done = subprocess.run(
             [self.bin / program, *map(str, words)],
@@ -188,6 +197,15 @@ class Installed:
         return self.run("python", "-c", blocks[0])
 
 
+Install = Callable[[str], Installed]
+
+
+@pytest.fixture
+def install(venv: Path, wheel: Path, tmp_path: Path) -> Install:
+    """Installs the wheel with the extra that it is given."""
+    return lambda extra: Installed(venv, wheel, extra, tmp_path)
+
+
 def missing(said: str, extra: str) -> None:
     """One sentence that names what to install, and no traceback."""
     assert "Traceback" not in said
@@ -202,8 +220,56 @@ def test_every_extra_is_installed_by_a_test_or_has_a_reason_not_to_be() -> None:
     assert extras - tested == set(UNTESTED)
 
 
-def test_base(wheel: Path, tmp_path: Path) -> None:
-    installed = Installed(wheel, "", tmp_path)
+def test_broadcast(install: Install, tmp_path: Path) -> None:
+    installed = install("broadcast")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "weights.bin").write_bytes(bytes(1000))
+    data = ("--data", tmp_path / "data", "--key", tmp_path / "key", "--once", "--json")
+    assert '"version": 0' in installed.run("prime-broadcast", "serve", tmp_path / "folder", *data)
+    assert installed.example("prime_broadcast").strip() == "whole b'weights'"
+
+
+def test_verify(install: Install, tmp_path: Path) -> None:
+    installed = install("verify")
+    shutil.copytree(MODEL, tmp_path / "model")
+    file = tmp_path / "file.parquet"
+    installed.run("prime-verify", "prove", "model", file, "--tokens", "40")
+    assert "accepted" in installed.run("prime-verify", "verify", "model", file, "--tokens", "40")
+    other = ("--tokens", "40", "--lease", "1")
+    assert "void" in installed.run("prime-verify", "verify", "model", file, *other, code=3)
+    assert installed.example("prime_verify").startswith("ACCEPTED")
+
+
+@pytest.mark.parametrize(("extra", "program", "words"), PROGRAMS)
+def test_a_programs_extra_is_enough_for_it(
+    install: Install, extra: str, program: str, words: tuple[object, ...]
+) -> None:
+    installed = install(extra)
+    assert re.search(r"\d+\.\d+", installed.run(program, "--version"))
+    installed.run(program, *words)
+
+
+@pytest.mark.parametrize(
+    ("extra", "program", "words", "said"), PARTS, ids=[extra for extra, *_ in PARTS]
+)
+def test_an_optional_part_works_with_its_extra_alone(
+    install: Install, extra: str, program: str, words: tuple[object, ...], said: str
+) -> None:
+    assert said in install(extra).run(program, *words)
+
+
+def test_validator(install: Install) -> None:
+    installed = install("validator")
+    assert re.search(r"\d+\.\d+", installed.run("validator", "--version"))
+    said = installed.run("validator", *DOCTOR, code=1)
+    assert "ok    torch" in said
+    assert "ok    folder" in said
+    assert "FAIL  pool: 127.0.0.1:9 does not answer" in said
+
+
+def test_base(install: Install, tmp_path: Path) -> None:
+    """The last one: of what the others installed, nothing is left."""
+    installed = install("")
     (tmp_path / "password").write_text("secret\n")
     wallet = ("--out", tmp_path / "wallet.json", "--password-file", tmp_path / "password")
     installed.run("prime-node", "wallet", "new", *wallet)
@@ -219,50 +285,3 @@ def test_base(wheel: Path, tmp_path: Path) -> None:
         for words_of_help in (("--version",), ("--help",)):
             installed.run(program, *words_of_help)
         missing(installed.run(program, *words, code=69), extra)
-
-
-def test_broadcast(wheel: Path, tmp_path: Path) -> None:
-    installed = Installed(wheel, "broadcast", tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "weights.bin").write_bytes(bytes(1000))
-    data = ("--data", tmp_path / "data", "--key", tmp_path / "key", "--once", "--json")
-    assert '"version": 0' in installed.run("prime-broadcast", "serve", tmp_path / "folder", *data)
-    assert installed.example("prime_broadcast").strip() == "whole b'weights'"
-
-
-def test_verify(wheel: Path, tmp_path: Path) -> None:
-    installed = Installed(wheel, "verify", tmp_path)
-    shutil.copytree(MODEL, tmp_path / "model")
-    file = tmp_path / "file.parquet"
-    installed.run("prime-verify", "prove", "model", file, "--tokens", "40")
-    assert "accepted" in installed.run("prime-verify", "verify", "model", file, "--tokens", "40")
-    other = ("--tokens", "40", "--lease", "1")
-    assert "void" in installed.run("prime-verify", "verify", "model", file, *other, code=3)
-    assert installed.example("prime_verify").startswith("ACCEPTED")
-
-
-@pytest.mark.parametrize(("extra", "program", "words"), PROGRAMS)
-def test_a_programs_extra_is_enough_for_it(
-    wheel: Path, tmp_path: Path, extra: str, program: str, words: tuple[object, ...]
-) -> None:
-    installed = Installed(wheel, extra, tmp_path)
-    assert re.search(r"\d+\.\d+", installed.run(program, "--version"))
-    installed.run(program, *words)
-
-
-@pytest.mark.parametrize(
-    ("extra", "program", "words", "said"), PARTS, ids=[extra for extra, *_ in PARTS]
-)
-def test_an_optional_part_works_with_its_extra_alone(
-    wheel: Path, tmp_path: Path, extra: str, program: str, words: tuple[object, ...], said: str
-) -> None:
-    assert said in Installed(wheel, extra, tmp_path).run(program, *words)
-
-
-def test_validator(wheel: Path, tmp_path: Path) -> None:
-    installed = Installed(wheel, "validator", tmp_path)
-    assert re.search(r"\d+\.\d+", installed.run("validator", "--version"))
-    said = installed.run("validator", *DOCTOR, code=1)
-    assert "ok    torch" in said
-    assert "ok    folder" in said
-    assert "FAIL  pool: 127.0.0.1:9 does not answer" in said
