@@ -140,6 +140,9 @@ def run(
     lora_rank: LoraRank = None,
     lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
     bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
+    skip_batch: Annotated[
+        int | None, typer.Option(help="Go on without this batch, whose files are lost.")
+    ] = None,
     alarm_ratio: Annotated[float | None, typer.Option(help="Largest quiet ratio.")] = None,
     alarm_kl: Annotated[float | None, typer.Option(help="Largest quiet mean KL.")] = None,
     alarm_entropy: Annotated[float | None, typer.Option(help="Least quiet entropy.")] = None,

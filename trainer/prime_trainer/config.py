@@ -177,6 +177,9 @@ class Settings(ChainSettings):
     bad_batch: Literal["stop", "skip"] = "stop"
     """Reaction to a sealed batch that breaks a rule: end the trainer, or publish the weights
     unchanged under the next number. Three in a row always end it."""
+    skip_batch: int | None = Field(default=None, ge=0)
+    """Skip the batch of this number, whose files are lost for good: publish the weights unchanged
+    under the next number."""
     mismatch_every: int = Field(default=10, ge=0)
     """Batches between those whose stale rows are scored by the policies that generated them; 0:
     never. Until then, the weights of at most `max_staleness` policies are kept in host memory."""

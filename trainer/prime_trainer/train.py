@@ -44,6 +44,7 @@ from prime_core.errors import (
     MalformedError,
     PolicyError,
     PrimeError,
+    UnavailableError,
     UntrustedError,
 )
 from prime_core.ids import Digest, Step
@@ -212,17 +213,25 @@ class Trainer:
     def verified_batch(self, step: int, watch: Stopwatch) -> TrainingBatch | BadBatch:
         """Fetches and verifies the first batch from number `step` on, in the prefetcher's thread.
         Repeated groups are checked later, when the batch is taken. Only a batch that the manager
-        signed, and whose objects came as signed, is skipped: any other error is raised."""
+        signed, and whose objects came as signed, or that `skip_batch` names, is skipped: any other
+        error is raised."""
         with watch.timed("sealed"):
             answer = wait_for_batch(self.client, step, self.stop)
         with watch.timed("fetch"):
             number = Step(require_asked(answer.batch, step, self.rules).step)
+            if number == self.learner.settings.skip_batch:
+                return BadBatch(number, "--skip-batch names it")
             fetch = fetcher(self.client, answer.urls, self.stop)
             try:
                 batch = assemble(answer.batch, step, self.rules, fetch)
                 return with_problems(batch, answer.problems, answer.runs)
             except (MalformedError, UntrustedError, PolicyError) as error:
                 return self.bad(number, error)
+            except UnavailableError as error:
+                raise UnavailableError(
+                    f"batch {number}: {error}; if it is lost, let the operator restore it, or go "
+                    f"on without the batch by --skip-batch {number}"
+                ) from error
 
     def bad(self, step: Step, error: PrimeError) -> BadBatch:
         """Returns the batch as one to skip; raises `error` if it ends the run."""
