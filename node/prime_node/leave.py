@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 from prime_core import ids
 from prime_core.errors import PrimeError, UnavailableError, UserError
@@ -97,7 +97,8 @@ def stop_agent(
         f"{'' if held is None else f' ({len(held)})'} and delivers its finished files "
         f"({left} waiting)"
     )
-    os.kill(holder, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(holder, signal.SIGTERM)
     end = clock() + STOP_SECONDS
     while data.holder() is not None:
         if (now_left := waiting_in(data.spool)) != left:

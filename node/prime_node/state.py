@@ -21,7 +21,8 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +118,18 @@ class DataFolder:
         self._held.close()
 
     def holder(self) -> int | None:
-        """Returns the process id of the agent that uses this folder, or None."""
+        """Returns the process id of the agent that uses this folder, or None. Raises UserError if
+        this user may not ask."""
         path = self.root / "lock"
-        if not path.exists():
-            return None
-        with path.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = file.read(32).strip()
-                return int(text) if text.isdigit() else None
+        with _readable(path):
+            if not path.exists():
+                return None
+            with path.open("r+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    text = file.read(32).strip()
+                    return int(text) if text.isdigit() else None
         return None
 
     def empty_task_outbox(self) -> None:
@@ -137,11 +140,16 @@ class DataFolder:
         _write(self.root / "status.json", status.model_dump_json())
 
     def read_status(self) -> AgentStatus | None:
-        """Returns the last status written, or None."""
+        """Returns the last status written, or None. Raises UserError if it cannot be read."""
         path = self.root / "status.json"
-        if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+        if (raw := _read(path)) is None:
             return None
-        return AgentStatus.model_validate_json(path.read_bytes())
+        try:
+            return AgentStatus.model_validate_json(raw)
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged", hint="remove it: a running agent writes it again"
+            ) from error
 
     def remember(self, settings: dict[str, Any]) -> None:
         """Saves the settings given to `join` (never a password) as defaults for the other
@@ -150,15 +158,36 @@ class DataFolder:
 
 
 def remembered(data: Path) -> dict[str, Any]:
-    """Returns the settings an earlier `join` saved in this data folder; empty if none."""
+    """Returns the settings an earlier `join` saved in this data folder; empty if none. Raises
+    UserError if they cannot be read."""
     path = data.expanduser() / "settings.json"
-    if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+    if (raw := _read(path)) is None:
         return {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(raw)
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", hint="remove it and join again") from error
     return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> bytes | None:
+    """Returns a file's bytes; None if there is none, or it is too large to be ours."""
+    with _readable(path):
+        if not path.is_file() or path.stat().st_size > _MAX_STATE_BYTES:
+            return None
+        return path.read_bytes()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raises UserError if the block may not read `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="use the account that runs the agent, or name another --data DIR",
+        ) from error
 
 
 def empty_folder(folder: Path) -> None:

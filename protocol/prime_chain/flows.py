@@ -55,22 +55,6 @@ def join(contracts: Contracts, invite: Invite, manager_signature: Signature) -> 
     return [contracts.pools.join(invite, manager_signature)]
 
 
-def enroll(
-    contracts: Contracts,
-    payout: Address,
-    amount: int,
-    consent: NodeConsent,
-    node_signature: Signature,
-    invite: Invite,
-    manager_signature: Signature,
-) -> list[Call]:
-    """A newcomer's provider, stake, node and seat in one transaction, after its allowance."""
-    seat = contracts.registry.enroll(
-        payout, amount, consent, node_signature, invite, manager_signature
-    )
-    return [*_allow(contracts, consent.provider, contracts.vault, amount), seat]
-
-
 def fund_pool(contracts: Contracts, funder: Address, pool: int, amount: int) -> list[Call]:
     """Moves `amount` wei of `funder`'s tokens into the pool's reward funds."""
     rewards = contracts.rewards

@@ -174,10 +174,11 @@ def test_enroll_does_it_all_in_one_transaction_after_the_allowance(stage: Stage)
     newcomer = deployed.accounts[7]
     deployed.send(newcomer, c.token.faucet())
     other = dataclasses.replace(stage, provider=newcomer, node=deployed.accounts[8])
-    steps = flows.enroll(c, newcomer.address, 100 * ETHER, *_consent(other), *_invite(other))
-    assert len(steps) == 2
-    for step in steps:
-        deployed.send(newcomer, step)
+    deployed.send(newcomer, c.token.approve(c.vault.address, 100 * ETHER))
+    enroll = c.registry.enroll
+    deployed.send(
+        newcomer, enroll(newcomer.address, 100 * ETHER, *_consent(other), *_invite(other))
+    )
     assert c.pools.is_member(stage.pool, deployed.accounts[8].address)
 
 

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from command import prime_node
 from node_world import NODE, NodeWorld
+from other_user import as_another_user, open_path
 from programs import typed
 from served import served
 from typer.testing import CliRunner
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 from devnet.chain import free_port
 from prime_chain.amounts import ETHER
 from prime_chain.keystore import create_keystore, load_keystore
-from prime_core.errors import PolicyError, UnavailableError
+from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.messages import LeaseInfo
 from prime_core.node import Gpu, Hardware, Requirements
@@ -29,7 +31,7 @@ from prime_node import config, leave
 from prime_node.cli import app, main, stake_out
 from prime_node.cli_common import tree_lines
 from prime_node.overview import overview
-from prime_node.state import AgentStatus, DataFolder
+from prime_node.state import AgentStatus, DataFolder, remembered
 from prime_node.wallet import open_provider
 
 PASSWORD = "a password"
@@ -506,6 +508,34 @@ def test_requirements_name_everything_a_machine_lacks() -> None:
         needed.require(machine)
     for part in ("H100", "4 CPUs", "2000 MiB of memory", "51 MiB of disk"):
         assert part in str(caught.value)
+
+
+def test_a_data_folder_of_another_user_and_a_damaged_status_are_one_sentence(
+    tmp_path: Path,
+) -> None:
+    data = DataFolder(tmp_path / "data")
+    data.make()
+
+    def said(read: Callable[[], object]) -> str:
+        try:
+            return f"it may: {read()}"
+        except UserError as error:
+            return f"{error}; {error.hint}"
+
+    def refused(read: Callable[[], object]) -> str:
+        data.root.chmod(0)
+        open_path(data.root)
+        try:
+            return as_another_user(lambda: said(read)) if os.getuid() == 0 else said(read)
+        finally:
+            data.root.chmod(0o700)
+
+    for read in (lambda: remembered(data.root), data.holder, data.read_status):
+        assert "cannot be read: Permission denied; use the account that" in refused(read)
+    (data.root / "status.json").write_text('{"node":')
+    assert said(data.read_status) == (
+        f"{data.root / 'status.json'} is damaged; remove it: a running agent writes it again"
+    )
 
 
 def test_doctor_finds_each_lack_and_its_fix(world: NodeWorld) -> None:
