@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +18,8 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import put_object
 from prime_core.verdict import Reason
+from prime_orchestrator.manager import settlement
+from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, settle_epochs
 from prime_orchestrator.manager.transactions import REST_SECONDS, requeue_wanted
 from prime_orchestrator.store import chain, intents, meta, nodes, rewards, schema
@@ -165,6 +168,37 @@ def _queue_policy(mgr: ManagerSide, version: int) -> str:
             },
             now=mgr.now(),
         )
+
+
+def test_a_settlement_that_a_table_on_chain_overtakes_while_it_is_made_is_dropped(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, table = mgr.context.run, schema.roots
+    mgr.judge(mgr.submit(NODE), Reason.NONE)
+    mgr.now.time += run.root_seconds
+    (root,) = post_roots(mgr.store, mgr.objects, mgr.context, mgr.now)
+    posted_at = int(mgr.now())
+    epoch = posted_at // run.epoch_seconds
+    with mgr.store.begin() as connection:
+        posted = {"chain_seq": 1, "epoch": epoch, "block": 1, "posted_at": posted_at}
+        connection.execute(sa.update(table).where(table.c.root == root).values(**posted))
+        end = (epoch + 2) * run.epoch_seconds + run.validity_seconds
+        for place, value in ((CHAIN_BLOCK, 9), (CHAIN_TIME, end)):
+            meta.put(connection, place, str(value))
+    theirs = rewards.RewardRootRow(epoch, Digest("r"), "1", Digest("o"), 0.0, claimable_at=1)
+    settle = settlement._settle
+
+    def overtaken(*arguments: Any) -> Any:
+        found = settle(*arguments)
+        with mgr.store.begin() as connection:  # as the indexer does, in a thread of its own
+            rewards.put_root(connection, theirs)
+        return found
+
+    monkeypatch.setattr(settlement, "_settle", overtaken)
+    assert settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now) is None
+    with mgr.store.read() as connection:
+        assert rewards.newest_root(connection) == theirs
+        assert intents.waiting_of(connection, "reward_root") == []
 
 
 def test_a_reward_root_below_a_table_that_others_posted_is_settled_again(mgr: ManagerSide) -> None:

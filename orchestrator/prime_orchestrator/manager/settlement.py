@@ -153,8 +153,7 @@ def settle_epochs(
         with store.begin() as connection:
             store_meta.put(connection, _LOOKED, looked.model_dump_json())
         return None
-    _queue(store, objects, context, settlement, now())
-    return settlement
+    return settlement if _queue(store, objects, settlement, now()) else None
 
 
 def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Turn | None:
@@ -384,15 +383,20 @@ def _settled_before(
     return found
 
 
-def _queue(
-    store: Store, objects: ObjectStore, context: PoolContext, settlement: Settlement, now: float
-) -> None:
+def _queue(store: Store, objects: ObjectStore, settlement: Settlement, now: float) -> bool:
+    """Publishes a settlement and queues its reward root. Returns False if the newest reward root is
+    no longer the one that it follows, because others posted a table or the arbiter disabled it."""
     head, pages = settlement.published()
     for page in pages:
         put_object(objects, page)
     digest, root = put_object(objects, head), settlement.root()
     total = settlement.cumulative_total
     with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # the indexer writes reward roots
+        newest = rewards.newest_root(connection)
+        if settlement.previous != (ZERO_DIGEST if newest is None else newest.object):
+            log.warning("the settlement of epoch %d is dropped: it was overtaken", settlement.epoch)
+            return False
         rewards.add_root(connection, RewardRootRow(settlement.epoch, root, total, digest, now))
         queue_intent(
             connection,
@@ -411,6 +415,7 @@ def _queue(
         unpaid = [file.submission_digest for file in settlement.files if file.state == "void"]
         rewards.drop_credits(connection, unpaid)
     log.info("reward root of epoch %d over %s wei is queued", settlement.epoch, total)
+    return True
 
 
 def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
