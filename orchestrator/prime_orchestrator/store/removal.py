@@ -21,7 +21,7 @@ submission without a file; the bytes name another lease, so it would not be paid
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,6 +45,13 @@ _FILTER_BYTES = 2
 _OBJECTS_AT_ONCE = 250
 """Objects that are deleted in a transaction. Submissions wait for it."""
 _DELETERS = 16
+_ADDED = (
+    (schema.batches.c.step, schema.batches.c.digest),
+    (schema.roots.c.id, schema.roots.c.leaves_object),
+)
+"""Keys and names of rows that the manager adds, in the order of their keys. Each is read once, as
+there are ever more of them."""
+_CHANGED = tuple(name for name in backup.NAMED if name.table not in (schema.batches, schema.roots))
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ def remove(
             continue
         search = _Search(objects, chosen, filtered)
         search.read(pages)
+        with store.read() as connection:
+            search.read_added(connection)
         if not dry_run:
             with store.begin() as connection:
                 archive.mark(connection, list(chosen), days)
@@ -169,12 +178,13 @@ class _Filter:
 
 
 class _Search:
-    """The search for what lines of the archive depend on once the pages `chosen` are marked.
-    `names`: what was found, as far as it is in the filter."""
+    """The search for what lines of the archive and rows of `_ADDED` depend on once the pages
+    `chosen` are marked. `names`: what was found, as far as it is in the filter."""
 
     def __init__(self, objects: ObjectStore, chosen: Collection[int], filtered: _Filter) -> None:
         self._objects, self._chosen, self._filter = objects, chosen, filtered
         self._last = 0
+        self._last_added = [-1] * len(_ADDED)
         self.names: set[Digest] = set()
 
     def read(self, pages: Sequence[Page]) -> None:
@@ -184,15 +194,27 @@ class _Search:
             found = {page.digest}
             for line in archive.read(self._objects, page.digest) if page.files else ():
                 found |= archive.named(line, marked=marked)
-            self.names |= {name for name in found if name in self._filter}
+            self._note(found)
             self._last = page.id
 
+    def read_added(self, connection: Connection) -> None:
+        """Searches the rows of `_ADDED` that were not searched yet."""
+        for at, (key, name) in enumerate(_ADDED):
+            query = sa.select(key, name).where(key > self._last_added[at]).order_by(key)
+            for part in connection.execute(query.execution_options(yield_per=1000)).partitions():
+                self._note(Digest(found) for _, found in part)
+                self._last_added[at] = part[-1][0]
+
+    def _note(self, found: Iterable[Digest]) -> None:
+        self.names |= {name for name in found if name in self._filter}
+
     def free(self, connection: Connection, names: Collection[Digest]) -> list[Digest]:
-        """Returns those of these files that no row depends on, and no line, also of pages that were
-        written since the search."""
+        """Returns those of these files that no row depends on, and no line, also of rows and pages
+        that were written since the search."""
         self.read(archive.pages(connection, after=self._last))
+        self.read_added(connection)
         free = {*names} - self.names
-        queries = (sa.select(column).where(column.in_(free)) for column in backup.NAMED)
+        queries = (sa.select(column).where(column.in_(free)) for column in _CHANGED)
         free -= {Digest(name) for name in connection.execute(sa.union(*queries)).scalars()}
         return sorted(free)
 
