@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,10 +61,11 @@ def run(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def remeasure(snapshots: Path = SNAPSHOT.parent) -> None:
+def remeasure(snapshots: Path = SNAPSHOT.parent) -> int:
     """Runs forge and compares with the figures in `snapshots`, which it leaves as they are.
 
-    Raises UnavailableError if they differ, or if forge does not run.
+    Returns the number of tests that passed. Raises UnavailableError if the figures differ, or if
+    forge does not run.
     """
     options = {
         "FOUNDRY_PROFILE": "gas",
@@ -75,6 +77,8 @@ def remeasure(snapshots: Path = SNAPSHOT.parent) -> None:
         [str(ROOT / "scripts" / "forge"), "test"],
         cwd=ROOT, env={**os.environ, **options}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode != 0 or "0 failed" not in done.stdout:
+    passed = re.search(r"(\d+) tests passed, 0 failed", done.stdout)
+    if done.returncode != 0 or passed is None:
         said = f"{done.stdout[-800:]}{done.stderr[-400:]}"
         raise UnavailableError(f"forge's figures are not the snapshot's, or it did not run: {said}")
+    return int(passed[1])

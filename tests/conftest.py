@@ -27,6 +27,12 @@ settings.load_profile("untimed")
 
 ALLOWED = ("CUDA", "NVIDIA", "only root", "full history")
 """What the reason of a skip may name even there: GPUs, who runs the tests, a shallow clone."""
+LONGEST = (
+    "test_wheel.py", "test_release.py", "test_forge_suite.py", "test_trainer_run.py",
+    "test_vllm_worker_in_docker.py", "test_trainer_ranks.py", "test_agent.py",
+    "test_trainer_loop.py",
+)  # fmt: skip
+"""Files that `make test-all` starts first, so that it waits for none of them at its end."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
@@ -35,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="how long endpoints fail in test_money_behind_faults.py")  # fmt: skip
     parser.addoption("--fuzz-seconds", type=float, default=0.0,
                      help="how long tests/fuzz goes on; 0: a few examples of each")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; without --no-loadscope-reorder, pytest-xdist hands out files by
+    their number of tests."""
+    first = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.name, len(LONGEST)))
 
 
 @pytest.hookimpl(wrapper=True)
