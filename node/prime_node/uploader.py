@@ -1,4 +1,5 @@
-"""The uploader: delivers journalled files, oldest first, until each has its receipt.
+"""The uploader: delivers journalled files, oldest first, until each has its receipt. After
+a failure it goes on with the next file.
 
     spool entry → upload URL → PUT → POST submission → receipt stored → file removed
 
@@ -74,7 +75,7 @@ class Uploader:
 
     def _run(self) -> None:
         api = self._make_api()
-        pause = FIRST_PAUSE
+        pause, failures = FIRST_PAUSE, 0
         try:
             while not self._stop.is_set():
                 try:
@@ -84,13 +85,13 @@ class Uploader:
                             self._spool.changed.wait(30.0)
                     if not waiting:
                         continue
-                    deliver(waiting[0], self._spool, api)
-                    pause = FIRST_PAUSE
+                    deliver(waiting[failures % len(waiting)], self._spool, api)
+                    pause, failures = FIRST_PAUSE, 0
                     self._on_settled()
                 except PrimeError as error:
                     log.warning("a finished file waits to be delivered: %s", error)
                     self._stop.wait(pause * (0.5 + self._rng.random()))
-                    pause = min(LONGEST_PAUSE, pause * 2)
+                    pause, failures = min(LONGEST_PAUSE, pause * 2), failures + 1
         finally:
             api.close()
 

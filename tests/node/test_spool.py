@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +21,7 @@ from prime_core.errors import ConflictError, PrimeError, UnavailableError, Untru
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Statement
+from prime_node import uploader as node_uploader
 from prime_node.api import NodeApi
 from prime_node.spool import Spool
 from prime_node.uploader import Uploader, deliver
@@ -72,6 +76,27 @@ def test_delivery_killed_after_any_step_is_finished_and_counts_once(
     assert deliver(entry, again, api(kit)) is not None
     assert len(kit.world.submissions()) == 1
     assert again.find(lease).state == "receipted"  # type: ignore[union-attr]
+
+
+def test_a_file_that_cannot_be_delivered_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting, done = ["unreadable", "good"], threading.Event()
+
+    def one_try(entry: str, *_: object) -> None:
+        if entry == "unreadable":
+            raise UnavailableError("it cannot be read: Input/output error")
+        waiting.remove(entry)
+        done.set()
+
+    monkeypatch.setattr(node_uploader, "deliver", one_try)
+    monkeypatch.setattr(node_uploader, "FIRST_PAUSE", 0.01)
+    spool: Any = SimpleNamespace(changed=threading.Condition(), waiting=lambda: list(waiting))
+    connection: Any = SimpleNamespace(close=lambda: None)
+    uploader = Uploader(spool, lambda: connection, rng=random.Random(0))
+    uploader.start()
+    assert done.wait(60)
+    assert uploader.stop(10) == 1
 
 
 def test_orchestrator_down_keeps_the_file(kit: Kit) -> None:
