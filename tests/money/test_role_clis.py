@@ -317,6 +317,10 @@ def test_a_validator_bonds_unbonds_rebonds_withdraws_and_resigns(office: Office)
     deployed = office.deployed
     status = ("validator", "status", VALIDATOR.address, *office.number)
     assert office(*status, who=None)["may_propose"] is False
+    mistyped = office.folder / "mistyped"
+    said = office.refused(*status, "--data", str(mistyped), who=None)
+    assert "is not a validator's folder" in said
+    assert not mistyped.exists()
     deployed.send(VALIDATOR, deployed.contracts.token.faucet())
     office("validator", "bond", "1500", who=VALIDATOR)
     found = office(*status, who=None)

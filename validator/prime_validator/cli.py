@@ -236,6 +236,8 @@ def status(
     from prime_chain.contracts import Binding
 
     target = ids.address(account)
+    if data is not None and not (data / "validator.sqlite").is_file():
+        raise UserError(f"{data} is not a validator's folder", hint="name that of validator run")
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = _status(contracts, target, pool)
     if data is not None:
