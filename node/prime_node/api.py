@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,7 +38,6 @@ from prime_core.messages import (
     NodeInfo,
     PolicyList,
     ReceiptAnswer,
-    RelayInfo,
     RunList,
     SignedMemory,
     SignedPassport,
@@ -52,10 +50,8 @@ from prime_core.signing import Signer
 from prime_core.task import shadow_pool
 from prime_core.transport.client import Empty, OrchestratorClient, run_bytes
 
-T = TypeVar("T")
 MAX_CLOCK_SKEW = 300
 """Seconds by which a receipt's time may lie ahead of this machine's clock."""
-_RELAY_LIST = TypeAdapter(tuple[RelayInfo, ...])
 _LEASE_LIST = TypeAdapter(tuple[LeaseInfo, ...])
 
 
@@ -144,17 +140,11 @@ class NodeApi:
         """Returns one node. Raises NotFoundError if it was never admitted."""
         return self.client.get(f"/v1/nodes/{address}", NodeInfo)
 
-    def relays(self) -> tuple[RelayInfo, ...]:
-        """Returns the relays that serve policies."""
-        return self._list("/v1/relays", _RELAY_LIST)
-
     def leases(self, node: Address) -> tuple[LeaseInfo, ...]:
         """Returns the newest leases of one node."""
-        return self._list(f"/v1/nodes/{node}/leases", _LEASE_LIST)
-
-    def _list(self, path: str, items: TypeAdapter[tuple[T, ...]]) -> tuple[T, ...]:
+        path = f"/v1/nodes/{node}/leases"
         try:
-            return items.validate_json(self.client.request("GET", path, b"", signed=False))
+            return _LEASE_LIST.validate_json(self.client.request("GET", path, b"", signed=False))
         except ValidationError as error:
             raise MalformedError(f"the answer of {path} is no such list: {error}") from error
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_broadcast.folder import PolicyFolder
-from prime_broadcast.layout import ANCHOR_EVERY
+from prime_broadcast.pool import Policies, PoolNames
 from prime_chain import history
 from prime_chain.events import ValidatorSet
 from prime_chain.history import Slash
@@ -34,11 +34,11 @@ from prime_chain.mirror import AnnouncedMirrors, AnySource, Follower, HttpSource
 from prime_chain.rewards import history_of
 from prime_core import encoding, ids
 from prime_core.calibration import CalibrationStatement
-from prime_core.checkpoint import PolicyStatement, SignedManifest
-from prime_core.errors import MalformedError, NotFoundError, PrimeError, UnavailableError, UserError
+from prime_core.checkpoint import PolicyStatement
+from prime_core.errors import MalformedError, NotFoundError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.messages import RelayInfo, SubmissionInfo
+from prime_core.messages import SubmissionInfo
 from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
@@ -57,48 +57,8 @@ from prime_verify.audit import (
     audit_submission,
 )
 from prime_verify.audit_compare import Audit
-from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.engines import FetchedEngines, load_engine
 from prime_verify.proofs.thresholds import Calibration, parse_signed
-
-
-class FetchedEngines(FolderEngines):
-    """Engines whose policies are fetched and verified on demand."""
-
-    def __init__(self, folder: PolicyFolder, api: NodeApi, load: Callable[[Path], Engine]) -> None:
-        super().__init__(folder.root, load, keep=2)
-        self._folder = folder
-        self._api = api
-
-    def engine(self, version: int, policy_digest: Digest) -> Engine:
-        if version not in self._folder.versions():
-            self._fetch(version)
-        return super().engine(version, policy_digest)
-
-    def _fetch(self, version: int) -> None:
-        try:
-            signed = self._api.client.get(f"/v1/policies/{version}", SignedManifest)
-        except NotFoundError as error:
-            raise UnavailableError(str(error)) from error
-        sources = serving(version, self._api.relays())
-        if not sources:
-            raise UnavailableError(f"no source serves policy {version}: no relay is announced")
-        try:
-            self._folder.ensure(version, signed, sources, others=self._before(version))
-        except PrimeError as error:
-            raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
-
-    def _before(self, version: int) -> list[SignedManifest]:
-        """Returns the manifests of the preceding versions: an origin keeps old policies as deltas
-        from an anchor."""
-        numbers = range(max(0, version - ANCHOR_EVERY), version)
-        return [self._api.client.get(f"/v1/policies/{n}", SignedManifest) for n in numbers]
-
-
-def serving(version: int, relays: Sequence[RelayInfo]) -> list[str]:
-    """Returns the relays to ask for a policy: those that announce it, else all. Announcements name
-    only the newest versions, but an origin keeps every policy that can still lead to a slash."""
-    announced = [relay.url for relay in relays if version in relay.versions]
-    return announced or [relay.url for relay in relays]
 
 
 @dataclass(frozen=True)
@@ -243,7 +203,7 @@ def _setting(
     trust = Trust(pool.trainer, link.deployment.domain_of(PolicyStatement), link.pool)
     passes = Passes(ephemeral_signer(), api.client.domain("registry"))
     folder = PolicyFolder(
-        data.root / "audit" / "policies",
+        data.root / "audit" / str(link.deployment.chain_id) / str(link.pool),
         trust,
         book=SourceBook(passes=passes, public_only=not api.client.allows_private),
     )
@@ -259,7 +219,7 @@ def _setting(
         validators=validators,
         runs=runs,
         environments=environment_for,
-        engines=FetchedEngines(folder, api, load),
+        engines=FetchedEngines(folder.root, Policies(folder, PoolNames(api.client)).ensure, load),
         now=time.time(),
         calibration=run_calibration(
             runs.first, library, pool.manager, link.deployment.domain_of(CalibrationStatement)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from prime_core import memory
 from prime_core.checkpoint import SignedManifest
-from prime_core.errors import UnavailableError
+from prime_core.errors import PrimeError, UnavailableError
 from prime_core.ids import Digest
 from prime_engine.base import Engine, PolicyReplacing
 
@@ -201,3 +201,24 @@ class FolderEngines:
         del self._bytes[key]
         self._loaded.pop(key).close()
         memory.release()
+
+
+class FetchedEngines(FolderEngines):
+    """Engines of policies that `ensure` brings into `root` when they are asked for."""
+
+    def __init__(
+        self,
+        root: Path,
+        ensure: Callable[[int, Digest], object],
+        load: Callable[[Path], Engine] = load_engine,
+    ) -> None:
+        super().__init__(root, load, keep=2)
+        self._ensure = ensure
+
+    def engine(self, version: int, policy_digest: Digest) -> Engine:
+        """See EngineProvider."""
+        try:
+            self._ensure(version, policy_digest)
+        except PrimeError as error:
+            raise UnavailableError(f"policy {version} cannot be fetched: {error}") from error
+        return super().engine(version, policy_digest)

@@ -1,30 +1,27 @@
-"""Whom an audit asks for a policy, and what it makes of published objects."""
+"""What an audit makes of policies and published objects that are not as they should be."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prime_core.encoding import sha256
-from prime_core.errors import MalformedError
-from prime_core.messages import RelayInfo
-from prime_node.audit import _values, serving
-
-RELAY = RelayInfo(url="http://relay", versions=(80, 81))
-ORIGIN = RelayInfo(url="http://origin", versions=tuple(range(18, 82)))
+from prime_core.errors import MalformedError, UnavailableError, UntrustedError
+from prime_core.ids import Digest
+from prime_node.audit import _values
+from prime_verify.engines import FetchedEngines
 
 
-def test_every_announcer_of_a_policy_is_asked_for_it() -> None:
-    assert serving(81, [RELAY, ORIGIN]) == ["http://relay", "http://origin"]
-    assert serving(20, [RELAY, ORIGIN]) == ["http://origin"]
+def test_a_policy_that_cannot_be_fetched_is_no_judgement(tmp_path: Path) -> None:
+    def ensure(version: int, digest: Digest) -> None:
+        raise UntrustedError("it is published as another than the lease names")
 
-
-def test_a_policy_too_old_to_be_announced_is_asked_of_everybody() -> None:
-    """Announcements name the newest alone, but the origin keeps what can still be slashed for."""
-    assert serving(0, [RELAY, ORIGIN]) == ["http://relay", "http://origin"]
-    assert serving(0, []) == []
+    engines = FetchedEngines(tmp_path, ensure)
+    with pytest.raises(UnavailableError, match="policy 3 cannot be fetched: it is published as"):
+        engines.engine(3, sha256(b"policy"))
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"\xff", b"[" * 10_000, b'{"a": 1} more'])

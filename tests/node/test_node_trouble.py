@@ -22,6 +22,7 @@ from bridge_kit import Kit, hand_in, heartbeat_loop, policy_keeper
 from node_world import NODE, node_world, run_definition, until
 
 from devnet.chain import free_port
+from prime_broadcast.pool import PoolNames
 from prime_core.errors import FatalError, UnavailableError
 from prime_core.task import Task
 from prime_envs.registry import environment_ref
@@ -88,7 +89,7 @@ def test_policies_arrive_once_the_full_disk_has_room(
     monkeypatch.setattr(PolicyKeeper, "_record", record)
     keeper = policy_keeper(kit)
     keeper.start()
-    relays = tuple(relay.url for relay in NodeApi(kit.world.url, None).relays())
+    relays = tuple(PoolNames(NodeApi(kit.world.url, None).client).relays())
     with caplog.at_level(logging.WARNING):
         keeper.note_answer(0, relays)
         until(lambda: keeper.newest() == 0, "the policy arrives after all")

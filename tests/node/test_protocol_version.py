@@ -17,6 +17,7 @@ from node_world import NODE, NodeWorld
 from pydantic import BaseModel
 from test_node_cli import fails
 
+from prime_broadcast.pool import PoolNames
 from prime_broadcast.server import Origin
 from prime_broadcast.transfer import Link, TransferError
 from prime_core import batch, checkpoint, messages, task, validator_messages
@@ -175,7 +176,7 @@ def test_a_node_of_today_works_under_a_server_whose_answers_have_grown(
         assert kit.client.lease(LeaseWish(wait_seconds=10)).lease is not None
         assert [one.node for one in api.client.nodes()] == [NODE.address]
         assert api.policies().policies[0].manifest.version == 0
-        api.relays()
+        assert PoolNames(api.client).relays()
         api.close()
 
 

@@ -79,7 +79,7 @@ from prime_validator.run import Background
 from prime_validator.settings import JurorSettings
 from prime_verify.audit import MAX_OBJECT_BYTES, Setting, audit_slash
 from prime_verify.audit_compare import Audit
-from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.engines import FetchedEngines, load_engine
 from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped
 
 log = logging.getLogger(__name__)
@@ -282,18 +282,6 @@ def _last_try(case: CourtCase) -> int:
     return case.reveal_from - (case.reveal_until - case.reveal_from) // 4
 
 
-class _Engines(FolderEngines):
-    """Engines whose policies are fetched on demand."""
-
-    def __init__(self, policies: Policies, load: Callable[[Path], Engine]) -> None:
-        super().__init__(policies.folder.root, load, keep=2)
-        self._policies = policies
-
-    def engine(self, version: int, policy_digest: Digest) -> Engine:
-        self._policies.ensure(version, policy_digest)
-        return super().engine(version, policy_digest)
-
-
 class _Orchestrators:
     """Where a pool's policies are named: its orchestrators, as the user named them."""
 
@@ -401,7 +389,7 @@ class PoolReplays:
             ),
             runs=runs,
             environments=self._environment,
-            engines=_Engines(policies, self._load),
+            engines=FetchedEngines(folder.root, policies.ensure, self._load),
             now=self._now(),
             calibration=calibration,
         )
