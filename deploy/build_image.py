@@ -36,6 +36,7 @@ import sys
 import sysconfig
 import tarfile
 from collections.abc import Iterator
+from importlib.util import cache_from_source
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
@@ -133,7 +134,8 @@ def distributions(kind: str, more: tuple[str, ...] = ()) -> list[metadata.Distri
 
 
 def package_files(kind: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PurePosixPath, Path]]:
-    """(place in the image, file here) of every installed file that the image needs."""
+    """(place in the image, file here) of every installed file that the image needs, with the byte
+    code that Python has stored for it: a container has nowhere to store its own."""
     for distribution in distributions(kind, more):
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
@@ -141,18 +143,23 @@ def package_files(kind: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PureP
                 continue
             if file.parts[0] != ".." and here.is_file():
                 yield PACKAGES / PurePosixPath(*file.parts), here
+                code = Path(cache_from_source(here))
+                if here.suffix == ".py" and code.is_file():
+                    folder = PACKAGES / PurePosixPath(*file.parts[:-1])
+                    yield folder / "__pycache__" / code.name, code
             elif file.name in SCRIPTS and file.parent.name == "bin":
                 yield PREFIX / "bin" / file.name, here.resolve()
 
 
 def interpreter_files() -> Iterator[tuple[PurePosixPath, Path]]:
-    """The interpreter and its standard library, without tests and tools."""
+    """The interpreter and its standard library, without tests, tools and static libraries."""
     binary = PREFIX / "bin" / VERSION
     yield binary, Path(sys.executable).resolve()
     library = Path(sysconfig.get_path("stdlib"))
     for here in library.rglob("*"):
         inside = here.relative_to(library)
-        if here.is_file() and not LEFT_OUT.intersection(inside.parts):
+        left_out = here.suffix == ".a" or LEFT_OUT.intersection(inside.parts)
+        if here.is_file() and not left_out:
             yield PREFIX / "lib" / VERSION / inside.as_posix(), here
 
 

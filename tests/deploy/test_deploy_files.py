@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import py_compile
 import re
 import shlex
 import shutil
@@ -22,11 +23,13 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import pydantic
 import pytest
 import sqlalchemy as sa
 import typer
 import yaml
 from compose_file import COMPOSE, OURS, compose
+from programs import load_script
 
 from devnet.chain import Anvil, find_anvil, free_port
 from devnet.s3 import S3Server
@@ -159,6 +162,13 @@ def test_units_pass_systemd_s_checks(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert words[0] == "security" or not done.stderr, done.stderr
+
+
+def test_an_image_has_the_byte_code_of_its_packages() -> None:
+    builder = load_script(ROOT / "deploy/build_image.py")
+    code = Path(py_compile.compile(pydantic.__file__, doraise=True))
+    files = dict(builder.package_files("worker"))
+    assert files[builder.PACKAGES / "pydantic/__pycache__" / code.name] == code
 
 
 FLEET_OWNER = "0x000000000000000000000000000000000000dEaD"

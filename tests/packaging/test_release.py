@@ -27,44 +27,6 @@ def git(*words: str) -> str:
     ).stdout
 
 
-@pytest.mark.slow
-def test_a_dry_run_makes_everything_and_changes_nothing(tmp_path: Path) -> None:
-    before = git("tag"), git("status", "--porcelain")
-    out = tmp_path / "release"
-    command = [ROOT / "scripts/release", "--dry-run", "--no-image", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (git("tag"), git("status", "--porcelain")) == before
-
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
-    with zipfile.ZipFile(wheel) as held:
-        examples = {name for name in held.namelist() if "/examples/" in name}
-    assert any(name.endswith("run-local.toml") for name in examples)
-    with tarfile.open(sdist) as packed:
-        names = {name.partition("/")[2] for name in packed.getnames()}
-    assert {"pyproject.toml", "docs/examples/run-local.toml", "LICENSE"} <= names
-
-    bill = json.loads((out / "sbom.cdx.json").read_text())
-    assert bill["bomFormat"] == "CycloneDX"
-    assert bill["metadata"]["component"]["name"] == "prime-open"
-    versions = {one["name"].lower(): one["version"] for one in bill["components"]}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line.startswith(("coincurve==", "httpx==", "pydantic==")):
-            name, _, version = line.partition("==")
-            assert versions[name] == version
-    assert str(ROOT) not in (out / "sbom.cdx.json").read_text()
-
-    assert "### Added" in (out / "notes.md").read_text()
-    assert (out / "commit.txt").read_text() == git("rev-parse", "HEAD")
-    sums = dict(line.split()[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
-    assert sums.keys() == {file.name for file in out.iterdir()} - {"SHA256SUMS"}
-    for name, digest in sums.items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
-
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (again.returncode, "exists already" in again.stderr) == (64, True)
-
-
 IMAGES = ("prime-open", "prime-worker")
 
 
@@ -99,20 +61,51 @@ def found(client: docker.DockerClient, tag: str) -> docker.models.images.Image |
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_dry_run_makes_its_images_and_names_them_by_digest(
+def test_a_dry_run_makes_everything_and_changes_nothing(
     engine: docker.DockerClient, tmp_path: Path
 ) -> None:
+    before = git("tag"), git("status", "--porcelain")
     out = tmp_path / "release"
     command = [ROOT / "scripts/release", "--dry-run", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stderr
+    assert (git("tag"), git("status", "--porcelain")) == before
+
+    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as held:
+        examples = {name for name in held.namelist() if "/examples/" in name}
+    assert any(name.endswith("run-local.toml") for name in examples)
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"pyproject.toml", "docs/examples/run-local.toml", "LICENSE"} <= names
+
+    bill = json.loads((out / "sbom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == "prime-open"
+    versions = {one["name"].lower(): one["version"] for one in bill["components"]}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith(("coincurve==", "httpx==", "pydantic==")):
+            name, _, pinned = line.partition("==")
+            assert versions[name] == pinned
+    assert str(ROOT) not in (out / "sbom.cdx.json").read_text()
+
     lines = (out / "images.txt").read_text().splitlines()
     assert [line.split("@")[0] for line in lines] == [*IMAGES]
     digests = {line.split("@")[1] for line in lines}
     assert len(digests) == 2
     assert all(re.fullmatch("sha256:[0-9a-f]{64}", one) for one in digests)
-    assert " images.txt" in (out / "SHA256SUMS").read_text()
     said = engine.containers.run(
         f"prime-open:{version()}", ["orchestrator", "--version"], remove=True, network_mode="none"
     )
     assert version() in said.decode()
+
+    assert "### Added" in (out / "notes.md").read_text()
+    assert (out / "commit.txt").read_text() == git("rev-parse", "HEAD")
+    sums = dict(line.split()[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
+    assert "images.txt" in sums
+    assert sums.keys() == {file.name for file in out.iterdir()} - {"SHA256SUMS"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, "exists already" in again.stderr) == (64, True)
