@@ -16,9 +16,9 @@ from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import suspicion
 from prime_orchestrator.manager.roots import never_rooted
-from prime_orchestrator.manager.settlement import chain_clock, refresh_credits
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, refresh_credits
 from prime_orchestrator.store import Connection, nodes, slashes
-from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.slashes import SlashRow
 
@@ -117,6 +117,7 @@ def drop_expired(
     without touching its stake, because its file was still rejected.
     """
     with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # the indexer stores proposals
         clock = chain_clock(connection)
         if clock is None:
             return []

@@ -25,9 +25,9 @@ from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.members import derive_node
-from prime_orchestrator.manager.settlement import refresh_credits
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, refresh_credits
 from prime_orchestrator.store import Connection, exact_classes, leases, slashes, submissions
-from prime_orchestrator.store.engine import Store
+from prime_orchestrator.store.engine import Store, lock
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def give_up_slashes(store: Store, context: PoolContext, now: Callable[[], float]
     """Cancels slashes that rest on the proof passes of a suspect class and are not proposed; their
     nodes go on. Returns the submissions."""
     with store.begin() as connection:
+        lock(connection, CHAIN_LOCK)  # the indexer stores proposals
         given_up = []
         for row in slashes.queued_for(connection, int(Reason.WRONG_PROOF_PASS)):
             if not _rests_on_suspect(connection, context, row.submission_digest):
