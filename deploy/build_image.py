@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata as metadata
-import importlib.util
 import io
 import json
 import re
@@ -134,8 +133,7 @@ def distributions(kind: str, more: tuple[str, ...] = ()) -> list[metadata.Distri
 
 
 def package_files(kind: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PurePosixPath, Path]]:
-    """(place in the image, file here) of every installed file that the image needs, with the byte
-    code that Python has stored for it: a container has nowhere to store its own."""
+    """(place in the image, file here) of every installed file that the image needs."""
     for distribution in distributions(kind, more):
         for file in distribution.files or []:
             here = Path(str(distribution.locate_file(file)))
@@ -143,10 +141,6 @@ def package_files(kind: str, more: tuple[str, ...] = ()) -> Iterator[tuple[PureP
                 continue
             if file.parts[0] != ".." and here.is_file():
                 yield PACKAGES / PurePosixPath(*file.parts), here
-                code = Path(cache_from_source(here))
-                if here.suffix == ".py" and code.is_file():
-                    folder = PACKAGES / PurePosixPath(*file.parts[:-1])
-                    yield folder / "__pycache__" / code.name, code
             elif file.name in SCRIPTS and file.parent.name == "bin":
                 yield PREFIX / "bin" / file.name, here.resolve()
 
@@ -256,7 +250,7 @@ def bytecode_files(
     """
     for place, here in files.items():
         if here.suffix == ".py":
-            cached = Path(importlib.util.cache_from_source(here))
+            cached = Path(cache_from_source(here))
             if cached.is_file():
                 yield place.parent / "__pycache__" / cached.name, cached
 

@@ -167,8 +167,10 @@ def test_units_pass_systemd_s_checks(tmp_path: Path) -> None:
 def test_an_image_has_the_byte_code_of_its_packages() -> None:
     builder = load_script(ROOT / "deploy/build_image.py")
     code = Path(py_compile.compile(pydantic.__file__, doraise=True))
+    place = builder.PACKAGES / "pydantic"
     files = dict(builder.package_files("worker"))
-    assert files[builder.PACKAGES / "pydantic/__pycache__" / code.name] == code
+    assert files[place / "__init__.py"] == Path(pydantic.__file__)
+    assert dict(builder.bytecode_files(files))[place / "__pycache__" / code.name] == code
 
 
 FLEET_OWNER = "0x000000000000000000000000000000000000dEaD"
