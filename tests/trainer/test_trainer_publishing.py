@@ -88,7 +88,7 @@ def test_no_batch_is_skipped_for_what_something_between_answers(
         assert not pages
         monkeypatch.setattr(feed, "FETCH_TRIES", 1)
         monkeypatch.setattr(trainer.client, "_stream", lambda url: iter([b"<html>busy</html>"]))
-        with pytest.raises(UnavailableError, match=r"cannot be fetched.* by --skip-batch 0"):
+        with pytest.raises(UnavailableError, match=r"cannot be fetched.* with --skip-batch 0"):
             trainer.verified_batch(0, Stopwatch())
         settings = trainer.learner.settings.model_copy(update={"skip_batch": 0})
         trainer.learner = replace(trainer.learner, settings=settings)

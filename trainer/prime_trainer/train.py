@@ -220,7 +220,7 @@ class Trainer:
         with watch.timed("fetch"):
             number = Step(require_asked(answer.batch, step, self.rules).step)
             if number == self.learner.settings.skip_batch:
-                return BadBatch(number, "--skip-batch names it")
+                return BadBatch(number, "requested by --skip-batch")
             fetch = fetcher(self.client, answer.urls, self.stop)
             try:
                 batch = assemble(answer.batch, step, self.rules, fetch)
@@ -229,8 +229,8 @@ class Trainer:
                 return self.bad(number, error)
             except UnavailableError as error:
                 raise UnavailableError(
-                    f"batch {number}: {error}; if it is lost, let the operator restore it, or go "
-                    f"on without the batch by --skip-batch {number}"
+                    f"batch {number}: {error}; if the file is lost, ask the operator to restore "
+                    f"it, or skip the batch with --skip-batch {number}"
                 ) from error
 
     def bad(self, step: Step, error: PrimeError) -> BadBatch:

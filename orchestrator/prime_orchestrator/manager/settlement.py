@@ -395,7 +395,10 @@ def _queue(store: Store, objects: ObjectStore, settlement: Settlement, now: floa
         lock(connection, CHAIN_LOCK)  # the indexer writes reward roots
         newest = rewards.newest_root(connection)
         if settlement.previous != (ZERO_DIGEST if newest is None else newest.object):
-            log.warning("the settlement of epoch %d is dropped: it was overtaken", settlement.epoch)
+            log.warning(
+                "the settlement of epoch %d is dropped: the newest reward root changed",
+                settlement.epoch,
+            )
             return False
         rewards.add_root(connection, RewardRootRow(settlement.epoch, root, total, digest, now))
         queue_intent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
@@ -12,6 +13,7 @@ from prime_core.batch import SignedBatch
 from prime_core.checkpoint import SignedManifest
 from prime_core.encoding import MAX_JSON_BYTES
 from prime_core.errors import MalformedError, NotFoundError
+from prime_core.ids import Digest
 from prime_core.messages import (
     BatchAnswer,
     DrawInfo,
@@ -171,12 +173,9 @@ def router(backend: Backend) -> APIRouter:
         """A node's leases, a page at a time, the newest last on it and on the first page; archived
         ones follow. The header `Link` names the next page; a page of the archive may be empty."""
         owner = ids.address(node)
-        if archived:
-            page = status.archived_leases(backend, owner, _number(archived, "archived"))
-        else:
-            last = ids.digest(before) if before else None
-            page = status.lease_list(backend, owner, last)
-        return _linked(page, f"/v1/nodes/{owner}/leases?")
+        newest = partial(status.lease_list, backend, owner)
+        older = partial(status.archived_leases, backend, owner)
+        return _part(newest, older, before, archived, f"/v1/nodes/{owner}/leases?")
 
     @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
     def rewards(node: str) -> Response:
@@ -188,12 +187,9 @@ def router(backend: Backend) -> APIRouter:
         """A node's submissions, newest first, a page at a time, then archived ones. The header
         `Link` names the next page; a page of the archive may be empty."""
         owner = ids.address(node)
-        if archived:
-            page = status.archived_list(backend, owner, _number(archived, "archived"))
-        else:
-            last = ids.digest(before) if before else None
-            page = status.submission_list(backend, owner, last)
-        return _linked(page, f"/v1/submissions?node={owner}&")
+        newest = partial(status.submission_list, backend, owner)
+        older = partial(status.archived_list, backend, owner)
+        return _part(newest, older, before, archived, f"/v1/submissions?node={owner}&")
 
     @routes.get("/v1/submissions/{digest}", responses={200: {"model": SubmissionInfo}})
     def submission(digest: str) -> Response:
@@ -203,8 +199,19 @@ def router(backend: Backend) -> APIRouter:
     return routes
 
 
-def _linked(part: Part[Any], path: str) -> Response:
-    """Answers with a part of a list; `path` with the next part's query is what `Link` names."""
+def _part(
+    newest: Callable[[Digest | None], Part[Any]],
+    older: Callable[[int], Part[Any]],
+    before: str,
+    archived: str,
+    path: str,
+) -> Response:
+    """Answers with a part of a list: of `older` if `archived` is given, else of `newest`. `path`
+    with the next part's query is what the header `Link` names."""
+    if archived:
+        part = older(_number(archived, "archived"))
+    else:
+        part = newest(ids.digest(before) if before else None)
     found = answer(part.items)
     if part.following:
         found.headers["Link"] = f'<{path}{part.following}>; rel="next"'
