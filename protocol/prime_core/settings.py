@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pydantic_settings
-from pydantic import AfterValidator, BeforeValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 from pydantic_settings import (
     EnvSettingsSource,
     InitSettingsSource,
@@ -76,10 +76,14 @@ def load_settings(
             values |= source()
         loaded = kind.model_validate(values)
     except ValidationError as error:
-        unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
+        unknown = [
+            [str(part) for part in one["loc"]]
+            for one in error.errors()
+            if one["type"] == "extra_forbidden"
+        ]
         if unknown:
             raise UserError(
-                "; ".join(_unknown(name, kind) for name in unknown), hint=f"mend {toml or 'it'}"
+                "; ".join(_unknown(path, kind) for path in unknown), hint=f"mend {toml or 'it'}"
             ) from error
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "?"
@@ -97,10 +101,18 @@ def load_settings(
     return loaded
 
 
-def _unknown(name: str, kind: type[BaseSettings]) -> str:
-    near = difflib.get_close_matches(name.replace("-", "_"), kind.model_fields, n=1)
-    similar = f"; did you mean {near[0]}?" if near else ""
-    return f"there is no setting {name!r}{similar}"
+def _unknown(path: Sequence[str], kind: type[BaseSettings]) -> str:
+    """What is said of an unknown setting; all parts of `path` but the last are tables."""
+    *tables, name = path
+    known = kind.model_fields
+    for table in tables:
+        inner = known[table].annotation if table in known else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return f"there is no setting {'.'.join(path)!r}"
+        known = inner.model_fields
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    similar = f"; did you mean {'.'.join([*tables, near[0]])}?" if near else ""
+    return f"there is no setting {'.'.join(path)!r}{similar}"
 
 
 def variable_of(kind: type[BaseSettings], name: str) -> str:

@@ -60,6 +60,7 @@ def run_from(
     digest. What `unsaid` returns is added. Raises UserError naming the invalid value.
     """
     values = {**values, **unsaid(values)}
+    _require_tables(values, source)
     try:
         shaped = budgets_from(values["budgets"])
         budgets = LengthBudgets.model_validate_json(json.dumps(shaped))
@@ -100,6 +101,21 @@ def run_from(
         raise UserError(
             f"{source} is not a run: {_first(error)}", hint="see docs/examples/run.toml"
         ) from error
+
+
+def _require_tables(values: Mapping[str, Any], source: Path) -> None:
+    """Raises UserError if a value that must be a table is something else."""
+    tables = {
+        name: values.get(name, {}) for name in ("environment", "budgets", "chat", "conversation")
+    }
+    if isinstance(tables["environment"], dict):
+        tables["environment.arguments"] = tables["environment"].get("arguments", {})
+    for name, value in tables.items():
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{source} is not a run: {name} is {value!r}, which is not a table",
+                hint="see docs/examples/run.toml",
+            )
 
 
 def _check_cards(run: RunDefinition, source: Path) -> None:

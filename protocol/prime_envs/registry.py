@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 
 from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.ids import Digest
+from prime_core.plugins import loaded
 from prime_core.run import (
     Conversation,
     EnvironmentPart,
@@ -17,7 +18,7 @@ from prime_core.run import (
     RunDefinition,
 )
 from prime_envs import environments
-from prime_envs.base import Environment
+from prime_envs.base import OF_THIS_MACHINE, Environment
 from prime_envs.mixture import Mixture
 from prime_envs.tools import load_tools
 
@@ -33,7 +34,8 @@ MIXTURE, which is made of others."""
 
 
 def environment_class(name: str) -> type[Environment]:
-    """The class registered under `name`. Raises UserError if there is none."""
+    """The class registered under `name`. Raises UserError if there is none, or it is a plugin that
+    cannot be loaded."""
     if name in BUILT_IN:
         return _named(name, BUILT_IN[name])
     found = entry_points(group=ENTRY_POINT_GROUP, name=name)
@@ -43,10 +45,10 @@ def environment_class(name: str) -> type[Environment]:
             f"There is no environment {name!r} here; known are {', '.join(known)}.",
             hint="Install the plugin that provides it, in every program of this run.",
         )
-    loaded = next(iter(found)).load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Environment)):
+    plugin = loaded(next(iter(found)))
+    if not (isinstance(plugin, type) and issubclass(plugin, Environment)):
         raise UserError(f"The plugin registered as {name!r} is not an Environment class.")
-    return loaded
+    return plugin
 
 
 def _named(name: str, module: str) -> type[Environment]:
@@ -66,19 +68,18 @@ def load_environment(
     parts: Sequence[EnvironmentPart] = (),
 ) -> Environment:
     """The environment `name` with its arguments, or the mixture of `parts`. Raises UserError on an
-    unknown name or value, and if two parts are the same: what one trains on, the other holds out.
+    unknown name or value, if the code of a plugin raises, and if two parts are the same: what one
+    trains on, the other holds out.
     """
     if not parts:
-        environment = environment_class(name)(arguments, budgets)
-        environment.plugin = name not in BUILT_IN
-        return environment
-    loaded: list[tuple[str, int, Environment]] = []
+        return _made(name, arguments, budgets)
+    members: list[tuple[str, int, Environment]] = []
     try:
         for part in parts:
             found = load_environment(part.name, part.arguments, budgets)
-            loaded.append((part.title, part.weight, found))
+            members.append((part.title, part.weight, found))
         seen: dict[Digest, str] = {}
-        for title, _, environment in loaded:
+        for title, _, environment in members:
             first = seen.setdefault(environment.digest(), title)
             if first != title:
                 raise UserError(
@@ -86,10 +87,29 @@ def load_environment(
                     hint="name the environment once, with the sum of the weights",
                 )
     except PrimeError:
-        for _, _, environment in loaded:
+        for _, _, environment in members:
             environment.close()
         raise
-    return Mixture(loaded, budgets)
+    return Mixture(members, budgets)
+
+
+def _made(name: str, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> Environment:
+    made = environment_class(name)
+    plugin = name not in BUILT_IN
+    try:
+        environment = made(arguments, budgets)
+    except OF_THIS_MACHINE:
+        raise
+    except Exception as error:
+        if not plugin:
+            raise
+        raise UserError(
+            f"the environment {name!r} cannot be made with the arguments {dict(arguments)}: "
+            f"{error!r}",
+            hint="correct environment.arguments, or the plugin that provides it",
+        ) from error
+    environment.plugin = plugin
+    return environment
 
 
 def environment_for(run: RunDefinition) -> Environment:

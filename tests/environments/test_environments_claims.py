@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from prime_core.errors import UnavailableError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import BUDGET_WORDING, Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
+from prime_envs import registry
 from prime_envs.base import Grade, Problem, TaskScore, Tokenizer
 from prime_envs.crowd_check import NAMES as FINDINGS
 from prime_envs.environments.reverse import Reverse
@@ -72,6 +75,27 @@ class Fails(Reverse):
         if self.of_turns:
             raise self.of_turns
         yield 250_000
+
+
+class Particular(Reverse):
+    """A plugin that needs an argument."""
+
+    def __init__(self, arguments: Mapping[str, int | str], budgets: LengthBudgets) -> None:
+        super().__init__({}, budgets)
+        self.level = arguments["level"]
+
+
+def test_a_plugin_that_cannot_be_made_or_loaded_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = EntryPoint("particular", f"{__name__}:Particular", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([entry]))
+    assert registry.load_environment("particular", {"level": 3}, BUDGETS).plugin
+    with pytest.raises(UserError, match=r"'particular' cannot be made .*: KeyError\('level'\)"):
+        registry.load_environment("particular", {"levle": 3}, BUDGETS)
+    monkeypatch.delattr(sys.modules[__name__], "Particular")
+    with pytest.raises(UserError, match=r"the plugin 'particular' .* cannot be loaded"):
+        registry.environment_class("particular")
 
 
 class Unasked(Reverse):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from prime_core.errors import UserError
+from prime_core.ids import ZERO_DIGEST
 from prime_core.run import RunDefinition
+from prime_envs.definition import run_from
 from prime_envs.registry import environment_for
 from prime_orchestrator.cli.run import app
 
@@ -74,6 +77,23 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, named: str) 
     with pytest.raises(UserError, match=named):
         _new(source, tmp_path / "run.json")
     assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("environment", "reverse"),
+        ("environment", {"name": "reverse", "arguments": "shortest = 3"}),
+        ("budgets", [2, 6]),
+        ("chat", "template"),
+        ("conversation", "tools"),
+        ("task", 3),
+    ],
+)
+def test_what_is_no_table_is_named(name: str, value: object) -> None:
+    values = {**tomllib.loads(EXAMPLE.read_text()), name: value}
+    with pytest.raises(UserError, match=rf"run\.toml is not a run: .*{name}"):
+        run_from(values, EXAMPLE, MODEL, ZERO_DIGEST)
 
 
 def test_the_name_of_a_model_on_a_hub_is_no_folder(tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_one_command_goes_from_a_toml_file_to_a_trained_model(tmp_path: Path) ->
     assert all(line["applied"] and line["rows"] == 8 for line in lines)
     assert all(line["generated_rows"] % 8 == 0 and line["kl_mismatch"] < 1e-3 for line in lines)
     assert all(0 <= line["pass_1"] <= line["pass_k"] <= 1 for line in lines)
+    for line in lines:
+        assert line["reward_parts"].keys() == {"task_micro", "length", "target"}
+        assert line["reward_parts"]["task_micro"] == pytest.approx(line["task"] * MICRO)
     shown = (DASHBOARD.read_text(), ALERTS.read_text())
     asked = set(re.findall(r"prime_trainer_(\w+)", "\n".join(shown))) - {"waiting"}
     given = {name.partition("/")[0] for name, _ in flat(lines[0])}
@@ -554,6 +557,29 @@ def test_an_environment_that_raises_ends_rows_and_not_the_run(
     assert re.match(r"problem reverse-\d+, turn 0: the environment raises_at_times raised", said)
     [step] = read_lines(tmp_path / "out" / "metrics.jsonl")
     assert step["applied"]
+
+
+class RewardsItsLimits(RaisesAtTimes):
+    """Only rows that `observe` ends have a reward."""
+
+    name = "rewards_its_limits"
+
+    def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
+        return TaskScore(MICRO * (len(output_text) % 2), "by its length")
+
+
+def test_rows_that_a_limit_ended_make_no_difference_in_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    monkeypatch.setitem(BUILT_IN, "rewards_its_limits", __name__)
+    monkeypatch.setattr(local_module, "MOST_GENERATED", 2)
+    source = written(tmp_path / "in", "[conversation]\nturns = 2\n", penalty=0)
+    source.write_text(source.read_text().replace('"reverse"', '"rewards_its_limits"'))
+    learner = make_learner(local_run(source, DEMO), settings_for(tmp_path / "out"), world)
+    local = Local(learner, Options(), Observers.none(), lambda _: None)
+    with pytest.raises(UserError, match=r"4 groups of 4 .* in 4 of them all are rewarded alike"):
+        local.batch()
+    local.close()
 
 
 class FailsToGrade(Reverse):

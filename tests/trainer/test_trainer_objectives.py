@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
@@ -186,14 +187,16 @@ def test_a_token_far_from_the_engine_is_kept_where_the_update_brings_it_back() -
     np.testing.assert_allclose(found, [0.0, 1.4, -0.6, 0.0], rtol=1e-12)
 
 
-def test_a_plugin_is_an_objective_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_an_objective_with_settings_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, world: World
+) -> None:
     def surrogate(
         log_ratio: torch.Tensor, tokens: Tokens, settings: ObjectiveSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         value = settings.parameters["slope"] * log_ratio
         return value, torch.zeros_like(log_ratio, dtype=torch.bool)
 
-    mine = Objective(REGISTRY["grpo"].weights, surrogate)
+    mine = Objective(REGISTRY["grpo"].weights, surrogate, {"slope": 2.0})
     entry = EntryPoint("mine", f"{__name__}:PLUGIN", objectives.ENTRY_POINT_GROUP)
     monkeypatch.setattr(objectives, "entry_points", lambda group: EntryPoints([entry]))
     monkeypatch.setitem(globals(), "PLUGIN", mine)
@@ -201,11 +204,21 @@ def test_a_plugin_is_an_objective_with_settings_of_its_own(monkeypatch: pytest.M
     logprobs, tokens, _ = a_batch(0)
     found = gradient_of(logprobs, tokens, ObjectiveSettings(name="mine", parameters={"slope": 3.0}))
     np.testing.assert_allclose(found, -3.0 * tokens.weights.numpy())
+    used = kit.learner(model, tmp_path, world, objective=ObjectiveSettings(name="mine")).settings
+    assert json.loads(used.training())["objective"]["parameters"] == {"slope": 2.0}
+    for name, hint in (("mine", "its parameters: slope"), ("grpo", "its parameters: none")):
+        wrong = ObjectiveSettings(name=name, parameters={"slop": 3.0})
+        with pytest.raises(UserError, match=f"{name}' has no parameter 'slop'") as caught:
+            kit.learner(model, tmp_path, world, objective=wrong)
+        assert caught.value.hint == hint
     with pytest.raises(UserError, match="does not know") as caught:
         objective_of("other")
     assert "mine" in caught.value.hint
     monkeypatch.setitem(globals(), "PLUGIN", "not an objective")
     with pytest.raises(UserError, match="is not an Objective"):
+        objective_of("mine")
+    monkeypatch.delitem(globals(), "PLUGIN")
+    with pytest.raises(UserError, match=r"the plugin 'mine' .* cannot be loaded: AttributeError"):
         objective_of("mine")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_kit import block_causal_mask
 
+from prime_core.rollout import model_ranges
 from prime_trainer.model import PAD
 from prime_trainer.packing import collate, cost, pack_rows, plan, quality
 
@@ -82,7 +83,7 @@ def test_collate_puts_each_samples_own_numbers_on_its_own_tokens(
     seed: int, row_tokens: int
 ) -> None:
     # An ancestor dropped prompts from one list only: every later reward sat on the wrong sample.
-    rollouts = kit.rows(3, 3, seed=seed)
+    rollouts = kit.conversations(kit.rows(3, 3, seed=seed))
     advantages = [float(i) for i in range(len(rollouts))]
     weights = [1.0 / (1 + i) for i in range(len(rollouts))]
     sizes = [len(r.prompt_tokens) + len(r.output_tokens) for r in rollouts]
@@ -91,12 +92,14 @@ def test_collate_puts_each_samples_own_numbers_on_its_own_tokens(
     for micro in layout.ranks[0]:
         batch, tokens = collate(micro, rollouts, advantages, weights, torch.device("cpu"))
         flat = batch.inputs.flatten()
-        for place, target, old, advantage, weight in zip(
+        assert tokens.turns is not None
+        for place, target, old, advantage, weight, turn in zip(
             batch.predict.tolist(),
             batch.targets.tolist(),
             tokens.old_logprobs.tolist(),
             tokens.advantages.tolist(),
             tokens.weights.tolist(),
+            tokens.turns.tolist(),
             strict=True,
         ):
             sample = int(batch.sequences.flatten()[place])
@@ -109,8 +112,10 @@ def test_collate_puts_each_samples_own_numbers_on_its_own_tokens(
             assert old == pytest.approx(rollout.logprobs[number])
             assert advantage == sample
             assert weight == pytest.approx(weights[sample])
+            start, end = model_ranges(rollout.spans, len(rollout.output_tokens))[turn]
+            assert start <= number < end
             taken[sample] += 1
-    assert taken == Counter({i: len(r.output_tokens) for i, r in enumerate(rollouts)})
+    assert taken == Counter({i: r.generated for i, r in enumerate(rollouts)})
 
 
 def test_attention_never_crosses_samples_and_no_softmax_is_empty() -> None:

@@ -214,12 +214,20 @@ def test_settings_come_from_flags_before_environment_before_file(
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"), [({"beta1": 2.0}, ""), ({}, "no_such = 1"), ({}, "not toml")]
+    ("flags", "text", "said"),
+    [
+        ({"beta1": 2.0}, "", "'beta1' is wrong"),
+        ({}, "no_such = 1", "no setting 'no_such'"),
+        ({}, "learning_rat = 1", "'learning_rat'; did you mean learning_rate"),
+        ({}, "[objective]\nclp = 1", "'objective.clp'; did you mean objective.clip"),
+        ({}, "[objective]\nnothing = 1", "no setting 'objective.nothing'$"),
+        ({}, "not toml", "is not TOML"),
+    ],
 )
 def test_a_wrong_setting_is_one_sentence(
-    tmp_path: Path, flags: dict[str, object], text: str
+    tmp_path: Path, flags: dict[str, object], text: str, said: str
 ) -> None:
     file = tmp_path / "trainer.toml"
     file.write_text(text)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=said):
         load(flags, file)

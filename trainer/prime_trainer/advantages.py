@@ -12,6 +12,8 @@ from prime_trainer.config import ObjectiveSettings
 
 AdvantageForm = Literal["mean_std", "mean", "leave_one_out"]
 STD_FLOOR = 1e-6
+UNCOMPARED = ("tool_limit", "ungraded")
+"""Endings of samples with which the others of their group are not compared."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def judge(groups: Sequence[Sequence[Rollout]], objective: ObjectiveSettings) -> 
             row.reward - (penalty if is_cut else 0.0)
             for row, is_cut in zip(group, cut, strict=True)
         ]
-        answered = [row.finish_reason not in ("tool_limit", "ungraded") for row in group]
+        answered = [row.finish_reason not in UNCOMPARED for row in group]
         compared = [reward for reward, kept in zip(rewards, answered, strict=True) if kept]
         found = iter(
             group_advantages(compared, objective.advantage)

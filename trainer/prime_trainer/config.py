@@ -64,7 +64,7 @@ class ObjectiveSettings(BaseModel):
     importance_floor: float = Field(default=0.5, ge=0, le=1)
     importance_divergence: float = Field(default=0.15, gt=0, le=1)
     parameters: dict[str, float] = Field(default_factory=dict)
-    """Settings of an objective that is a plugin."""
+    """The objective's own settings (prime_trainer/objectives/base.py, `Objective.parameters`)."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
     """Treatment of samples cut at the length limit: "keep" trains them unchanged, "mask" gives them
     no weight in the loss (their reward stays in the group's baseline), "penalise" lowers their

@@ -32,7 +32,7 @@ from prime_trainer.lora import add_adapters
 from prime_trainer.loss import kl_estimate, policy_loss, token_weights
 from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.model import Policy, Shape, shape_of
-from prime_trainer.objectives import objective_of
+from prime_trainer.objectives import with_defaults
 from prime_trainer.packing import Extra, Plan, collate, generated_logprobs, plan, quality
 from prime_trainer.parallel import (
     World,
@@ -123,7 +123,7 @@ Fill = Callable[[Policy, Path, torch.device], Policy]
 
 def make_learner(run: RunDefinition, settings: Settings, world: World) -> Learner:
     """Loads the base model and shards it over all ranks. Raises UserError for a folder without a
-    model, or an unregistered objective."""
+    model, an unregistered objective, or a parameter that it does not have."""
     return filled_learner(*empty_policies(run, settings, world), run, settings, world)
 
 
@@ -134,7 +134,7 @@ def empty_policies(
     device. Raises UserError like `make_learner`."""
     base = settings.need("model")
     wanted = settings.objective
-    objective_of(wanted.name)
+    with_defaults(wanted)
     policy = empty_policy(base, run.temperature)
     if settings.context_parallel > 1:
         require_fixed_positions(policy, base)
@@ -163,6 +163,7 @@ def filled_learner(
 ) -> Learner:
     """Builds a learner from `empty_policies`; `fill` sets the parameters' values. Raises UserError
     if `context_parallel` does not divide the number of ranks."""
+    settings = settings.model_copy(update={"objective": with_defaults(settings.objective)})
     world = world.in_groups(settings.context_parallel)
     for one in (policy, reference):
         if one is not None:

@@ -51,6 +51,7 @@ from prime_envs.definition import read_toml, require_config, run_from
 from prime_envs.registry import environment_for
 from prime_envs.shares import pass_at_k
 from prime_trainer import checkpoint
+from prime_trainer.advantages import UNCOMPARED
 from prime_trainer.checkpoint import TrainerState
 from prime_trainer.config import Settings
 from prime_trainer.data import GroupKey, TrainingBatch
@@ -140,9 +141,12 @@ class Made:
             for group in (self.rows[at : at + samples] for at in range(0, len(self.rows), samples))
         ]
         passes = [pass_at_k(len(one), sum(one), len(one)) for one in groups if one]
-        parts: dict[str, list[float]] = defaultdict(list)
-        for row, rollout, _ in graded:
-            parts[_source(row)].append(rollout.reward)
+        sources: dict[str, list[float]] = defaultdict(list)
+        parts: dict[str, list[int]] = defaultdict(list)
+        for row, rollout, grade in graded:
+            sources[_source(row)].append(rollout.reward)
+            for name, value in grade.parts.items():
+                parts[name].append(value)
         return {
             "generated_rows": len(self.rows),
             "generated_reward": mean,
@@ -153,6 +157,9 @@ class Made:
             "pass_1": sum(map(sum, groups)) / len(rewards),
             "pass_k": math.fsum(passes) / len(passes),
             "reward_by_environment": {
+                name: math.fsum(values) / len(values) for name, values in sorted(sources.items())
+            },
+            "reward_parts": {
                 name: math.fsum(values) / len(values) for name, values in sorted(parts.items())
             },
         }
@@ -421,12 +428,12 @@ class Local:
                 groups[row.group].append(rollout)
                 made.rows.append((row, rollout, grade))
             for number, rollouts in groups.items():
-                graded = [row.reward for row in rollouts if row.finish_reason != "ungraded"]
-                informative = len(set(graded)) > 1
+                compared = [row.reward for row in rollouts if row.finish_reason not in UNCOMPARED]
+                informative = len(set(compared)) > 1
                 made.groups += 1
                 made.alike += not informative
                 if informative:
-                    total = sum(round(reward * MICRO) for reward in graded)
+                    total = sum(round(reward * MICRO) for reward in compared)
                     free = FreeGroup(
                         submission_digest=digest,
                         group_no=number,
@@ -438,7 +445,7 @@ class Local:
                         sha256=digest,
                         size=0,
                         table=digest,
-                        ungraded=len(rollouts) - len(graded),
+                        ungraded=len(rollouts) - len(compared),
                     )
                     self.waiting.append(Group(free, tuple(rollouts)))
 

@@ -267,6 +267,7 @@ def collate(
         proximal=proximal,
         fresh=fresh,
         samples=torch.from_numpy(np.repeat(np.arange(len(order)), counts)).to(device),
+        turns=torch.from_numpy(_join([_turns(rollouts[i]) for i in order], np.int64)).to(device),
     )
     return batch, tokens_of
 
@@ -282,6 +283,13 @@ def _places(rollout: Rollout) -> np.ndarray:
     are only read: neither predicted nor weighted."""
     ranges = model_ranges(rollout.spans, len(rollout.output_tokens))
     return np.concatenate([np.arange(start, end) for start, end in ranges])
+
+
+def _turns(rollout: Rollout) -> np.ndarray:
+    """The number of the model turn that each generated token is of, int64 (M,)."""
+    ranges = model_ranges(rollout.spans, len(rollout.output_tokens))
+    lengths = [end - start for start, end in ranges]
+    return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import ClassVar
 
 from prime_core.errors import UserError
+from prime_core.plugins import loaded
 from prime_envs.base import TaskScore
 from prime_envs.tasks import Task
 
@@ -60,10 +61,11 @@ class Grader(ABC):
 
 
 def grader_class(task_type: str) -> type[Grader]:
-    """The class that grades `task_type`. Raises UserError if there is none."""
+    """The class that grades `task_type`. Raises UserError if there is none, or it is a plugin that
+    cannot be loaded."""
     if task_type in BUILT_IN:
         module, _, attribute = BUILT_IN[task_type].partition(":")
-        loaded = getattr(import_module(module), attribute)
+        grader = getattr(import_module(module), attribute)
     else:
         found = entry_points(group=ENTRY_POINT_GROUP, name=task_type)
         if not found:
@@ -71,7 +73,7 @@ def grader_class(task_type: str) -> type[Grader]:
             raise UserError(
                 f"There is no grader for the task type {task_type!r}; known are {', '.join(known)}."
             )
-        loaded = next(iter(found)).load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Grader)):
+        grader = loaded(next(iter(found)))
+    if not (isinstance(grader, type) and issubclass(grader, Grader)):
         raise UserError(f"The plugin that grades {task_type!r} is not a Grader class.")
-    return loaded
+    return grader

@@ -7,8 +7,8 @@ micro-batch; everything that depends on the whole batch is in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -29,7 +29,8 @@ class Tokens:
     reference policy's log-probability if the objective has a KL term; the proximal policy's
     log-probability if the ratio uses it and it differs from the current policy's; `fresh`: 1 if the
     row's policy is the one that this step begins with; `samples`: int64, which sample of the
-    micro-batch the token is of, 0, 1, …"""
+    micro-batch the token is of, 0, 1, …; `turns`: int64, which of that sample's model turns, 0, 1,
+    …"""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -38,6 +39,7 @@ class Tokens:
     proximal: Tensor | None = None
     fresh: Tensor | None = None
     samples: Tensor | None = None
+    turns: Tensor | None = None
 
 
 Weights = Callable[[Sequence[int], int], list[float]]
@@ -54,6 +56,8 @@ class Objective:
 
     weights: Weights
     surrogate: Surrogate
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    """Settings of its own (`objective.parameters`) and their defaults."""
 
 
 def two_sided_clip(
