@@ -79,6 +79,12 @@ def _check_submission(case: Case) -> None:
         lease.policy_digest,
     ):
         raise RulingError(Reason.WRONG_LEASE, "the submission names another lease, step or policy")
+    if submission.valid_until != lease.deadline:  # it sets which validators and jurors count
+        raise RulingError(
+            Reason.WRONG_LEASE,
+            f"the submission is valid until {submission.valid_until}, its lease until "
+            f"{lease.deadline}",
+        )
     if submission.rows != rows:
         raise RulingError(Reason.WRONG_ROWS, f"{rows} rows, {submission.rows} submitted")
 

@@ -141,7 +141,7 @@ class Party:
             sha256=name,
             size=len(data),
             rows=run.rows_per_lease,
-            valid_until=int(time.time()) + 600,
+            valid_until=lease.deadline,
         )
         signed = SignedSubmission(
             submission=claim, node=lease.node, signature=NODE.sign(claim, client.domain("work"))

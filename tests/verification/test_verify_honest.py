@@ -304,7 +304,7 @@ def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
         sha256=encoding.sha256(file.data),
         size=len(file.data),
         rows=64,
-        valid_until=0,
+        valid_until=lease.deadline,
     )
 
     def judged(submission: Submission) -> Reason:
@@ -321,6 +321,8 @@ def test_a_submission_must_be_of_these_very_bytes(world: Any) -> None:
         ({"rows": 63}, Reason.WRONG_ROWS),
         ({"step": 9}, Reason.WRONG_LEASE),
         ({"lease_digest": ZERO_DIGEST}, Reason.WRONG_LEASE),
+        ({"valid_until": lease.deadline - 1}, Reason.WRONG_LEASE),
+        ({"valid_until": lease.deadline + 1}, Reason.WRONG_LEASE),
     ):
         assert judged(right.model_copy(update=change)) is reason
 
