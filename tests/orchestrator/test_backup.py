@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from devnet.s3 import BUCKET, S3Server
 from prime_core.encoding import sha256
-from prime_core.errors import MalformedError, UserError
+from prime_core.errors import UserError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
@@ -169,9 +169,22 @@ def test_what_is_absent_or_damaged_is_named(pool: World, tmp_path: Path) -> None
     assert backup.check(store, objects).absent == (sha256(b"lost"),)
     both = tuple(sorted([sha256(b"lost"), sha256(b"damaged")]))
     assert backup.check(store, objects, read=True).absent == both
-    with pytest.raises(MalformedError, match="digest"):
-        backup.backup(store, objects, tmp_path / "backup")
-    assert not (tmp_path / "backup" / "store.sqlite").exists()
+    saved = tmp_path / "backup"
+    assert backup.backup(store, objects, saved).absent == both, "all else is saved"
+
+    (objects.root / digest_key(sha256(b"kept"))).write_bytes(b"damaged since")
+    new, _ = opened(tmp_path)
+    made = backup.restore(saved, new, objects)
+    assert (made.objects, made.absent) == (1, both)
+    assert objects.get(digest_key(sha256(b"kept")), 10) == b"kept", "it is put back"
+    new.close()
+
+    (saved / "objects" / digest_key(sha256(b"kept"))).write_bytes(b"damaged there")
+    new, elsewhere = open_store(sqlite_url(tmp_path / "newer.sqlite")), DirectoryStore(tmp_path)
+    made = backup.restore(saved, new, elsewhere)
+    assert made.absent == tuple(sorted([*both, sha256(b"kept")]))
+    assert table(new, schema.submissions) == table(store, schema.submissions)
+    new.close()
 
 
 def test_a_file_that_was_handed_in_and_not_moved_yet_is_saved(
@@ -217,7 +230,14 @@ def test_the_commands_move_a_pool_from_a_folder_to_s3(tmp_path: Path, s3: S3Serv
     assert f"absent or damaged: {name}" in said
     DirectoryStore(data / "objects").put(digest_key(name), b"leaves")
     assert "1 objects, 0 absent" in orchestrator("check", "--data", str(data), "--read")
+    unmounted = ("--data", str(data), "--objects", str(tmp_path / "unmounted"))
+    said = orchestrator("backup", str(tmp_path / "without"), *unmounted, code=1)
+    assert f"absent or damaged: {name}" in said
     assert "1 new objects" in orchestrator("backup", str(saved), "--data", str(data))
+    for words in (["check"], ["backup", str(saved)], ["prune"], ["export", str(saved)]):
+        said = orchestrator(*words, "--data", str(tmp_path / "mistyped"), code=64)
+        assert said == f"there is no pool in {tmp_path / 'mistyped' / 'orchestrator.sqlite'}"
+    assert not (tmp_path / "mistyped").exists()
     bucket = ("--s3-bucket", BUCKET, "--s3-endpoint", s3.url)
     said = orchestrator("restore", str(saved), "--data", str(moved), *bucket)
     assert said.startswith(f"pool {place}: 2 rows and 1 objects restored")

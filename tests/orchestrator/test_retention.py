@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from orchestrator_world import MakeWorld, World
 from typer.testing import CliRunner
 
+from prime_broadcast.files import FullError
 from prime_core.errors import UserError
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.store import Store, leases, meta, retention, schema
@@ -88,15 +89,53 @@ def test_only_what_is_old_and_done_goes(pool: World, store: Store, tmp_path: Pat
         left = before[table.name] - gone.get(table.name, 0)
         assert count(store, table) == left, table.name
         if table.name in gone:
-            kept = pq.read_table(tmp_path / "archive" / f"{table.name}.parquet")
-            assert (kept.num_rows, kept.column_names) == (gone[table.name], table.columns.keys())
-    with pytest.raises(UserError, match="exists already"):
-        retention.prune(store, later, tmp_path / "archive", dry_run=False)
+            files = sorted((tmp_path / "archive" / table.name).glob("*.parquet"))
+            kept = [pq.read_table(file) for file in files]
+            assert sum(part.num_rows for part in kept) == gone[table.name]
+            assert all(part.column_names == table.columns.keys() for part in kept)
 
     made = retention.export(store, tmp_path / "export")
     assert made.keys() == before.keys() - retention.SECRET
     files = pq.read_table(tmp_path / "export" / "submissions.parquet").to_pylist()
     assert {one["digest"] for one in files} == {judged, waiting}
+    with pytest.raises(UserError, match="exists already"):
+        retention.export(store, tmp_path / "export")
+
+
+def test_rows_go_only_once_their_file_of_the_archive_is_whole(
+    pool: World, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prune that ends at the third file has deleted what the first two hold; the next one goes
+    on in the same folder."""
+    ended = [pool.lease_digest(pool.lease(pool.member(number))) for number in range(1, 6)]
+    with store.begin() as connection:
+        for digest in ended:
+            leases.set_status(connection, digest, "expired")
+    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 1)
+    write, left = retention.write_whole, [2]
+
+    def full(path: Path, data: bytes) -> None:
+        if not left[0]:
+            raise FullError("the disk is full")
+        left[0] -= 1
+        write(path, data)
+
+    def archived() -> set[str]:
+        files = (tmp_path / "archive" / "leases").glob("*.parquet")
+        return {row["digest"] for file in files for row in pq.read_table(file).to_pylist()}
+
+    later, rows = pool.backend.now() + 30 * DAY, count(store, schema.leases)
+    with monkeypatch.context() as patched:
+        patched.setattr(retention, "write_whole", full)
+        with pytest.raises(FullError):
+            retention.prune(store, later, tmp_path / "archive", dry_run=False)
+    assert count(store, schema.leases) == rows - 2
+    assert len(archived()) == 2
+    assert retention.prune(store, later, tmp_path / "archive", dry_run=False)["leases"] == 2
+    with store.read() as connection:
+        kept = connection.execute(sa.select(schema.leases.c.digest)).scalars().all()
+    assert archived().isdisjoint(kept)
+    assert archived() | set(kept) == set(ended)
 
 
 def test_the_commands(tmp_path: Path) -> None:

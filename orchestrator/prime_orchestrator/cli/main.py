@@ -27,6 +27,7 @@ from prime_core.command_line import (
 )
 from prime_core.command_line import run as run_program
 from prime_core.errors import UserError
+from prime_core.ids import Digest
 from prime_orchestrator.cli.storage import StoreOptions, with_database, with_objects, with_pool
 
 _ELSEWHERE = {
@@ -187,7 +188,7 @@ def check(
     damaged."""
     from prime_orchestrator.store import backup
 
-    with options.opened() as (settings, store):
+    with options.pool() as (settings, store):
         place = backup.place(store)
         found = backup.check(store, settings.open_objects("", place), read=read)
     for name in found.absent:
@@ -209,13 +210,15 @@ def save(
     options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
 ) -> None:
-    """Copy database and objects into a folder. `serve` goes on meanwhile."""
+    """Copy database and objects into a folder. `serve` goes on meanwhile. Exit code 1 if an
+    object that the database names is absent or damaged; all else is saved."""
     from prime_orchestrator.store import backup
 
-    with options.opened() as (settings, store):
+    with options.pool() as (settings, store):
         place = backup.place(store)
         made = backup.backup(store, settings.open_objects("", place), folder.absolute())
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} new objects in {folder}")
+    _end_if_absent(made.absent, "the backup is made without")
 
 
 @store_app.command()
@@ -224,7 +227,8 @@ def restore(
     options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="What `store backup` made.")],
 ) -> None:
-    """Fill an empty database and object store from a backup."""
+    """Fill an empty database and object store from a backup. Exit code 1 if an object that it
+    names is absent or damaged; all else is restored."""
     from prime_orchestrator.store import backup
 
     saved = backup.open_backup(folder.absolute())
@@ -235,6 +239,19 @@ def restore(
     with options.opened() as (settings, store):
         made = backup.restore(folder.absolute(), store, settings.open_objects("", place))
     typer.echo(f"pool {place}: {made.rows} rows and {made.objects} objects restored")
+    _end_if_absent(made.absent, "restored without")
+
+
+def _end_if_absent(absent: tuple[Digest, ...], without: str) -> None:
+    """Ends with exit code 1 if a copy lacks objects."""
+    if absent:
+        more = " and others" if len(absent) > 1 else ""
+        typer.echo(
+            f"{without} {len(absent)} objects that the database names and that are absent or "
+            f"damaged: {absent[0]}{more}; orchestrator store check --read lists them",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 @store_app.command("rotate-secret")
@@ -263,10 +280,9 @@ def prune(
     json_output: Json = False,
 ) -> None:
     """Delete old rows that nothing depends on. See docs/retention.md; `serve` goes on meanwhile."""
-    from prime_orchestrator.store import backup, retention
+    from prime_orchestrator.store import retention
 
-    with options.opened() as (_, store):
-        backup.place(store)
+    with options.pool() as (_, store):
         found = retention.prune(store, time.time() - days * 86_400, archive, dry_run=dry_run)
     _echo_rows(found, "would go" if dry_run else "deleted", json_output)
 
@@ -329,10 +345,9 @@ def export(
     json_output: Json = False,
 ) -> None:
     """Write the tables, without secrets, as Parquet files."""
-    from prime_orchestrator.store import backup, retention
+    from prime_orchestrator.store import retention
 
-    with options.opened() as (_, store):
-        backup.place(store)
+    with options.pool() as (_, store):
         found = retention.export(store, folder)
     _echo_rows(found, f"in {folder}", json_output)
 

@@ -6,7 +6,8 @@
 An object is stored before the row that names it, and submitted files move from uploads/ to sha256/.
 Only store/removal.py deletes objects, which a backup notices. Objects copied later therefore
 include all that the snapshot names. The backup is a folder with a SQLite file and a directory
-store, independent of the pool's own storage.
+store, independent of the pool's own storage. A damaged object is left out and named: it keeps
+nothing else from being saved or restored.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from prime_core.errors import (
     UntrustedError,
     UserError,
 )
-from prime_core.folders import make_folder
+from prime_core.folders import make_folder, sync
 from prime_core.ids import Digest
-from prime_core.storage.base import ObjectStore, digest_key
+from prime_core.storage.base import ObjectStore, digest_key, named_digest
 from prime_core.storage.directory import DirectoryStore
 from prime_orchestrator.store import archive, meta, schema
 from prime_orchestrator.store.engine import Store, open_store, sqlite_url
@@ -44,10 +45,12 @@ NAMED = (
 
 @dataclass(frozen=True)
 class Copied:
-    """What a backup or restore copied; objects that already existed do not count."""
+    """What a backup or restore copied; objects that already existed do not count. `absent`: objects
+    that its rows and pages name and the copy lacks."""
 
     rows: int
     objects: int
+    absent: tuple[Digest, ...]
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
     """Copies the pool into `folder` while it keeps serving. If the folder holds an earlier backup,
     only missing objects are copied; its database must be moved away first.
 
-    Raises UserError if the folder contains a database, MalformedError if an object is damaged,
-    ConflictError if rollout files were removed meanwhile.
+    Raises UserError if the folder contains a database, ConflictError if rollout files were removed
+    meanwhile.
     """
     make_folder(folder).chmod(0o700)  # the database holds draw secrets
     file = folder / "store.sqlite"
@@ -89,25 +92,31 @@ def backup(store: Store, objects: ObjectStore, folder: Path) -> Copied:
         raise UserError(f"{file} is another backup", hint="name a new folder, or move it away")
     draft = folder / "store.sqlite.part"
     draft.unlink(missing_ok=True)
-    target = open_store(sqlite_url(draft))
+    target, saved = open_store(sqlite_url(draft)), DirectoryStore(folder / "objects")
     try:
         target.migrate()
         with store.read() as source, target.begin() as connection:
             rows = _copy_rows(source, connection)
             marked = archive.files_marked(source)
+        copied = _save(objects, saved)
+        absent = check(target, saved).absent
     finally:
         target.close()  # the last connection merges the WAL into the one file
-    copied = _save(objects, DirectoryStore(folder / "objects"))
     _refuse_removal(store, marked)
+    if absent:  # shadow nodes' rows and files are deleted all the time
+        with store.read() as source:
+            still = dict(_named(source, objects))
+        absent = tuple(name for name in absent if name in still)
     draft.rename(file)
-    return Copied(rows, copied)
+    sync(folder)
+    return Copied(rows, copied, absent)
 
 
 def restore(folder: Path, store: Store, objects: ObjectStore) -> Copied:
-    """Fills an empty database and an object store from a backup.
+    """Fills an empty database and an object store from a backup. Objects that are damaged in the
+    object store are replaced.
 
-    Raises UserError if the database is not empty, MalformedError if an object of the backup is
-    damaged; the database is then still empty.
+    Raises UserError if the database is not empty.
     """
     source = open_backup(folder)
     try:
@@ -115,13 +124,21 @@ def restore(folder: Path, store: Store, objects: ObjectStore) -> Copied:
         with store.read() as connection:
             _refuse_full(connection)
         saved, copied = DirectoryStore(folder / "objects"), 0
+        lacking = set(check(source, saved).absent)
         for key in saved.keys(""):
-            if not objects.exists(key):
+            if _is_whole(objects, key):
+                continue
+            try:
                 objects.put_file(key, saved.root / key)
                 copied += 1
+            except MalformedError:  # it is damaged in the backup
+                if (name := named_digest(key)) is None:
+                    raise
+                lacking.add(name)
+        absent = sorted(one for one in lacking if not _is_whole(objects, digest_key(one)))
         with source.read() as rows, store.begin() as connection:
             _refuse_full(connection)
-            return Copied(_copy_rows(rows, connection), copied)
+            return Copied(_copy_rows(rows, connection), copied, tuple(absent))
     finally:
         source.close()
 
@@ -163,6 +180,12 @@ def _refuse_removal(store: Store, marked: tuple[int, int]) -> None:
                 "rollout files were removed meanwhile: try again once `orchestrator store "
                 "prune-files` has ended"
             )
+
+
+def _is_whole(objects: ObjectStore, key: str) -> bool:
+    """Whether the object is there, with the digest that its key names, if it names one."""
+    name = named_digest(key)
+    return objects.exists(key) if name is None else _is_there(objects, key, name, read=True)
 
 
 def _is_there(objects: ObjectStore, key: str, name: Digest, read: bool) -> bool:
@@ -233,7 +256,7 @@ def _refuse_full(connection: Connection) -> None:
 
 
 def _save(objects: ObjectStore, target: DirectoryStore) -> int:
-    """Copies the objects that `target` lacks; returns how many."""
+    """Copies the objects that `target` lacks and that are not damaged; returns how many."""
     copied = 0
     for prefix in ("uploads/", "sha256/"):
         for key in objects.keys(prefix):
@@ -245,6 +268,8 @@ def _save(objects: ObjectStore, target: DirectoryStore) -> int:
                     for piece in pieces:
                         sink.write(piece)
             except NotFoundError:  # moved to sha256/, which is copied next, or was swept
+                continue
+            except MalformedError:  # damaged
                 continue
             copied += 1
     return copied

@@ -6,8 +6,8 @@ credits, roots, slashes, chain events, batches, policies, leases that brought a 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from prime_broadcast.files import disk_errors, sync_path, write_whole
 from prime_core.errors import UserError
 from prime_core.folders import make_folder
 from prime_orchestrator.store import schema
@@ -76,8 +77,9 @@ def old_rows(before: float) -> _Old:
 def prune(store: Store, before: float, archive: Path | None, *, dry_run: bool) -> dict[str, int]:
     """Deletes the rows of `old_rows`, a thousand in a transaction, while the pool goes on working.
 
-    `archive`: new folder that receives them first, one Parquet file for each table. Returns the
-    number of rows by table. Raises UserError if the folder holds an earlier archive.
+    `archive`: folder that receives them first, in a folder of Parquet files for each table; files
+    of earlier calls stay. Returns the number of rows by table. Raises DiskError if the archive
+    cannot be written; the rows of that transaction are not deleted.
     """
     found: dict[str, int] = {}
     for table, condition in old_rows(before).items():
@@ -86,21 +88,18 @@ def prune(store: Store, before: float, archive: Path | None, *, dry_run: bool) -
                 query = sa.select(sa.func.count()).select_from(table).where(condition)
                 found[table.name] = int(connection.execute(query).scalar_one())
             continue
-        with ExitStack() as stack:
-            writer = None
-            if archive is not None:
-                writer = stack.enter_context(_writer(archive, table))
-            found[table.name] = sum(_delete_some(store, table, condition, writer))
+        found[table.name] = sum(_delete_some(store, table, condition, archive))
     return found
 
 
 def export(store: Store, folder: Path) -> dict[str, int]:
     """Writes every table but those of SECRET, of one moment, to `folder`/TABLE.parquet.
 
-    Returns the number of rows by table. Raises UserError if the folder holds an earlier export.
+    Returns the number of rows by table. Raises UserError if the folder holds an earlier export,
+    DiskError if it cannot be written.
     """
     found: dict[str, int] = {}
-    with store.read() as connection:
+    with disk_errors(), store.read() as connection:
         for table in schema.metadata.sorted_tables:
             if table.name in SECRET:
                 continue
@@ -113,10 +112,10 @@ def _delete_some(
     store: Store,
     table: sa.Table,
     condition: sa.ColumnElement[bool],
-    writer: pq.ParquetWriter | None,
+    archive: Path | None,
 ) -> Iterator[int]:
-    """Yields how many rows each transaction deleted. Each is written to the archive first, so a
-    crash may leave a row in both."""
+    """Yields how many rows each transaction deleted. They are on disk in a file of the archive
+    before it commits, so a crash may leave a row in both."""
     keys = list(table.primary_key.columns)
     while True:
         with store.begin() as connection:
@@ -124,8 +123,8 @@ def _delete_some(
             gone = [dict(row) for row in rows.mappings()]
             if not gone:
                 return
-            if writer is not None:
-                writer.write_table(pa.Table.from_pylist(gone, schema=writer.schema))
+            if archive is not None:
+                _keep(archive, table, gone)
             match = sa.and_(*(key == sa.bindparam(f"old_{key.name}") for key in keys))
             values = [{f"old_{key.name}": row[key.name] for key in keys} for row in gone]
             connection.execute(sa.delete(table).where(match), values)
@@ -143,13 +142,29 @@ def _write(
     return written
 
 
+def _keep(archive: Path, table: sa.Table, rows: list[dict[str, object]]) -> None:
+    """Writes rows to the next file of the table's folder, and waits until it is on disk."""
+    make_folder(archive).chmod(0o700)
+    folder = make_folder(archive / table.name)
+    number = 1 + max((int(file.stem) for file in folder.glob("*.parquet")), default=0)
+    made = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=_schema(table)), made, compression="zstd")
+    write_whole(folder / f"{number:06}.parquet", made.getvalue())
+    sync_path(folder)
+
+
 def _writer(folder: Path, table: sa.Table) -> pq.ParquetWriter:
     make_folder(folder).chmod(0o700)
     file = folder / f"{table.name}.parquet"
     if file.exists():
         raise UserError(f"{file} exists already", hint="name a new folder")
-    fields = [pa.field(column.name, _type(column), column.nullable) for column in table.columns]
-    return pq.ParquetWriter(file, pa.schema(fields), compression="zstd")
+    return pq.ParquetWriter(file, _schema(table), compression="zstd")
+
+
+def _schema(table: sa.Table) -> pa.Schema:
+    return pa.schema(
+        [pa.field(column.name, _type(column), column.nullable) for column in table.columns]
+    )
 
 
 def _type(column: sa.Column[object]) -> pa.DataType:
