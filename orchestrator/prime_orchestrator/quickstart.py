@@ -14,7 +14,6 @@ import importlib.util
 import json
 import secrets
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from prime_core import ids
 from prime_core.deployment import SOLIDITY_NAMES, Deployment, Periods
 from prime_core.encoding import sha256
 from prime_core.errors import FatalError, PrimeError, UserError
-from prime_core.folders import make_folder
+from prime_core.folders import held_alone, make_folder, sync
 from prime_core.ids import Address
 from prime_core.run_file import read_run
 from prime_core.transport.addresses import is_loopback
@@ -52,6 +51,7 @@ GAS = {"deployer": 60_000_000, "manager": 30_000_000, "validator": 5_000_000}
 first hundred roots; bond and claims. Relay and trainer send nothing."""
 OLD_BLOCK_SECONDS = 60
 LOG_BLOCKS = 100
+AGAIN = "then type the same command again: it continues"
 UNUSED = ids.address("0x000000000000000000000000000000000000dEaD")
 
 
@@ -92,6 +92,8 @@ class Quickstart:
         self.plan, self._report = plan, report
         self.folder = plan.folder
         self.client = ChainClient(plan.rpc, plan.network.chain_id)
+        self.error: PrimeError | None = None
+        """Why the last step failed, if it did."""
         self._in_full = False
         """Whether the contracts are compared again even if they were compared before."""
         self.judges = ["validator", *(f"validator-{n}" for n in range(2, plan.validators + 1))]
@@ -118,7 +120,7 @@ class Quickstart:
     def look(self) -> Iterator[Found]:
         """Yields every step's state and the checks of machine and network; changes nothing."""
         self._in_full = True
-        chain = self._network()
+        chain = self._state("network")
         yield chain
         if chain.state != "failed":
             yield from self._endpoint()
@@ -130,14 +132,15 @@ class Quickstart:
         """Does what is left of each step and yields its state. Ends with the first step that is
         not done: it waits for ether, or failed."""
         make_folder(self.folder).chmod(0o700)
-        for name, (_, act) in self._steps.items():
-            found = self._state(name)
-            if found.state == "to do":
-                act()
+        with held_alone(self.folder, "quickstart"):
+            for name, (_, act) in self._steps.items():
                 found = self._state(name)
-            yield found
-            if found.state != "done":
-                return
+                if found.state == "to do":
+                    act()
+                    found = self._state(name)
+                yield found
+                if found.state != "done":
+                    return
 
     def commands(self) -> dict[str, list[str]]:
         """Program name → the command that starts it in the folder."""
@@ -181,15 +184,13 @@ class Quickstart:
         try:
             return self._steps[name][0]()
         except PrimeError as error:
+            self.error = error
             return Found(name, "failed", str(error))
 
     # -- steps: how it stands, and what to do ----------------------------------------------------
 
     def _network(self) -> Found:
-        try:
-            block = self.client.block("latest")
-        except PrimeError as error:
-            return Found("network", "failed", str(error))
+        block = self.client.block("latest")
         age = time.time() - block.time
         said = f"{self.plan.network.name} ({self.plan.network.chain_id}) at block {block.number}"
         if age > OLD_BLOCK_SECONDS:
@@ -211,8 +212,11 @@ class Quickstart:
     def _make_keys(self) -> None:
         password = self.folder / "password"
         if not password.exists():
-            password.touch(0o600)
-            password.write_text(secrets.token_urlsafe(24) + "\n")
+            draft = self.folder / "password.part"
+            draft.touch(0o600)
+            draft.write_text(secrets.token_urlsafe(24) + "\n")
+            sync(draft)
+            draft.rename(password)
         for role in self.roles:
             if not self._file(role).exists():
                 create_keystore(self._file(role), password.read_text().strip())
@@ -275,7 +279,8 @@ class Quickstart:
 
     def _deploy(self) -> None:
         if self.plan.deployment is not None:
-            shutil.copy(self.plan.deployment, self.folder / "deployment.json")
+            Deployment.load(self.plan.deployment)
+            write_whole(self.folder / "deployment.json", self.plan.deployment.read_bytes())
             return
         p = self.plan.periods
         words = ["deployment", "deploy", "--network", self.plan.network.name, *self._rpc()]
@@ -406,7 +411,7 @@ class Quickstart:
             "data": "orchestrator", "allow_relay": [self._address("relay")],
         }  # fmt: skip
         text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
-        (self.folder / "orchestrator.toml").write_text(text)
+        write_whole(self.folder / "orchestrator.toml", text.encode())
 
     # -- checks of the endpoint and the machine --------------------------------------------------
 
@@ -489,15 +494,17 @@ class Quickstart:
         return ["--wallet", f"{role}.json", "--password-file", "password"]
 
     def _type(self, words: Sequence[str]) -> str:
-        """Runs an `orchestrator` command in the folder and returns its standard output. Raises
-        FatalError with its last words if it fails."""
+        """Runs an `orchestrator` command in the folder and returns its standard output. If it
+        fails, raises UserError with its last words and its exit code, or FatalError if it met a
+        defect or was killed."""
         self._report(shlex.join(["orchestrator", *words]))
         done = subprocess.run(
             [sys.executable, "-m", "prime_orchestrator.cli.main", *words],
             cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            said = done.stderr.strip()[-1500:]
-            kind = UserError if done.returncode == UserError.exit_code else FatalError
-            raise kind(f"orchestrator {words[0]} {words[1]} failed: {said}")
+            said = f"orchestrator {words[0]} {words[1]} failed: {done.stderr.strip()[-1500:]}"
+            if done.returncode in (1, FatalError.exit_code) or done.returncode < 0:
+                raise FatalError(said)
+            raise UserError(said, hint=AGAIN, exit_code=done.returncode)
         return done.stdout

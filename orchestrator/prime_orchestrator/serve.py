@@ -35,6 +35,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from prime_broadcast.files import write_whole
 from prime_chain.contracts import Contracts
 from prime_chain.errors import BadAnswerError
 from prime_chain.heads import NewHeads
@@ -414,8 +415,8 @@ def holder_of(data: Path) -> str:
     It includes the host name, so that a copied folder gets another name.
     """
     path = data / "holder"
-    with contextlib.suppress(FileExistsError), path.open("x") as file:
-        file.write(secrets.token_hex(16))
+    if not path.exists():  # serve.lock is held; an empty file would give two folders one name
+        write_whole(path, secrets.token_hex(16).encode())
     return f"{path.read_text().strip()}@{socket.gethostname()}"
 
 

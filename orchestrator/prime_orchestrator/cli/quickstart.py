@@ -72,10 +72,10 @@ def quickstart(
     """From nothing to a running pool: keys, contracts, run, pool, bonds, funds, settings.
 
     What is done already is left alone. Ends with exit code 64 where ether or tokens have to be sent
-    to its accounts, and says how much. With --check, exit code 1 means that something is wrong;
-    missing ether is not.
+    to its accounts, and says how much; with 69 if the endpoint does not answer. With --check, exit
+    code 1 means that something is wrong; missing ether is not.
     """
-    from prime_orchestrator.quickstart import Plan, Quickstart
+    from prime_orchestrator.quickstart import AGAIN, Plan, Quickstart
 
     plan = Plan(
         folder=folder.absolute(), network=networks.by_name(network), rpc=tuple(rpc),
@@ -104,9 +104,8 @@ def quickstart(
             return
         last = found[-1]
         if last.state != "done":
-            raise UserError(
-                f"{last.name}: {last.said}", hint="then type the same command again: it continues"
-            )
+            code = None if steps.error is None else steps.error.exit_code
+            raise UserError(f"{last.name}: {last.said}", hint=AGAIN, exit_code=code)
         commands = steps.commands()
         if json_output:
             typer.echo(json.dumps({"url": steps.url, "commands": commands}))
