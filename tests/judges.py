@@ -161,10 +161,11 @@ class Bench:
         job: Job,
         reason: Reason = Reason.NONE,
         rows: Sequence[VerdictRow] = (),
+        version: str = "test",
         **fields: Any,
     ) -> SignedOpinion:
-        """A signed opinion of the right form on a claimed file, its objects published. `fields`:
-        more fields of its table."""
+        """A signed opinion of the right form on a claimed file, its objects published. `version` is
+        the verifier's; `fields`: more fields of its table."""
         backend, run = self.backend, self.backend.context.run
         claim, promise = job.submission.submission, job.lease.lease
         draw = self.draws.draw(job)
@@ -202,7 +203,7 @@ class Bench:
             lease=claim.lease_digest,
             run=promise.run_digest,
             verification_class=named if named != ZERO_DIGEST else shipped().digest(),
-            verifier=encoding.keccak256(b"test"),
+            verifier=encoding.keccak256(version.encode()),
             draws=draw.listed,
         )
         return self.sign(

@@ -273,6 +273,10 @@ class VerdictRow(Strict):
     """The code of a plugin raised when it graded the row, which is paid and not trained on."""
 
 
+MAX_TABLE_BYTES = 8 << 20
+"""Largest VerdictTable that counts; one of the most rows and longest names is smaller."""
+
+
 class VerdictTable(Strict):
     """Object named by its SHA-256: what one validator recomputed from one file. `rows` holds all
     rows of an accepted file, else none. `rows_drawn` are the replayed row numbers, selected by

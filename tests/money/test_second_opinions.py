@@ -18,9 +18,10 @@ from money_kit import VALIDATOR, key
 from prime_core.encoding import sha256
 from prime_core.errors import ConflictError, MalformedError, PolicyError, UntrustedError
 from prime_core.ids import Digest
+from prime_core.opinions import check_opinions
 from prime_core.storage.base import digest_key, put_object
 from prime_core.validator_messages import Job, OpinionList, ReleaseRequest
-from prime_core.verdict import Outcome, Reason, SignedOpinion, Verdict
+from prime_core.verdict import MAX_TABLE_BYTES, Outcome, Reason, SignedOpinion, Verdict
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
 from prime_orchestrator.manager.judging import enough
@@ -222,6 +223,68 @@ def test_an_acceptance_stands_alone_once_no_other_validator_has_come_for_long(
     assert said(panel, row.digest) == {VALIDATOR.address: Reason.NONE}
 
 
+@pytest.mark.parametrize("why", ["another version", "dismissed"])
+def test_an_acceptance_with_which_no_other_counts_stands_alone_after_long(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The honest node is paid: two acceptances differ in the verifier's version, or the author of
+    one is dismissed, and there is no third validator."""
+    second, mine, its = two_claims(panel, monkeypatch)
+    digest, rows = Digest(mine.submission_digest), court_rows(panel, mine)
+    first = panel.validator.opinion(mine, Reason.NONE, rows)
+    other = second.opinion(its, Reason.NONE, rows, version="newer")
+    panel.validator.seal(first)
+    second.seal(other)
+    panel.validator.give(first)
+    second.give(other)
+    appoint(panel.mgr.store, 1, SECOND.address, on=why != "dismissed")
+    judge = judge_of(panel.mgr.backend)
+    assert judge.tick() == []
+    panel.mgr.now.time += LONE_SECONDS - 1
+    assert panel.validator.claim() is None
+    assert judge.tick() == []
+    panel.mgr.now.time += 2
+    assert panel.validator.claim() is None
+    assert judge.tick() == [digest]
+    assert panel.mgr.row(digest).status == "accepted"
+
+
+def test_a_verdict_lists_no_acceptance_of_another_version(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Auditors would refuse it, and with it the reward root of its epoch and all later ones."""
+    twice_judged(monkeypatch)
+    benches = [panel.validator, panel.another(SECOND), panel.another(THIRD)]
+    for bench in benches:
+        bench.claim()  # it is live
+    digest = panel.mgr.submit(HONEST, make=panel.honest).digest
+    claimed = [(bench, job) for bench in benches if (job := bench.claim()) is not None]
+    assert len(claimed) == 2
+    rows = court_rows(panel, claimed[0][1])
+    said_of = [
+        bench.opinion(job, Reason.NONE, rows, version=version)
+        for (bench, job), version in zip(claimed, ("older", "test"), strict=True)
+    ]
+    for (bench, _), opinion in zip(claimed, said_of, strict=True):
+        bench.seal(opinion)
+    for (bench, _), opinion in zip(claimed, said_of, strict=True):
+        bench.give(opinion)
+        panel.mgr.now.time += 1
+    judge = judge_of(panel.mgr.backend)
+    assert judge.tick() == [], "they do not count together"
+    (last,) = [bench for bench in benches if all(bench is not one for one, _ in claimed)]
+    job = last.claim()
+    assert job is not None
+    last.say(job, Reason.NONE, rows)
+    assert judge.tick() == [digest]
+    named = panel.mgr.row(digest).verdict
+    assert named is not None
+    verdict = Verdict.model_validate_json(panel.mgr.objects.get(digest_key(named), 1 << 20))
+    everyone = [bench.signer.address for bench in benches]
+    check_opinions(verdict, digest, panel.mgr.context.deployment, everyone)
+    assert verdict.deciding.validator == claimed[1][0].signer.address
+
+
 @pytest.mark.slow
 def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_it_lapses(
     panel: JudgedPool,
@@ -352,7 +415,7 @@ def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(
     assert panel.mgr.row(row.digest).validator == SECOND.address
 
 
-@pytest.mark.parametrize("lie", ["rows", "file", "none", "calibration"])
+@pytest.mark.parametrize("lie", ["rows", "file", "none", "calibration", "large"])
 def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     panel: JudgedPool, lie: str
 ) -> None:
@@ -363,6 +426,9 @@ def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     if lie == "rows":
         rows = rows[:-1]
     signed = panel.validator.opinion(job, Reason.NONE, rows)
+    if lie == "large":  # the trainer would not fetch it
+        padding = {"padding": "0" * MAX_TABLE_BYTES}
+        signed = panel.validator.opinion(job, Reason.NONE, rows, statistics=padding)
     if lie == "file":
         other = sha256(b"another")
         wrong = panel.validator.opinion(job.model_copy(update={"submission_digest": other}))

@@ -32,10 +32,8 @@ from prime_core.ids import Address, Digest, Step
 from prime_core.rollout import MAX_FILE_BYTES, Ending, Rollout
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
-from prime_core.verdict import VerdictTable
+from prime_core.verdict import MAX_TABLE_BYTES, VerdictTable
 from prime_verify.rollout_file import load_rollouts
-
-MAX_TABLE_BYTES = 8 << 20
 
 GroupKey = tuple[Digest, int]
 """Unique identifier of a group: its file's SHA-256 and its number in the file."""

@@ -388,8 +388,9 @@ def _settle_short(
     parts: Mapping[Address, AssignmentRow],
     now: float,
 ) -> None:
-    """Sets a file aside that no validator is left for, and lets a lone opinion decide after
-    LONE_SECONDS."""
+    """Sets a file aside that no validator is left for. After LONE_SECONDS, lets a lone sealed
+    opinion decide, and opinions that all accept the file but do not count together, or of which
+    another does not count."""
     active = _active(parts)
     if active == 0 and all(
         one.validator in parts and parts[one.validator].status == "abstained"
@@ -399,10 +400,18 @@ def _settle_short(
         jobs.change(connection, digest, status="quarantined")
         return
     sealed = [part.at for part in parts.values() if part.status == "sealed"]
-    said = any(part.status == "given" for part in parts.values())
-    if sealed and not said and len(sealed) == active and now - min(sealed) >= LONE_SECONDS:
+    given = [part.at for part in parts.values() if part.status == "given"]
+    if sealed and not given and len(sealed) == active and now - min(sealed) >= LONE_SECONDS:
         log.warning("no second validator came for %s: one opinion decides", digest)
         jobs.change(connection, digest, needed=active)
+    elif (
+        given
+        and len(given) == active
+        and now - max(given) >= LONE_SECONDS
+        and all(one.outcome is Outcome.ACCEPTED for one in opinions.of(connection, digest))
+    ):
+        log.warning("no further validator came for %s: one acceptance decides", digest)
+        jobs.change(connection, digest, status="full", needed=1)
 
 
 def _jobs(backend: Backend, digests: Sequence[Digest], now: float) -> dict[Digest, Job]:

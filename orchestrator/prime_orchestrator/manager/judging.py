@@ -57,6 +57,7 @@ from prime_core.settlement import judged_fact
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import (
+    MAX_TABLE_BYTES,
     PROOF_PASS,
     Evidence,
     Opinion,
@@ -377,9 +378,16 @@ class Judge:
         return self.stored(one.chosen, one.found)
 
     def stored(self, chosen: Judgement, found: Sequence[Judgement]) -> Stored:
-        """Stores the object of a verdict."""
-        verdict = Verdict(outcome=int(chosen.outcome), opinions=tuple(one.signed for one in found))
-        return Stored(put_object(self.objects, verdict.canonical()), verdict, chosen, found)
+        """Stores the object of a verdict, without the opinions that have its outcome under other
+        laws: they do not count with it."""
+        law = chosen.signed.opinion.law
+        counted = [
+            one for one in found
+            if one.outcome is not chosen.outcome or one.signed.opinion.law == law
+        ]  # fmt: skip
+        signed = tuple(one.signed for one in counted)
+        verdict = Verdict(outcome=int(chosen.outcome), opinions=signed)
+        return Stored(put_object(self.objects, verdict.canonical()), verdict, chosen, counted)
 
     def _accept(self, plain: Sequence[tuple[Due, Stored]], runs: RunHistory) -> list[Digest]:
         """Accepts plain files in one transaction; returns those that it accepted. It leaves out
@@ -496,7 +504,7 @@ class Judge:
         if signed.law.verification_class != due:
             raise ConflictError("the opinion rests on another calibration than the run's")
         try:
-            raw = read_object(self.objects, Digest(signed.opinion.table))
+            raw = read_object(self.objects, Digest(signed.opinion.table), MAX_TABLE_BYTES)
             size = len(raw)
             table = VerdictTable.model_validate_json(raw)
         except ValueError as error:
