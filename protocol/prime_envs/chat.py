@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -32,8 +33,8 @@ OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 first is a processor's, the second holds templates by name."""
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 MAX_TEMPLATE = 1 << 20
-_CHANGING = frozenset({"strftime_now", "random", "lipsum"})
-"""Template functions and filters whose result varies by day or call."""
+_CHANGING = frozenset({"random", "lipsum"})
+"""Functions and filters of jinja2 whose result varies by call."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
 _HINT = f'change {TEMPLATE_FILE} in the model folder, or say: prompts = "raw"'
 
@@ -98,8 +99,9 @@ def render(
     """Renders the conversation as text, up to where the model's answer begins.
 
     `text` is the template; `special` the tokenizer's special tokens by name (bos_token …); `tools`
-    are schemas in OpenAI's format. Raises UserError if the template is not deterministic or cannot
-    render these messages.
+    are schemas in OpenAI's format. `strftime_now` is undefined: a template that needs the date
+    cannot be rendered, one that has another text for its absence can. Raises UserError if the
+    template is not deterministic or cannot render these messages.
     """
     try:
         return _compiled(text).render(
@@ -108,6 +110,12 @@ def render(
     except UserError:
         raise
     except Exception as error:  # a template may raise anything
+        if isinstance(error, UndefinedError) and "strftime_now" in str(error):
+            raise UserError(
+                "the chat template writes the date (strftime_now): its prompts would differ from "
+                "one day to the next",
+                hint=_HINT,
+            ) from error
         raise UserError(f"the chat template cannot be rendered: {error}", hint=_HINT) from error
 
 
@@ -222,9 +230,64 @@ def tokens_with_plain_words(
 
 
 _ANSWER, _OBSERVATION = "the-answer-of-the-model", "the-words-of-the-environment"
+_THOUGHT = "seven, as ever"
+_ASKED = "How many days has a week?"
+_PLAIN: Mapping[str, str] = {"role": "assistant", "content": _ANSWER}
+_THINKING: Sequence[Mapping[str, str]] = (
+    {**_PLAIN, "content": f"{THINK}\n{_THOUGHT}\n{END_OF_THOUGHT}\n\n{_ANSWER}"},
+    {**_PLAIN, "reasoning_content": _THOUGHT},
+)
+"""The two ways in which templates take a message with thinking."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a template makes of a model's `message`: the text `written` by the model after its
+    prompt, and the texts `before` and `after` the words of the reply that follows."""
+
+    message: Mapping[str, str]
+    written: str
+    before: str
+    after: str
+
+
+def _turn(
+    text: str, role: str, special: Mapping[str, str], message: Mapping[str, str]
+) -> _Turn | None:
+    """Returns None if the next prompt does not begin with the last one and the answer, or a second
+    exchange changes the text before it."""
+    asked = [{"role": "user", "content": _ASKED}]
+    exchange = [message, {"role": role, "content": _OBSERVATION}]
+    prompt = render(text, asked, special)
+    once = render(text, [*asked, *exchange], special)
+    twice = render(text, [*asked, *exchange, *exchange], special)
+    added = once.removeprefix(prompt)
+    thought, answered, rest = added.partition(_ANSWER)
+    frame = rest.split(_OBSERVATION)
+    if not once.startswith(prompt) or not answered or len(frame) != 2 or twice != once + added:
+        return None
+    return _Turn(message, thought + answered, frame[0], frame[1])
 
 
 @lru_cache(maxsize=8)
+def _turns(
+    text: str, role: str, special: tuple[tuple[str, str], ...]
+) -> tuple[_Turn | None, _Turn | None]:
+    """Returns an answer without thinking and one with it; None for one that the template does not
+    keep. A template may write an empty thought before an answer without thinking."""
+    plain, *others = (_turn(text, role, dict(special), one) for one in (_PLAIN, *_THINKING))
+    if plain and plain.written != _ANSWER and END_OF_THOUGHT not in plain.written:
+        plain = None
+    return plain, next((one for one in others if one and _THOUGHT in one.written), None)
+
+
+def _unstable(why: str) -> UserError:
+    return UserError(
+        f"the chat template is not prefix-stable: {why}",
+        hint=f"change {TEMPLATE_FILE} in the model folder, or conversation.role",
+    )
+
+
 def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> tuple[str, str]:
     """Returns the text that the template `text` puts before and after a message of `role` that
     follows a model answer: from the end of that answer to the start of the next one.
@@ -232,52 +295,42 @@ def reply_frame(text: str, role: str, special: tuple[tuple[str, str], ...]) -> t
     Raises UserError if the template is not prefix-stable: if a second exchange changes the text
     before it, or the next prompt does not begin with the last one and its answer.
     """
-    asked: list[dict[str, str]] = [{"role": "user", "content": "How many days has a week?"}]
-    exchange = [
-        {"role": "assistant", "content": _ANSWER},
-        {"role": role, "content": _OBSERVATION},
-    ]
-    before = render(text, asked, dict(special))
-    once = render(text, asked + exchange, dict(special))
-    twice = render(text, asked + exchange * 2, dict(special))
-    added = once.removeprefix(before)
-    frame = added.removeprefix(_ANSWER).split(_OBSERVATION)
-    if not once.startswith(before + _ANSWER) or len(frame) != 2 or twice != once + added:
-        raise UserError(
-            "the chat template is not prefix-stable: it changes earlier turns, or leaves out the "
-            f"role {role!r}",
-            hint=f"change {TEMPLATE_FILE} in the model folder, or conversation.role",
-        )
-    return frame[0], frame[1]
-
-
-_THOUGHT = f"{THINK}\nseven, as ever\n{END_OF_THOUGHT}\n\n{_ANSWER}"
+    for one in _turns(text, role, special):
+        if one is not None:
+            return one.before, one.after
+    raise _unstable(f"it changes earlier turns, or leaves out the role {role!r}")
 
 
 def require_stable(
     chat: Chat, text: str, conversation: Conversation, special: Mapping[str, str]
 ) -> None:
     """Raises UserError unless the template `text` renders each conversation of the run's length as
-    its prompt and, for each turn, the answer and the texts of `reply_frame` around the reply; also
-    for answers with thinking, which some templates remove from earlier turns.
+    its prompt and, for each turn, the answer and the texts of `reply_frame` around the reply.
 
-    What a template makes of particular words, like trimming spaces, is not tried.
+    Answers are tried with and without thinking; with it only where the prompt begins it, without
+    it only where the prompt ends it. What a template makes of particular words, like trimming
+    spaces, is not tried.
     """
-    before, after = reply_frame(text, conversation.role, tuple(sorted(special.items())))
-    for answer in (_ANSWER, _THOUGHT):
-        messages = messages_of(chat, "How many days has a week?", 100)
-        expected = render(text, messages, special)
-        for turn in range(1, conversation.turns):
-            messages.append({"role": "assistant", "content": answer})
-            messages.append({"role": conversation.role, "content": _OBSERVATION})
-            expected += answer + before + _OBSERVATION + after
+    named = tuple(sorted(special.items()))
+    before, after = reply_frame(text, conversation.role, named)
+    plain, thinking = _turns(text, conversation.role, named)
+    asked = messages_of(chat, _ASKED, 100)
+    prompt = render(text, asked, special)
+    tried = []
+    if not prompt.rstrip().endswith(THINK):
+        tried.append(("", plain))
+    if not prompt.rstrip().endswith(END_OF_THOUGHT):
+        tried.append((" with thinking", thinking))
+    for what, turn in tried:
+        if turn is None:
+            raise _unstable(f"it changes earlier turns{what}")
+        messages: list[Mapping[str, str]] = [*asked]
+        expected = prompt
+        for number in range(1, conversation.turns):
+            messages += [turn.message, {"role": conversation.role, "content": _OBSERVATION}]
+            expected += turn.written + before + _OBSERVATION + after
             if render(text, messages, special) != expected:
-                what = " with thinking" if answer is _THOUGHT else ""
-                raise UserError(
-                    f"the chat template is not prefix-stable: after turn {turn} it changes "
-                    f"earlier turns{what}",
-                    hint=f"change {TEMPLATE_FILE} in the model folder, or conversation.role",
-                )
+                raise _unstable(f"after turn {number} it changes earlier turns{what}")
 
 
 def reply_around(chat: Chat, role: str, end_text: str, tokenizer: Any) -> tuple[str, str]:
@@ -377,11 +430,10 @@ def chat_from(
         first = error.errors()[0]
         where = ".".join(str(part) for part in ("chat", *first["loc"]))
         raise UserError(f"{where}: {first['msg']}") from error
-    asked = "How many days has a week?"
-    shown = render(text, messages_of(chat, asked, 100), special)
+    shown = render(text, messages_of(chat, _ASKED, 100), special)
     if _ADDRESS.search(shown):
         raise UserError("the chat template writes addresses of memory", hint=_HINT)
-    missing = [part for part in (chat.system.strip(), asked) if part not in shown]
+    missing = [part for part in (chat.system.strip(), _ASKED) if part not in shown]
     if missing:
         raise UserError(f"the chat template leaves out {missing[0]!r}", hint=_HINT)
     if conversation is not None:

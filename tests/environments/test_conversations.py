@@ -712,6 +712,82 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused() -> Non
     template = CHATML.replace("m.content", BODIES["last thought kept"][3:-3])
     chat, conversation = Chat(template=encoding.sha256(template.encode())), Conversation(turns=2)
     reply_frame(template, "tool", ())
-    with pytest.raises(UserError, match="after turn 1 it changes earlier turns with thinking"):
+    with pytest.raises(
+        UserError, match="not prefix-stable: it changes earlier turns with thinking"
+    ):
         require_stable(chat, template, conversation, {})
     require_stable(chat, CHATML, conversation, {})
+
+
+THOUGHTS = """{% set ns = namespace(last=-1) %}
+{% for m in messages if m.role == 'user' %}
+{% set ns.last = messages.index(m) %}
+{% endfor %}
+{% for m in messages %}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}
+{% set parts = m.content.split('</think>') %}
+{% set thought = FOUND | trim %}
+{% if KEPT %}
+{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
+{{ parts[-1] | trim }}<|im_end|>
+{% else %}
+{{ m.content }}<|im_end|>
+{% endif %}
+{% endfor %}
+<|im_start|>assistant
+{{ 'BEGUN' }}"""
+IN_CONTENT = "(parts[0].split('<think>')[-1] if parts | length > 1 else '')"
+IN_FIELD = "(m.reasoning_content or '')"
+AFTER_QUESTION = "loop.index0 > ns.last"
+
+
+@pytest.mark.parametrize(
+    ("found", "kept", "begun", "role", "refused"),
+    [
+        (IN_CONTENT, AFTER_QUESTION, "<think>\\n", "tool", ""),
+        (IN_CONTENT, AFTER_QUESTION, "<think>\\n", "user", "leaves out the role 'user'"),
+        (IN_FIELD, "true", "<think>\\n", "user", ""),
+        (IN_CONTENT, AFTER_QUESTION, "", "tool", ""),  # always a thought, maybe empty
+        (IN_CONTENT, "thought", "", "user", ""),
+        (IN_CONTENT, "thought and " + AFTER_QUESTION, "", "user", "turns with thinking"),
+        (IN_CONTENT, AFTER_QUESTION, "<think>\\n\\n</think>\\n\\n", "tool", ""),
+        (IN_CONTENT, "false", "<think>\\n", "tool", "changes earlier turns"),
+        (IN_CONTENT, "thought and loop.index < 5", "", "tool", "after turn 2 it changes earlier"),
+    ],
+)
+def test_a_template_that_keeps_thinking_may_begin_or_end_it(
+    found: str, kept: str, begun: str, role: Any, refused: str
+) -> None:
+    """The thinking of the row is what the template makes of a message with it."""
+    template = THOUGHTS.replace("FOUND", found).replace("KEPT", kept).replace("BEGUN", begun)
+    tokenizer, environment = chatml_tokenizer(), Echo({}, BUDGETS)
+    tokenizer.chat_template = template
+    chat = Chat(template=encoding.sha256(template.encode()))
+    environment.chat, environment.said = chat, "higher"
+    environment.conversation = Conversation(turns=4, role=role)
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            require_stable(chat, template, environment.conversation, {})
+        return
+    require_stable(chat, template, environment.conversation, {})
+    problem, thought = environment.problem(0), "about five"
+    messages = messages_of(chat, environment.question(problem), 10)
+    tokens = list(environment.prompt_tokens(problem, 10, tokenizer))
+    turns: list[int] = []
+    spans: list[int] = []
+    prompt = shown(tokenizer, tokens)
+    for _ in range(3):
+        answer, message = "0", {"role": "assistant", "content": "0"}
+        if not prompt.rstrip().endswith("</think>"):
+            answer = f"<think>\n{thought}\n</think>\n\n0"
+            message = {**message, "reasoning_content": thought}
+            if found == IN_CONTENT:
+                message = {"role": "assistant", "content": answer}
+            answer = answer[len("<think>\n") if prompt.rstrip().endswith("<think>") else 0 :]
+        turn = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
+        turns, spans = [*turns, *turn], [*spans, len(turn)]
+        reply = environment.reply(problem, 10, turns, spans, tokenizer).tokens
+        turns, spans = [*turns, *reply], [*spans, len(reply)]
+        messages += [message, {"role": role, "content": "higher"}]
+    assert shown(tokenizer, [*tokens, *turns]) == render(template, messages, {})

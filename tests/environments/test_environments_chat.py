@@ -16,7 +16,14 @@ from prime_core.errors import PolicyError, UserError
 from prime_core.run import MICRO, Chat, LengthBudgets
 from prime_engine.tiny import CHARACTERS, character_tokenizer
 from prime_envs.base import Problem, TaskScore
-from prime_envs.chat import TEMPLATE_FILE, chat_from, messages_of, prompt_of, thinking_tokens
+from prime_envs.chat import (
+    TEMPLATE_FILE,
+    chat_from,
+    messages_of,
+    prompt_of,
+    render,
+    thinking_tokens,
+)
 from prime_envs.environments.reasoning_gym import ReasoningGym
 from prime_envs.environments.reverse import Reverse
 
@@ -94,7 +101,7 @@ def test_a_policy_with_another_template_than_the_run_pins_is_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ strftime_now('%d %b %Y') }}", "uses strftime_now in line 1"),
+        ("{{ strftime_now('%d %b %Y') }}", "writes the date (strftime_now)"),
         ("{{ messages }}\n{{ ['a', 'b'] | random }}", "uses random in line 2"),
         ("{{ messages | map('random') | list }}", "uses random"),
         ("{{ lipsum() }}", "uses lipsum"),
@@ -115,6 +122,13 @@ def test_a_template_that_fails_or_is_not_deterministic_is_refused_in_one_sentenc
         chat_from({"system": "be kind"}, folder(tmp_path, template))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_template_with_a_text_for_days_that_it_does_not_know_is_taken(tmp_path: Path) -> None:
+    day = "{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }}"
+    made = chat_from({"system": "be kind"}, folder(tmp_path, TEMPLATE + day))
+    assert made is not None
+    assert render(TEMPLATE + day, [], {}).endswith("26 Jul 2024")
 
 
 def test_a_run_says_whether_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:
