@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import trainer_kit as kit
 from hypothesis import given
@@ -18,7 +20,7 @@ from prime_core.encoding import sha256
 from prime_core.errors import FatalError, UserError
 from prime_core.gateway import Gateway, GatewayCall, Recording
 from prime_core.ids import ZERO_DIGEST, Address
-from prime_core.run import Conversation, EnvironmentPart, RunDefinition
+from prime_core.run import MICRO, Conversation, EnvironmentPart, RunDefinition
 from prime_envs.base import Grade, Problem
 from prime_envs.environments.crowd import pack, write_template
 from prime_envs.environments.tasks import TaskDataset
@@ -26,8 +28,9 @@ from prime_envs.graders.families import Families
 from prime_envs.graders.mathematics import Mathematics
 from prime_envs.registry import environment_for, environment_ref, load_environment
 from prime_envs.tasks import Task
+from prime_orchestrator.rollouts import COLUMNS
 from prime_trainer import sampling
-from prime_trainer.difficulty import Range, describe, filter_tasks, select
+from prime_trainer.difficulty import Range, describe, filter_rollouts, filter_tasks, select
 from prime_trainer.evaluate import (
     compare,
     compared,
@@ -281,6 +284,43 @@ def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(
     with pytest.raises(UserError, match="pass rate"):  # a random model solves nothing
         list(filter_tasks(model, run, Range(0.9, 1.0, 2), tmp_path / "none.jsonl", tasks=3))
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_the_filter_takes_a_pool_s_accepted_rollouts_for_answers(tmp_path: Path) -> None:
+    run, out, file = sums(tmp_path, 4), tmp_path / "kept.jsonl", tmp_path / "rollouts.parquet"
+
+    def rows(index: int, scores: list[int | None], verdict: str = "accepted") -> Any:
+        for score in scores:
+            parts = [] if score is None else [{"name": "task_micro", "value": score * MICRO}]
+            yield {"problem_id": f"sum-{index}", "verdict": verdict, "reward": score,
+                   "reward_parts": parts}  # fmt: skip
+
+    def write(*some: Any) -> None:
+        table = pa.Table.from_pylist([row for own in some for row in own], schema=COLUMNS)
+        pq.write_table(table, file)
+
+    write(rows(0, [1, 0, 1, None]), rows(1, [1, 1]), rows(2, [0]), rows(9, [0, 1]),
+          rows(2, [1], "rejected"), rows(3, [0, 0, 1]), rows(1, [1, 0]))  # fmt: skip
+    filter_rollouts(file, run, Range(0.3, 0.7, 2), out)
+    assert {task.problem_id: (task.metadata or {})["solve_rate"] for task in reopened(out)} == {
+        "sum-0": pytest.approx(2 / 3),
+        "sum-3": pytest.approx(1 / 3),
+    }
+    found = describe(out)
+    assert (found.asked, found.kept, found.passes) == (4, 2, {"0": 1, "1": 1, "2": 1, "3": 1})
+    later = tmp_path / "later.jsonl"
+    with pytest.raises(UserError, match="none of 2 tasks has a pass rate"):
+        filter_rollouts(file, run, Range(0.9, 1.0, 2), later, tasks=2)
+    write(rows(0, [None, None]))
+    with pytest.raises(UserError, match="has no grades"):
+        filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
+    write(rows(9, [1]))
+    with pytest.raises(UserError, match="no accepted rollout of the first 4 problems"):
+        filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
+    file.write_text("no Parquet file")
+    with pytest.raises(UserError, match="is no export of rollouts"):
+        filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
+    assert not later.exists()
 
 
 class DiedError(Exception):

@@ -589,10 +589,16 @@ def follow(
 
 @app.command(name="filter")
 def filter_(
-    model: Annotated[Path, typer.Option(help="Hugging Face folder that answers.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose tasks these are.")],
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a task.")] = 8,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder that answers.")] = None,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(help="A pool's answers: the file of `orchestrator rollouts export --grade`."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, max=1024, help="Answers a task; of --rollouts, at least.")
+    ] = 8,
     low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate kept.")] = 0.125,
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
     tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
@@ -607,25 +613,31 @@ def filter_(
     """Keep the tasks that a model solves sometimes. They are a dataset of its own, named by
     its digest.
 
-    With --answers, the same command goes on where an earlier one stopped.
+    The answers are those of --model, or the accepted --rollouts of a pool. With --answers, the same
+    command goes on where an earlier one stopped.
     """
     import torch
 
     from prime_core.run_file import read_run
-    from prime_trainer.difficulty import Range, describe, filter_tasks
+    from prime_trainer.difficulty import Range, describe, filter_rollouts, filter_tasks
     from prime_trainer.sampling import Sampling
 
     torch.set_num_threads(1)
     if low > high:
         raise UserError(f"--low {low:g} is above --high {high:g}", hint="swap them")
+    if (model is None) == (rollouts is None):
+        raise UserError("whose answers are they?", hint="add either --model or --rollouts")
     wanted, definition = Range(low, high, samples), read_run(run)
     total = definition.environment.train_size
-    with _counting("tasks", total if tasks is None else min(tasks, total)) as progress:
-        sampling = Sampling(engine, dtype, device, answers, progress, cassette)
-        for _ in filter_tasks(
-            model, definition, wanted, out, tasks=tasks, seed=seed, sampling=sampling
-        ):
-            pass
+    if rollouts is not None:
+        filter_rollouts(rollouts, definition, wanted, out, tasks=tasks)
+    if model is not None:
+        with _counting("tasks", total if tasks is None else min(tasks, total)) as progress:
+            sampling = Sampling(engine, dtype, device, answers, progress, cassette)
+            for _ in filter_tasks(
+                model, definition, wanted, out, tasks=tasks, seed=seed, sampling=sampling
+            ):
+                pass
     found = describe(out)
     if as_json:
         print(json.dumps(found.as_json()))

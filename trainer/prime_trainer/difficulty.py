@@ -1,7 +1,8 @@
 """The offline filter: selects tasks that are neither too easy nor too hard for a given model.
 
 It takes k samples per task and keeps tasks whose pass rate is within a range (INTELLECT-2 kept up
-to 75 % over 8 samples of a smaller model). The result is a dataset in the common task schema,
+to 75 % over 8 samples of a smaller model). The samples are drawn here, or are the accepted rollouts
+of a pool. The result is a dataset in the common task schema,
 identified by its digest; a run definition that pins it (environment `tasks`, or `crowd` for a
 contributed one) trains on these tasks only. Before it gets its final name, it is read back and its
 first gold answers are graded. Environments whose problems cannot be dataset rows are refused at the
@@ -16,11 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from prime_core import encoding
 from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
-from prime_envs.base import Environment, Problem
+from prime_envs.base import Environment, Grade, Problem
 from prime_envs.environments.crowd import CrowdEnvironment
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.registry import environment_for, load_environment
@@ -33,15 +37,17 @@ GRADED_AGAIN = 64
 
 @dataclass(frozen=True)
 class Range:
-    """Pass rates to keep, inclusive; `samples` is the number of samples per task."""
+    """Pass rates to keep, inclusive; `samples` is the least number of samples per task."""
 
     low: float
     high: float
     samples: int
 
-    def keeps(self, passes: int) -> bool:
-        """Whether a task with this many passes is kept."""
-        return self.low <= passes / self.samples <= self.high
+    def keeps(self, one: Answered) -> bool:
+        """Whether a task with these samples is kept."""
+        if len(one.grades) < self.samples:
+            return False
+        return self.low <= one.passes / len(one.grades) <= self.high
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,12 @@ class Filtered:
 
 
 def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
-    """The answers within the range, in order, each problem once; none of which a sample could not
-    be graded."""
+    """The answers within the range, in order, each problem once. Samples that could not be graded
+    do not count."""
     seen: set[str] = set()
     kept = []
     for one in map(Answered.graded, answered):
-        if len(one.grades) < wanted.samples:
-            continue
-        if wanted.keeps(one.passes) and one.problem.problem_id not in seen:
+        if wanted.keeps(one) and one.problem.problem_id not in seen:
             seen.add(one.problem.problem_id)
             kept.append(one)
     return kept
@@ -160,12 +164,8 @@ def filter_tasks(
     `sampling` keeps answers to another question or its cassette does not go with the run;
     UnavailableError for a full disk.
     """
-    total = run.environment.train_size
-    count = total if tasks is None else min(tasks, total)
-    if out.exists():
-        raise UserError(f"{out} exists already", hint="name another file by --out")
-    if out.suffix != ".jsonl":
-        raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
+    count = _count(run, tasks)
+    _require_out(out)
     gateway = recorded(run, sampling.cassette)
     environment = environment_for(run)
     try:
@@ -184,15 +184,99 @@ def filter_tasks(
                 yield len(answered), len(select(answered, wanted))
         finally:
             engine.close()
-        kept = select(answered, wanted)
-        if not kept:
-            raise UserError(
-                f"none of {count} tasks has a pass rate in [{wanted.low:g}, {wanted.high:g}]",
-                hint="widen the range, or take another model",
-            )
-        lines = [*head(environment), *(row(one, environment) for one in kept)]
+        _write(out, answered, environment, run, wanted, {"seed": seed, "model": str(model)})
     finally:
         environment.close()
+
+
+def filter_rollouts(
+    rollouts: Path, run: RunDefinition, wanted: Range, out: Path, *, tasks: int | None = None
+) -> None:
+    """Does the same as `filter_tasks` with the accepted rows of `rollouts`, a Parquet file of
+    `orchestrator rollouts export --grade`, in place of samples drawn here.
+
+    Raises UserError if that file cannot be read, was made without `--grade` or has no problem of
+    the run, and the same errors as `filter_tasks`.
+    """
+    count = _count(run, tasks)
+    _require_out(out)
+    environment = environment_for(run)
+    try:
+        _require_rows(environment, count)
+        grades = _grades_of(rollouts)
+        answered = []
+        for index in range(count):
+            problem = environment.problem(index)
+            if own := grades.pop(problem.problem_id, ()):
+                answered.append(Answered(problem, 0, tuple(own)))
+        if not answered:
+            raise UserError(
+                f"{rollouts} has no accepted rollout of the first {count} problems of the run",
+                hint="name the pool's run definition by --run",
+            )
+        _write(out, answered, environment, run, wanted, {"rollouts": str(rollouts)})
+    finally:
+        environment.close()
+
+
+def _grades_of(rollouts: Path) -> dict[str, list[Grade]]:
+    """Returns the grades of the accepted rows of an export, by problem. Raises UserError."""
+    columns = ["verdict", "problem_id", "reward", "reward_parts"]
+    found: dict[str, list[Grade]] = {}
+    accepted = 0
+    try:
+        with pq.ParquetFile(rollouts) as file:
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    accepted += row["verdict"] == "accepted"
+                    if row["verdict"] != "accepted" or row["reward"] is None:
+                        continue
+                    parts = {one["name"]: one["value"] for one in row["reward_parts"] or ()}
+                    if "task_micro" in parts:
+                        grade = Grade(round(row["reward"] * MICRO), parts, "")
+                        found.setdefault(row["problem_id"], []).append(grade)
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{rollouts} is no export of rollouts: {error}",
+            hint="make it by `orchestrator rollouts export --grade`",
+        ) from error
+    if accepted and not found:
+        raise UserError(
+            f"{rollouts} has no grades", hint="make it by `orchestrator rollouts export --grade`"
+        )
+    return found
+
+
+def _count(run: RunDefinition, tasks: int | None) -> int:
+    total = run.environment.train_size
+    return total if tasks is None else min(tasks, total)
+
+
+def _require_out(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists already", hint="name another file by --out")
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out} is written as JSON lines", hint="let --out end with .jsonl")
+
+
+def _write(
+    out: Path,
+    answered: Sequence[Answered],
+    environment: Environment,
+    run: RunDefinition,
+    wanted: Range,
+    source: dict[str, object],
+) -> None:
+    """Writes the selected tasks to `out`, and next to it the facts that `describe` reads, which
+    name the `source` of the samples."""
+    kept = select(answered, wanted)
+    if not kept:
+        raise UserError(
+            f"none of {len(answered)} tasks has a pass rate in [{wanted.low:g}, {wanted.high:g}] "
+            f"over {wanted.samples} samples or more",
+            hint="widen the range, or take another model",
+        )
+    lines = [*head(environment), *(row(one, environment) for one in kept)]
     data = "".join(
         json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines
     ).encode()
@@ -200,16 +284,18 @@ def filter_tasks(
     for one in map(Answered.graded, answered):
         histogram[str(one.passes)] = histogram.get(str(one.passes), 0) + 1
     found = Filtered(
-        str(out), "crowd" if head(environment) else "tasks", encoding.sha256(data), count,
+        str(out), "crowd" if head(environment) else "tasks", encoding.sha256(data), len(answered),
         len(kept), dict(sorted(histogram.items(), key=lambda item: int(item[0]))),
     )  # fmt: skip
-    facts = found.as_json() | {
-        "range": [wanted.low, wanted.high],
-        "samples": wanted.samples,
-        "seed": seed,
-        "model": str(model),
-        "filtered": run.environment.model_dump(mode="json"),
-    }
+    facts = (
+        found.as_json()
+        | source
+        | {
+            "range": [wanted.low, wanted.high],
+            "samples": wanted.samples,
+            "filtered": run.environment.model_dump(mode="json"),
+        }
+    )
     staging = out.with_name(f".{out.name}.staging{out.suffix}")
     try:
         staging.write_bytes(data)
