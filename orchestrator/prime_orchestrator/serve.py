@@ -429,7 +429,8 @@ def only_one(path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(
                 f"another orchestrator is serving from {path.parent}",
-                hint="end it first, or name another --data",
+                hint="end it first; a second one for the pool needs a --data of its own, and the "
+                "same --database and objects",
             ) from error
         yield
 

@@ -22,6 +22,12 @@ class PrimeError(Exception):
     problem = ""
     """Kind of the problem document by which a peer reported this error; empty if there was none."""
 
+    def __init__(self, *words: object, public: str = "") -> None:
+        """`public`: what a server answers to others, if the sentence itself names parts of this
+        machine or its services (hosts, users, paths)."""
+        super().__init__(*words)
+        self.public = public
+
 
 class MalformedError(PrimeError):
     """External input that fails strict parsing or exceeds a limit."""

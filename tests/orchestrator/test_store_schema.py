@@ -19,6 +19,7 @@ from alembic.migration import MigrationContext
 
 from prime_core.errors import ConflictError, FatalError, UnavailableError, UserError
 from prime_core.ids import Address
+from prime_core.transport.problems import to_problem
 from prime_orchestrator.store import (
     Store,
     groups,
@@ -394,8 +395,9 @@ def test_a_file_that_is_no_database_is_said_in_one_sentence(tmp_path: Path) -> N
     path = tmp_path / "store.sqlite"
     path.write_bytes(b"this is not a database, however long it is" * 100)
     store = open_store(sqlite_url(path))
-    with pytest.raises(FatalError, match=r"store\.sqlite is damaged"):
+    with pytest.raises(FatalError, match=r"store\.sqlite is damaged") as caught:
         store.migrate()
+    assert str(tmp_path) not in str(to_problem(caught.value))
     store.close()
 
 
@@ -404,6 +406,9 @@ def test_an_absent_postgresql_is_unavailable_and_its_password_unsaid() -> None:
     with pytest.raises(UnavailableError) as caught, store.begin():
         pass
     assert "topsecret" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value), "the operator's log says where"
+    status, problem = to_problem(caught.value)
+    assert (status, "127.0.0.1" in str(problem)) == (503, False), "its clients need not know"
 
 
 def test_sqlite_keeps_what_it_promised_through_power_loss(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from prime_core.errors import (
 from prime_core.storage.base import CHUNK_BYTES, ObjectStore, digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
 from prime_core.storage.signing import load_secret, save_secret
+from prime_core.transport.problems import to_problem
 
 SECRET = b"s" * 32
 BAD_KEYS = [
@@ -392,8 +393,9 @@ def test_a_folder_that_is_gone_is_an_outage_and_no_absence(directory: DirectoryS
         lambda: directory.keys(),
         lambda: directory.put("a/c", b"lost"),
     ):
-        with pytest.raises(UnavailableError, match="is gone"):
+        with pytest.raises(UnavailableError, match="is gone") as caught:
             act()
+        assert str(directory.root) not in str(to_problem(caught.value))
     assert not directory.root.exists()
     elsewhere.rename(directory.root)
     assert directory.get("a/b", 10) == b"kept"

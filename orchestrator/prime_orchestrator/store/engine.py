@@ -47,6 +47,7 @@ _DELAY = sa.text(
     "extract(epoch FROM clock_timestamp() - pg_last_xact_replay_timestamp()) END"
 )
 _SNAPSHOT: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+_PUBLIC = "the database cannot be used now; try again later"
 _READ_ONLY = "prime_read_only"
 _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
 """Enough connections for the API's threads (40) and the loops; ten are kept open."""
@@ -297,11 +298,13 @@ def _reachable(engine: Engine) -> Iterator[None]:
     except OperationalError as error:
         cause = str(error.orig).strip().splitlines() or ["no answer"]
         where = shown(engine.url)
-        raise UnavailableError(f"the database {where} cannot be used: {cause[0]}") from error
+        said = f"the database {where} cannot be used: {cause[0]}"
+        raise UnavailableError(said, public=_PUBLIC) from error
     except DBAPIError as error:
         if type(error) is DatabaseError:  # SQLite: "not a database", "malformed"
             where = shown(engine.url)
-            raise FatalError(f"{where} is damaged ({error.orig}): restore a backup") from error
+            said = f"{where} is damaged ({error.orig}): restore a backup"
+            raise FatalError(said, public=_PUBLIC) from error
         if error.connection_invalidated:
             raise UnavailableError("the database closed the connection") from error
         raise

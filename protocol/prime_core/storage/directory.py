@@ -183,7 +183,10 @@ class DirectoryStore:
         """Raises UnavailableError if the folder is gone: its disk may be unmounted, and objects
         must neither seem deleted nor be written to another disk."""
         if not self.root.is_dir():
-            raise UnavailableError(f"the object store's folder {self.root} is gone: mount its disk")
+            raise UnavailableError(
+                f"the object store's folder {self.root} is gone: mount its disk",
+                public="the object store cannot be used now",
+            )
 
 
 class Sink:

@@ -350,7 +350,8 @@ class S3Store:
             why = f"{self.endpoint or 'AWS'} does not answer"
         else:
             why = type(error).__name__
-        return UnavailableError(f"cannot {what} in bucket {self.bucket}: {why}")
+        said = f"cannot {what} in bucket {self.bucket}: {why}"
+        return UnavailableError(said, public=f"cannot {what} now")
 
 
 class _ShortRequests:

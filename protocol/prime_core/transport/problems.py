@@ -42,7 +42,7 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
                 "type": f"{_URN}{kind}",
                 "title": kind,
                 "status": status,
-                "detail": str(error),
+                "detail": error.public or str(error),
             }
             if hint := getattr(error, "hint", ""):
                 document["hint"] = hint
@@ -53,7 +53,7 @@ def to_problem(error: PrimeError) -> tuple[int, dict[str, Any]]:
         "type": f"{_URN}fatal",
         "title": "fatal",
         "status": 500,
-        "detail": str(error),
+        "detail": error.public or str(error),
     }
 
 
