@@ -3,6 +3,7 @@ allowed public hosts within bounds; everything else is refused."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import select
@@ -20,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -46,6 +48,7 @@ from prime_core.version import HEADER, SPOKEN
 from prime_orchestrator.cli.gateway import app as commands
 from prime_orchestrator.gateway import upstreams
 from prime_orchestrator.gateway.service import (
+    MOST_AT_ONCE_OF_TOOL,
     CallService,
     Pool,
     Settings,
@@ -348,6 +351,30 @@ def test_no_lease_and_no_tool_takes_all_threads(world: World) -> None:
     join(*waiting)
     assert ended == ["held"] * 8
     assert world.ask(group=1).text == "seen 1", "places are free again"
+
+
+def test_slow_tools_leave_threads_for_the_calls_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many calls are answered at once as all tools together may hold, and more."""
+    service = CallService(
+        world.pool, GATEWAY, world.records, dict.fromkeys("abcdef", Mock()), world.settings
+    )
+    threads = MOST_AT_ONCE_OF_TOOL * 6 + 1
+    all_begun = threading.Barrier(threads)
+    given = world.ask()
+    monkeypatch.setattr(service, "answer", lambda _: (all_begun.wait(30), given)[1])
+    body = world.request(world.call()).model_dump_json()
+
+    async def codes() -> list[int]:
+        transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            calls = (
+                client.post("/v1/call", content=body, headers=versioned()) for _ in range(threads)
+            )
+            return [found.status_code for found in await asyncio.gather(*calls)]
+
+    assert asyncio.run(codes()) == [200] * threads
 
 
 def versioned() -> dict[str, str]:

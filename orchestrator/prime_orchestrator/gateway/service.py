@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from anyio import CapacityLimiter, to_thread
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
     CollectorRegistry,
@@ -31,7 +32,6 @@ from prometheus_client import Counter as Count
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -74,6 +74,8 @@ MAX_LEASES = 4096
 """Leases whose rate is remembered."""
 MOST_AT_ONCE_OF_LEASE, MOST_AT_ONCE_OF_TOOL = 2, 8
 """Calls answered at a time, so that no lease and no site takes all threads of the server."""
+SPARE_THREADS = 16
+"""Threads besides those that slow tools can hold."""
 OUTAGE_SECONDS = 10.0
 """A request without an answer is not made again for so long in its step."""
 MAX_OUTAGES = 4096
@@ -190,6 +192,8 @@ class CallService:
         self._outages: OrderedDict[tuple[int, Digest], tuple[float, str]] = OrderedDict()
         """By step and request: until when there is no answer, and why."""
         self.metrics = CallMetrics()
+        self.threads = MOST_AT_ONCE_OF_TOOL * len(tools) + SPARE_THREADS
+        """How many threads may call `answer` at once: so many that slow tools hold up no other."""
 
     def answer(self, asked: GatewayRequest) -> GatewayAnswer:
         """The signed answer to a call.
@@ -318,11 +322,13 @@ class TooManyError(UnavailableError):
 def create_app(service: CallService) -> Starlette:
     """The ASGI application: POST /v1/call, GET /healthz and GET /metrics."""
 
+    limiter = CapacityLimiter(service.threads)
+
     async def call(request: Request) -> Response:
         try:
             agree(request.headers.get(HEADER))
             asked = parse(GatewayRequest, await read_body(request, MAX_REQUEST))
-            found = answer(await run_in_threadpool(service.answer, asked))
+            found = answer(await to_thread.run_sync(service.answer, asked, limiter=limiter))
         except TooManyError as error:
             return problem(error, code=429)
         except PrimeError as error:
