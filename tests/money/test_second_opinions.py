@@ -318,6 +318,21 @@ def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_i
     assert count(panel, schema.slashes) == 0
 
 
+def test_files_that_wait_for_an_absent_validator_hold_up_no_other_file(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second validator is down; more files wait for it than are looked at for one caller."""
+    twice_judged(monkeypatch)
+    monkeypatch.setattr(validators, "ROOM", 2)
+    panel.another(SECOND)
+    files = {panel.mgr.submit(HONEST).digest for _ in range(9)}
+    judged = set()
+    while (job := panel.validator.claim()) is not None:
+        judged.add(job.submission_digest)
+        panel.validator.seal(panel.validator.opinion(job))
+    assert judged == files
+
+
 # ── opinions that do not count ──
 
 

@@ -146,23 +146,23 @@ def claim_all(
     few transactions. An entry is a PolicyError if its account is not appointed."""
     now = backend.now()
     with backend.store.read() as connection:
-        callers = {account for account, _ in asked} & chain.appointed(
-            connection, backend.context.pool
-        )
-        short = jobs.short(connection, _reach(callers))
+        appointed = chain.appointed(connection, backend.context.pool)
+        callers = {account for account, _ in asked} & appointed
+        able = callers | (jobs.live(connection, now - LIVE_SECONDS) & appointed)
+        short = [job.submission_digest for job in jobs.short(connection, _reach(callers), able)]
         quiet = (
             not short
             and jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
             and not jobs.waits_for(connection, callers, now)
         )
         reveal = jobs.to_reveal(connection, callers, MAX_REVEALS)
-        unread = _unread(connection, backend, [job.submission_digest for job in short])
+        unread = _unread(connection, backend, short)
     wishes = [
         jobs.Wish(account, request.worker, request.most)
         for account, request in asked
         if account in callers
     ]
-    found = iter([[]] * len(wishes) if quiet else _claim(backend, wishes, unread, now))
+    found = iter([[]] * len(wishes) if quiet else _claim(backend, wishes, short, unread, now))
     answers: list[ClaimAnswer | PrimeError] = []
     for account, _ in asked:
         if account not in callers:
@@ -175,7 +175,7 @@ def claim_all(
 
 
 def _reach(callers: Collection[Address]) -> int:
-    """Returns how many open files are looked at to find work for so many callers."""
+    """Returns how many open files are looked at to find work for so many callers (jobs.short)."""
     return ROOM * (3 + len(callers))
 
 
@@ -202,11 +202,12 @@ def _unread(
 def _claim(
     backend: Backend,
     wishes: Sequence[jobs.Wish],
+    short: Sequence[Digest],
     unread: Mapping[Digest, SignedLease],
     now: float,
 ) -> list[list[Job]]:
-    """Assigns open files, claims some for each wish and returns them. The object store is asked
-    while nothing is locked; `unread`: leases whose draw lists `assign_files` needs."""
+    """Assigns the files `short`, claims some for each wish and returns them. The object store is
+    asked while nothing is locked; `unread`: leases whose draw lists `assign_files` needs."""
     for digest, promise in unread.items():
         backend.draws.of_file(backend.objects, digest, promise)
     callers = {wish.validator for wish in wishes}
@@ -214,7 +215,7 @@ def _claim(
         lock(connection, "assignments")
         jobs.note_validators(connection, callers, now)
         end_overdue(connection, now)
-        assign_files(connection, backend, now, _reach(callers))
+        assign_files(connection, backend, now, short)
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)
@@ -265,11 +266,14 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
     jobs.end_assignment(connection, row.submission_digest, row.validator, status, now=now)
 
 
-def assign_files(connection: Connection, backend: Backend, now: float, most: int) -> None:
-    """Assigns up to `most` open files to live validators named by their leases, in the drawn order,
-    as long as any of them has room. A file whose draw list this process has not read waits for the
-    next claim."""
-    short = jobs.short(connection, most)
+def assign_files(
+    connection: Connection, backend: Backend, now: float, names: Sequence[Digest]
+) -> None:
+    """Assigns those of the files that lack a validator to live ones named by their leases, in the
+    drawn order, as long as any of them has room. A file whose draw list this process has not read
+    waits for the next claim."""
+    found_now = jobs.those(connection, names)
+    short = [job for name in names if (job := found_now.get(name)) is not None and job.short]
     if not short:
         return
     lists = backend.draws.known([job.submission_digest for job in short])

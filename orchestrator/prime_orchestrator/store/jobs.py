@@ -39,6 +39,11 @@ class JobRow:
     created_at: float
     shadow: bool
 
+    @property
+    def short(self) -> bool:
+        """Whether the job is open and lacks a validator."""
+        return self.status == "open" and (self.needed is None or self.assigned < self.needed)
+
 
 @dataclass(frozen=True)
 class AssignmentRow:
@@ -163,18 +168,29 @@ def full(connection: Connection, limit: int) -> list[Digest]:
     return [Digest(name) for name in connection.execute(query).scalars()]
 
 
-def short(connection: Connection, limit: int) -> list[JobRow]:
-    """Returns open jobs that lack a validator, oldest first, shadow ones last."""
-    query = (
-        sa.select(schema.jobs)
-        .where(
-            _jobs.status == "open",
-            sa.or_(_jobs.needed.is_(None), _jobs.assigned < _jobs.needed),
-        )
-        .order_by(_jobs.shadow, _jobs.created_at, _jobs.submission_digest)
-        .limit(limit)
+def short(
+    connection: Connection, limit: int, able: Collection[Address] | None = None
+) -> list[JobRow]:
+    """Returns open jobs that lack a validator: up to `limit` that one of `able` (None: anyone) has
+    not had yet, oldest first and shadow ones last, then up to `limit` of all at random. What waits
+    for absent validators so holds up no other file, and is looked at as well."""
+    lacking = sa.select(schema.jobs).where(
+        _jobs.status == "open",
+        sa.or_(_jobs.needed.is_(None), _jobs.assigned < _jobs.needed),
     )
-    return records(JobRow, connection.execute(query).mappings().all())
+    oldest = lacking.order_by(_jobs.shadow, _jobs.created_at, _jobs.submission_digest)
+    if able is not None:
+        had = sa.select(sa.func.count()).where(
+            _work.submission_digest == _jobs.submission_digest,
+            _work.validator.in_(list(able)),
+            _work.status != "missed",
+        )
+        oldest = oldest.where(had.scalar_subquery() < len(able))
+    found: dict[Digest, JobRow] = {}
+    for query in (oldest, lacking.order_by(sa.func.random())):
+        for row in records(JobRow, connection.execute(query.limit(limit)).mappings().all()):
+            found.setdefault(row.submission_digest, row)
+    return list(found.values())
 
 
 def reopen(connection: Connection, submission: Digest) -> bool:
