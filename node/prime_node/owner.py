@@ -120,15 +120,16 @@ class Owner:
         """Finishes what an interrupted command or agent left (see Sender.finish_open)."""
         return self._sender.finish_open(tell)
 
-    def perform(self, calls: Sequence[Call]) -> list[Digest]:
-        """Sends the calls in order and waits for each; returns their transaction hashes.
+    def perform(self, calls: Sequence[Call], act: str = "") -> list[Digest]:
+        """Sends the calls in order and waits for each; returns their transaction hashes. `act`: see
+        Sender.acting.
 
         Raises UserError without ETH for gas, ChainRevertedError with the contract's reason,
         UnavailableError if the chain does not accept a call (it stays journalled).
         """
         if calls:
             self._link.client.require_funds(self.address)
-        act, hashes = secrets.token_hex(8), []
+        act, hashes = act or secrets.token_hex(8), []
         for number, call in enumerate(calls):
             intent = self._sender.send_and_wait(f"{act}:{number}", call)
             assert intent.tx_hash is not None, "a confirmed intent has its transaction"
@@ -143,7 +144,9 @@ class Owner:
         finished, `tell` a sentence for each of it. Raises what `finish_open` and `perform` do."""
         finished = self.finish_open(tell)
         calls = left_of(decide(finished), finished)
-        hashes = [*(one.tx_hash for one in finished), *self.perform(calls)]
+        with self._sender.acting() as act:
+            sent = self.perform(calls, act)
+        hashes = [*(one.tx_hash for one in finished), *sent]
         rows = describe([*(one.call for one in finished), *calls])
         return [row | {"transaction": str(h)} for row, h in zip(rows, hashes, strict=True)]
 

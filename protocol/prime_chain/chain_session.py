@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,6 +121,8 @@ class ChainSession:
     sender: Sender | None = None
     finished: Sequence[Intent] = ()
     """What was finished of an interrupted command when the session was opened."""
+    act: str = ""
+    """What the ids of `perform` begin with."""
     calls: list[Call] = field(default_factory=list, init=False)
     hashes: list[str] = field(default_factory=list, init=False)
 
@@ -151,9 +152,8 @@ class ChainSession:
         an interrupted command had left and this one has finished."""
         from prime_chain.sender import left_of
 
-        act = secrets.token_hex(8)
-        for number, call in enumerate(left_of(calls, self.finished)):
-            self.send(f"{act}:{number}", call)
+        for call in left_of(calls, self.finished):
+            self.send(f"{self.act}:{len(self.calls)}", call)
 
     def require_signer(self) -> LocalSigner:
         """The key, for what has to be signed off chain. Raises UserError in a dry run."""
@@ -273,9 +273,17 @@ def open_session(
         out = Sender(client, signer, path)
         try:
             finished = out.finish_open(partial(typer.echo, err=True))
-            yield ChainSession(
-                Contracts(client, place), place, signer.address, mode, signer, out, finished
-            )
+            with out.acting() as act:
+                yield ChainSession(
+                    Contracts(client, place),
+                    place,
+                    signer.address,
+                    mode,
+                    signer,
+                    out,
+                    finished,
+                    act,
+                )
         finally:
             out.close()
     finally:

@@ -15,6 +15,7 @@ Left out: cancelling a sent transaction.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from prime_core.signing import LocalSigner
 
 log = logging.getLogger(__name__)
 
+ACT_SECONDS = 3600
+"""For so long a command that is typed again does not repeat what an interrupted one did."""
 _YOUNG_BLOCKS = 32
 """For so many blocks' time after the last receipt, its block is looked at again."""
 
@@ -140,10 +143,22 @@ class Sender:
             raise found.error
         return found
 
+    @contextmanager
+    def acting(self) -> Iterator[str]:
+        """For command lines: an act, whose intents' ids begin with what is yielded and a colon. If
+        the block ends by an exception, `finish_open` returns for ACT_SECONDS what was confirmed."""
+        act = secrets.token_hex(8)
+        self._queue.begin_act(act)
+        yield act
+        self._queue.end_acts()
+
     def finish_open(self, tell: Callable[[str], None], timeout: float = 120.0) -> list[Intent]:
-        """For command lines: waits for what an interrupted command left, and returns what was
-        confirmed. `tell` gets a sentence before each. Raises UnavailableError as `wait` does."""
-        ended = []
+        """For command lines: waits for what interrupted commands left, and returns what was
+        confirmed of them. `tell` gets a sentence about each. Raises UnavailableError as `wait`
+        does."""
+        ended = self._queue.done_in_acts(self._clock.now() - ACT_SECONDS)
+        for done in ended:
+            tell(f"done already by what was interrupted: {done.call.description}")
         for left in self.open_intents():
             tell(f"finishing what was interrupted: {left.call.description}")
             ended.append(self.wait(left.id, timeout))

@@ -244,6 +244,28 @@ class TransactionQueue:
             kept: str = row["value"]
         return kept
 
+    def begin_act(self, act: str) -> None:
+        """Notes an act under way, besides those that `end_acts` has not ended."""
+        with self._writing() as db:
+            db.execute("INSERT INTO sender_meta VALUES (?, '')", (f"act/{act}",))
+
+    def end_acts(self) -> None:
+        """Forgets all acts under way."""
+        with self._writing() as db:
+            db.execute("DELETE FROM sender_meta WHERE key LIKE 'act/%'")
+
+    def done_in_acts(self, since: float) -> list[Intent]:
+        """Intents of acts under way that were confirmed at `since` or later, in order."""
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT intents.* FROM intents JOIN sender_meta"
+                " ON sender_meta.key = 'act/' || substr(intents.id, 1, instr(intents.id, ':') - 1)"
+                " WHERE intents.status = 'confirmed' AND intents.updated_at >= ?"
+                " ORDER BY intents.seq",
+                (since,),
+            ).fetchall()
+            return [self._intent(db, row) for row in rows]
+
     def submit(self, intent_id: str, call: Call, now: float) -> None:
         """Writes an intent down once. Raises ConflictError if the id stands for another call."""
         with self._writing() as db:

@@ -23,6 +23,7 @@ from prime_chain.mirror import announced
 from prime_chain.sender import Sender
 from prime_core.deployment import Deployment
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
+from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Digest
 from prime_core.messages import RewardInfo
 from prime_core.node import NodeConsent
@@ -310,6 +311,31 @@ def test_an_interrupted_command_that_is_typed_again_pays_once(office: Office) ->
     office("validator", "bond", "10000", who=VALIDATOR)
     assert deployed.contracts.vault.active(VALIDATOR.address) == wei
     assert "holds" in office.refused("validator", "bond", "10000", who=VALIDATOR)
+
+
+@pytest.mark.slow
+def test_a_command_whose_last_look_at_the_chain_fails_pays_once(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transactions are confirmed, then the endpoint goes: exit code 69 asks for a retry."""
+    vault = office.deployed.contracts.vault
+    held = vault.active(VALIDATOR.address)
+    for _ in range(3):
+        office.deployed.send(VALIDATOR, office.deployed.contracts.token.faucet())
+    with monkeypatch.context() as patched:
+
+        def gone(*_: object) -> None:
+            raise UnavailableError("no RPC endpoint answers")
+
+        patched.setattr(type(vault), "active", gone)
+        for _ in range(2):
+            status, _, said = office.run("validator", "bond", "700", who=VALIDATOR)
+            assert (status, "no RPC" in said) == (UnavailableError.exit_code, True)
+    assert "done already by what was interrupted: deposit" in said
+    office("validator", "bond", "700", who=VALIDATOR)
+    assert vault.active(VALIDATOR.address) == held + 700 * ETHER
+    office("validator", "bond", "700", who=VALIDATOR)
+    assert vault.active(VALIDATOR.address) == held + 1400 * ETHER, "a finished one is done again"
 
 
 @pytest.mark.slow
