@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 import trainer_kit as kit
 from trainer_pool import Pool, asked_to_stop, finished, started, until
 
@@ -24,8 +25,9 @@ from prime_core.errors import UnavailableError, UntrustedError, UserError
 from prime_core.ids import Step
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.client import Empty, OrchestratorClient
-from prime_orchestrator.store import policies
+from prime_orchestrator.store import policies, schema
 from prime_trainer import feed, publish, run
+from prime_trainer.checkpoint import TrainerState
 from prime_trainer.data import BadBatch, TrainingBatch
 from prime_trainer.feed import pool_facts
 from prime_trainer.metrics import Stopwatch
@@ -142,6 +144,30 @@ def test_a_publication_runs_during_the_next_step_and_the_step_after_waits_for_it
         begins(origin, 2)
         trainer.wait_kept(Stopwatch())
         assert state.step == 2
+
+
+def test_an_orchestrator_restored_from_an_older_backup_gets_the_policies_that_it_lacks(
+    pool: Pool, tmp_path: Path, world: World
+) -> None:
+    """Without them it refuses every later one, and the pool trains no more."""
+
+    def step(trainer: Trainer, state: TrainerState) -> TrainerState:
+        batch = BadBatch(Step(state.step), "skipped: its weights are published unchanged")
+        return trainer.keep(state, batch, trainer.train(batch, state, Stopwatch()), Stopwatch())
+
+    with trainer_of(pool, tmp_path / "data", world) as (trainer, _):
+        state = trainer.resume()
+        trainer.publish_first(state, Stopwatch())
+        for _ in range(3):
+            state = step(trainer, state)
+        trainer.wait_kept(Stopwatch())
+    made = pool.published()
+    assert [one.manifest.version for one in made] == [0, 1, 2, 3]
+    with pool.store.begin() as connection:
+        connection.execute(sa.delete(schema.policies).where(schema.policies.c.version > 0))
+    with trainer_of(pool, tmp_path / "data", world) as (trainer, _):
+        trainer.publish_first(trainer.resume(), Stopwatch())
+    assert pool.published() == made
 
 
 @contextmanager

@@ -199,7 +199,8 @@ class Publisher:
 
     def hand_in(self, version: int) -> None:
         """Puts a version in the origin into the bucket, if that answers, and submits it to the
-        orchestrator; no effect if it is already known."""
+        orchestrator; no effect if it is already known. Earlier versions that the orchestrator
+        lacks, as after the restore of a backup, are submitted first."""
         if self._bucket is not None:
             self._bucket.keep_up()
         signed = layout.manifest_of(self.root, version)
@@ -208,8 +209,19 @@ class Publisher:
         except ConflictError as error:
             listed = self._client.get("/v1/policies", PolicyList).policies
             known = {s.manifest.version: s.manifest.digest() for s in listed}
-            if known.get(version) != signed.manifest.digest():
+            if known.get(version) == signed.manifest.digest():
+                return
+            lacking = range(max(known, default=-1) + 1, version)
+            if not lacking or not set(lacking) <= set(layout.versions(self.root)):
                 raise FatalError(f"the orchestrator refuses policy {version}: {error}") from error
+            log.warning(
+                "the orchestrator lacks policies %d to %d: they are submitted again",
+                lacking[0],
+                lacking[-1],
+            )
+            for earlier in lacking:
+                self._client.post("/v1/policies", layout.manifest_of(self.root, earlier), Empty)
+            self._client.post("/v1/policies", signed, Empty)
 
 
 class _Asked(DirectoryContent):
