@@ -167,6 +167,7 @@ def test_answers_that_are_all_rewarded_alike_end_the_run_in_one_sentence(
     """The model has random weights and never answers a word."""
     run = local_run(written(tmp_path / "in", penalty=0), model)
     out = tmp_path / "out"
+    out.mkdir()
     learner = make_learner(run, settings_for(out, model), world)
     local = Local(learner, Options(), Observers.none(), print)
     with pytest.raises(UserError, match=r"step 0: 40 groups of 4 .* in 40 of them all are"):
@@ -308,8 +309,8 @@ def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_pat
         assert ": reward 0.500 (" in graded
         assert ": ungraded (task_micro 1000000, length 2; it raised)" in ungraded
         assert ungraded.endswith("\n8 tokens\n")
-    for folder, step in ((tmp_path, 7), (tmp_path / "absent", None)):
-        with pytest.raises(UserError, match="has no samples of"):
+    for folder, step, said in ((tmp_path, 7, "of step 7"), (tmp_path / "absent", None, "samples")):
+        with pytest.raises(UserError, match=f"has no .*{said}"):
             chosen_samples(folder, step=step, order="best", count=1)
 
 
@@ -575,11 +576,14 @@ def test_rows_that_a_limit_ended_make_no_difference_in_their_group(
     monkeypatch.setattr(local_module, "MOST_GENERATED", 2)
     source = written(tmp_path / "in", "[conversation]\nturns = 2\n", penalty=0)
     source.write_text(source.read_text().replace('"reverse"', '"rewards_its_limits"'))
+    (tmp_path / "out").mkdir()
     learner = make_learner(local_run(source, DEMO), settings_for(tmp_path / "out"), world)
     local = Local(learner, Options(), Observers.none(), lambda _: None)
     with pytest.raises(UserError, match=r"4 groups of 4 .* in 4 of them all are rewarded alike"):
         local.batch()
     local.close()
+    shown = chosen_samples(tmp_path / "out", step=None, order="written", count=99)
+    assert len(shown) == Options().samples, "the rows that taught nothing can be read"
 
 
 class FailsToGrade(Reverse):

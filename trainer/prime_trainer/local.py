@@ -366,11 +366,13 @@ class Local:
             if chosen is not None:
                 break
             if made.groups >= MOST_GENERATED * wanted:
+                self._write_samples(step, made)
                 raise UserError(
                     f"step {step}: {made.groups} groups of {run.samples_per_group} answers were "
                     f"generated, and in {made.alike} of them all are rewarded alike, which teaches "
                     "nothing",
-                    hint="take easier or harder tasks (trainer filter), or more samples_per_group",
+                    hint=f"read them (trainer samples {self.out}); take easier or harder tasks "
+                    "(trainer filter), or more samples_per_group",
                 )
             with interruptible():
                 self._generate(-(-(wanted - len(self.waiting)) // run.groups_per_lease), made)

@@ -116,10 +116,15 @@ def chosen_samples(
     wanted = known[-1] if step is None and known else step
     found = [line for line in lines if line["step"] == wanted]
     if not found:
-        steps = f"it has steps {known[0]} to {known[-1]}" if known else "there are none in it"
+        if known:
+            raise UserError(
+                f"{path} has no samples of step {wanted}",
+                hint=f"it has some of steps {known[0]} to {known[-1]}",
+            )
         raise UserError(
-            f"{path} has no samples of {'any step' if wanted is None else f'step {wanted}'}",
-            hint=f"{steps}; name the folder of `trainer local --out` or `trainer run --data`",
+            f"{path} has no samples",
+            hint="name the folder of `trainer local --out` or `trainer run --data`, once it has "
+            "made a step",
         )
     if order != "written":
         sign = -1 if order == "best" else 1
