@@ -6,6 +6,8 @@ deterministic; the text is meaningless.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ CHARACTERS = "\n0123456789|>.=abcdefghijklmnopqrstuvwxyz +-*/()?:,"
 END = "\n"
 
 
-def character_tokenizer(characters: str = CHARACTERS, end: str = END) -> PreTrainedTokenizerFast:
-    """One token per character; unknown characters become "?"."""
-    vocabulary = {character: i for i, character in enumerate(characters)}
+def character_tokenizer(
+    characters: str = CHARACTERS, end: str = END, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """One token per character and for each of `words`; unknown characters become "?"."""
+    vocabulary = {text: i for i, text in enumerate([*characters, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))  # noqa: S106
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    split = "|".join([*map(re.escape, words), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 

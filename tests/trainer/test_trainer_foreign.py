@@ -6,6 +6,9 @@
 - textarena: its game GuessTheNumber-v0, of several turns, by the environment `verifiers`, played by
   that package's own TextArenaEnv. `GUESSES` selects it: the taskset there has other games only,
   and downloads lists of words.
+- bfcl-eval: tools, tasks and the checker of states of the Berkeley Function Calling Leaderboard, as
+  a toolset, by the environment `verifiers`. `TRADES` is the taskset for its TradingBot, which keeps
+  a state between calls.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ groups_per_batch = 2
 [environment]
 name = "{name}"
 arguments = {arguments}
-train_size = 48
-heldout_size = 8
+train_size = {problems}
+heldout_size = 2
 
 [budgets]
 targets = [8]
@@ -120,6 +123,113 @@ for line in sys.stdin:
 """Plays the games of problems by the package alone."""
 
 
+TRADES = """
+import copy
+import functools
+import itertools
+import json
+from pathlib import Path
+import bfcl_eval
+import verifiers.v1 as vf
+from bfcl_eval.eval_checker.multi_turn_eval.func_source_code.trading_bot import TradingBot
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import state_checker
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
+
+DATA = Path(bfcl_eval.__file__).parent / "data"
+FILE = "BFCL_v4_multi_turn_base.json"
+NAMES = ("100", "104", "115", "132")
+NUMBER = itertools.count()
+
+class TradeState(vf.State):
+    calls: list[str] = []
+
+class TradeData(vf.TaskData):
+    start: dict
+    truth: list[str]
+
+class Broker(vf.Toolset[vf.ToolsetConfig, TradeState]):
+    TOOL_PREFIX = None
+
+    async def setup_task(self, task):
+        self.bot = TradingBot()
+        self.bot._load_scenario(copy.deepcopy(task.data.start["TradingBot"]))
+
+def tool_of(method):
+    @functools.wraps(method)
+    def call(self, **arguments):
+        self.state.calls.append(f"{method.__name__}(**{arguments!r})")
+        return method(self.bot, **arguments)
+    return vf.tool(call)
+
+for name in ("add_to_watchlist", "fund_account", "get_watchlist"):
+    setattr(Broker, name, tool_of(getattr(TradingBot, name)))
+
+class TradeTask(vf.Task[TradeData, TradeState]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Broker(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def state(self, trace: vf.Trace) -> float:
+        made, truth = (
+            execute_multi_turn_func_call(
+                calls, self.data.start, ["TradingBot"], f"row{next(NUMBER)}", self.data.name
+            )[1]
+            for calls in (trace.state.calls, self.data.truth)
+        )
+        return float(state_checker(made, truth)["valid"])
+
+def rows(path):
+    found = map(json.loads, path.read_text().splitlines())
+    return {row["id"]: row for row in found if row["id"].endswith(NAMES)}
+
+class TradeTaskset(vf.Taskset[TradeTask, vf.TasksetConfig]):
+    def load(self):
+        answers = rows(DATA / "possible_answer" / FILE)
+        for name, row in rows(DATA / FILE).items():
+            asked = " ".join(turn[0]["content"] for turn in row["question"])
+            truth = sum(answers[name]["ground_truth"], [])
+            data = TradeData(name=name, prompt=asked, start=row["initial_config"], truth=truth)
+            yield TradeTask(data, self.config.task)
+
+__all__ = ["TradeTaskset"]
+"""
+DEALS = """
+import copy, json, re, sys
+from bfcl_eval.eval_checker.multi_turn_eval.func_source_code.trading_bot import TradingBot
+from verifiers.v1.utils import loaders
+wanted = loaders.resolve_env_config({"taskset": {"id": "prime_trades"}})
+tasks = {task.key: task.data for task in loaders.load_environment(wanted).taskset}
+for line in sys.stdin:
+    problem, turns = json.loads(line)
+    bots = TradingBot(), TradingBot()
+    for bot in bots:
+        bot._load_scenario(copy.deepcopy(tasks[problem].start["TradingBot"]))
+    said = []
+    for turn in filter(None, map(re.compile("<tool_call>(.*?)</tool_call>").search, turns)):
+        call = json.loads(turn[1])
+        arguments = {k: v if k == "stock" else float(v) for k, v in call["arguments"].items()}
+        said.append(json.dumps(getattr(bots[0], call["name"])(**arguments), indent=2))
+    for call in tasks[problem].truth:
+        eval("bots[1]." + call)
+    states = [{k: v for k, v in vars(bot).items() if k[0] != "_"} for bot in bots]
+    print(json.dumps([float(states[0] == states[1]), said]))
+"""
+"""Makes the calls of rows by the package alone, and compares the states."""
+
+
+def hermes(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+CALLS = (
+    hermes("add_to_watchlist", stock="QUAS"),
+    hermes("add_to_watchlist", stock="AMZN"),
+    hermes("fund_account", amount="2203.4"),
+    hermes("get_watchlist"),
+)
+
+
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model of 95 characters, which can read the packages' long prompts."""
@@ -140,13 +250,16 @@ def trained(
     *,
     steps: int = STEPS,
     tokens: int = 24,
+    problems: int = 48,
     more: str = "",
 ) -> list[dict[str, Any]]:
     """Trains `steps` policies; returns all rows generated, and checks that each step changed the
-    weights. `tokens`: of a row at most; `more`: further tables of the run."""
+    weights. `tokens`: of a row at most; `problems` to train on; `more`: further tables."""
     monkeypatch.setattr(local_module, "joined_world", lambda: nullcontext(world))
     source, out = folder / "run.toml", folder / "out"
-    source.write_text(RUN.format(name=name, arguments=arguments, tokens=tokens, more=more))
+    source.write_text(
+        RUN.format(name=name, arguments=arguments, tokens=tokens, problems=problems, more=more)
+    )
     settings = load({"model": model, "data": out, "steps": steps, "learning_rate": 3e-3,
                      "warmup_steps": 0})  # fmt: skip
     options = Options(evaluate_every=0, samples=10**6, threads=1)
@@ -231,5 +344,36 @@ def test_a_game_of_several_turns_trains_through_the_verifiers_adapter(
     assert len({reward for reward, _ in own}) > 1
     for sample, (_, said) in zip(samples, own, strict=True):
         shown = ["".join(sign if sign in "12" else "?" for sign in text) for text in said]
+        assert sample["turns"][1::2] == shown[: len(sample["turns"]) // 2]
+    assert max(len(sample["turns"]) for sample in samples) >= 5
+
+
+@pytest.mark.slow
+def test_tools_of_another_author_train_through_the_verifiers_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """Each of the model's tokens is a call, so that some of its calls are right."""
+    python = interpreter("bfcl-eval", "bfcl_eval")
+    model, tokenizer = tmp_path / "caller", character_tokenizer("\n?", words=CALLS)
+    built = build_model(len(tokenizer), hidden=64, layers=2)
+    built.config.max_position_embeddings = 4096
+    built.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "prime_trades.py").write_text(TRADES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    samples = trained(
+        tmp_path, "verifiers", '{ environment = "prime_trades" }', model, monkeypatch, world,
+        steps=1, tokens=900, problems=2,
+        more='[conversation]\nturns = 3\ntools = []\ncalls = "hermes-1"\n',
+    )  # fmt: skip
+    asked = [json.dumps([one["problem"], one["turns"][::2]]) + "\n" for one in samples]
+    dealt = subprocess.run(
+        [python, "-c", DEALS], input="".join(asked), capture_output=True, text=True, check=True
+    )
+    own = [json.loads(line) for line in dealt.stdout.splitlines()]
+    assert [one["reward"] for one in samples] == [reward for reward, _ in own]
+    assert len({reward for reward, _ in own}) > 1
+    for sample, (_, said) in zip(samples, own, strict=True):
+        shown = ["?" * len(text.replace("\n", "")) for text in said]
         assert sample["turns"][1::2] == shown[: len(sample["turns"]) // 2]
     assert max(len(sample["turns"]) for sample in samples) >= 5

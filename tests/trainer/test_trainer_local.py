@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from prime_core.errors import FatalError, UserError
+from prime_core.errors import FatalError, PolicyError, UserError
 from prime_core.gateway import Recording
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO
@@ -254,6 +254,7 @@ def test_groups_left_over_are_trained_while_they_are_fresh(tmp_path: Path, world
     [
         ({"steps": None}, "the number of steps is not given"),
         ({"problems": 33}, "33 held-out problems were asked for; the run holds out 32"),
+        ({"seed": 1 << 32}, "the seed 4294967296 is not in 0"),
         ({"full": True}, "is not empty"),
         ({"toml": "style = 3"}, "is not a run: style"),
     ],
@@ -265,11 +266,28 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     if more.get("full"):
         written(out)
     settings = settings_for(out).model_copy(update={"steps": more.get("steps", 1)})
-    options = Options(problems=more.get("problems", 32))
+    options = Options(problems=more.get("problems", 32), seed=more.get("seed", 0))
     before = sorted(out.rglob("*"))
     with pytest.raises(UserError, match=said):
         run_local(source, settings, options, threading.Event())
     assert sorted(out.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("_one_process_group")
+def test_a_mistake_that_ends_a_run_before_its_first_step_can_be_corrected(tmp_path: Path) -> None:
+    source, out = written(tmp_path / "in"), tmp_path / "out"
+    right = source.read_text()
+    source.write_text(right.replace("train_size = 1000", "train_size = 100000"))
+    options = Options(evaluate_every=0, threads=1)
+    with pytest.raises(PolicyError, match="The run wants 100000"):
+        run_local(source, settings_for(out), options, threading.Event())
+    source.write_text(right)
+    run_local(source, settings_for(out), options, threading.Event())
+    assert read_run(out / "run.json").environment.train_size == 1000
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "run.json").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        run_local(source, settings_for(tmp_path / "own"), options, threading.Event())
 
 
 def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_path: Path) -> None:

@@ -308,7 +308,10 @@ def chat(
     system: System = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Fixes the sampling (default: random).")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**62 - 1, help="Fixes the sampling (default: random)."),
+    ] = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",

@@ -78,6 +78,7 @@ POOL_ONLY: Mapping[str, Any] = {
 """Values that only a pool needs, so that a TOML may omit them here."""
 MODEL, CHECKPOINTS = "model", "checkpoints"
 """Folders in the run's folder: the last policy, once finished; its checkpoints, until then."""
+MAX_SEED = (1 << 32) - 1
 MOST_GENERATED = 20
 """Maximum groups generated for one step, in batches' worth; beyond it, the tasks are too easy or
 too hard."""
@@ -96,7 +97,7 @@ class Options:
     problems: int = 64
     """Held-out problems per evaluation."""
     seed: int = 0
-    """Determines the tasks, the sampling noise and the evaluation's problems."""
+    """Determines the tasks, the sampling noise and the evaluation's problems; at most MAX_SEED."""
     samples: int = 8
     """Rows per step that are written to samples.jsonl."""
     checkpoint_every: int = 10
@@ -198,13 +199,15 @@ def run_local(
 
     Call it in the main thread. A stop request raises StoppedError after the state for
     `options.resume` has been written: immediately during generation, otherwise after the step.
-    Raises UserError if `settings.data` already holds a run (with resume: holds none, another or a
-    finished one) or the tasks give equal rewards, FatalError for an alarm that ends the run or a
-    damaged checkpoint, and the engine's errors.
+    Raises UserError if `settings.data` already holds a run that has begun (with resume: holds none,
+    another or a finished one) or the tasks give equal rewards, FatalError for an alarm that ends
+    the run or a damaged checkpoint, and the engine's errors.
     """
     out, base = settings.data, settings.need("model")
     if settings.steps is None:
         raise UserError("the number of steps is not given", hint="name it by --steps")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise UserError(f"the seed {options.seed} is not in 0 … {MAX_SEED}", hint="change --seed")
     run = _run_to_resume(source, base, out) if options.resume else _new_run(source, base, out)
     if options.evaluate_every and not 1 <= options.problems <= run.environment.heldout_size:
         raise UserError(
@@ -231,11 +234,19 @@ def run_local(
 
 def _new_run(source: Path, base: Path, out: Path) -> RunDefinition:
     make_folder(out)
-    if any(out.iterdir()):
+    if any(out.iterdir()) and not _failed_at_start(out):
         raise UserError(
             f"{out} is not empty", hint="name another folder with --out, or continue with --resume"
         )
     return local_run(source, base)
+
+
+def _failed_at_start(out: Path) -> bool:
+    """Whether the folder has only what a run writes before its first step or evaluation."""
+    names = {path.name for path in out.iterdir()}
+    return names == {"run.json", CHECKPOINTS} and {
+        path.name for path in (out / CHECKPOINTS).iterdir()
+    } <= {"lock"}
 
 
 def _run_to_resume(source: Path, base: Path, out: Path) -> RunDefinition:
