@@ -275,10 +275,12 @@ def _turns(
 ) -> tuple[_Turn | None, _Turn | None]:
     """Returns an answer without thinking and one with it; None for one that the template does not
     keep. A template may write an empty thought before an answer without thinking."""
-    plain, *others = (_turn(text, role, dict(special), one) for one in (_PLAIN, *_THINKING))
+    named = dict(special)
+    plain = _turn(text, role, named, _PLAIN)
     if plain and plain.written != _ANSWER and END_OF_THOUGHT not in plain.written:
         plain = None
-    return plain, next((one for one in others if one and _THOUGHT in one.written), None)
+    tried = (_turn(text, role, named, message) for message in _THINKING)
+    return plain, next((one for one in tried if one and _THOUGHT in one.written), None)
 
 
 def _unstable(why: str) -> UserError:
