@@ -506,7 +506,7 @@ class World:
             self.opinions += 1
             self.busy += work
             at = begins + work
-            if len(said) >= needed and enough(outcome, said, len(self.servers), needed):
+            if len(said) >= needed and enough(outcome, said, len(self.servers), needed, quorum=2):
                 break
             # Opinions that the first draw does not ask for replay the file whole.
             count = drawn if len(said) < needed else len(rows)
@@ -558,7 +558,9 @@ class World:
                 table,
             )
         ]
-        judge = Judge(backend.store, backend.objects, backend.context, backend.draws, backend.now)
+        judge = Judge(
+            backend.store, backend.objects, backend.context, backend.draws, backend.now, lambda: 2
+        )
         verdict = judge.stored(found[0], found)
         with backend.store.begin() as connection:
             row = submissions.get(connection, digest)

@@ -232,7 +232,9 @@ def _serve(descriptor: int, place: Place) -> None:
     else:
         backend = seats.Pool.make(Path(place.folder), run=run).backend
     backend = replace(backend, now=time.time, random=secrets.token_bytes)
-    judge = Judge(backend.store, backend.objects, backend.context, backend.draws, backend.now)
+    judge = Judge(
+        backend.store, backend.objects, backend.context, backend.draws, backend.now, lambda: 2
+    )
     server = make_server(create_app(backend), Proxies())
 
     def seal() -> None:

@@ -258,9 +258,11 @@ class Bench:
         self.http.close()
 
 
-def judge_of(backend: Backend) -> Judge:
+def judge_of(backend: Backend, quorum: int = 2) -> Judge:
     """The manager's side of a backend."""
-    return Judge(backend.store, backend.objects, backend.context, backend.draws, backend.now)
+    return Judge(
+        backend.store, backend.objects, backend.context, backend.draws, backend.now, lambda: quorum
+    )
 
 
 def bench(backend: Backend, signer: LocalSigner, folder: Path, seed: int | None = 1) -> Bench:

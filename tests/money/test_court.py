@@ -206,6 +206,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CourtHouse]:
             world.join(LIAR, OTHER)
             mgr.add_policy(read_policy(policies))
             world.ticks(2)
+            mgr.now.time = float(world.client.block("latest").time)  # leases after the jurors came
             yield house
     finally:
         for juror in house.jurors.values():

@@ -229,9 +229,9 @@ def _claimed(exact: ExactPool, row: SubmissionRow) -> tuple[Bench, Job]:
     ],
 )
 def test_how_many_must_have_seen_a_mismatch(said: list[Outcome], expected: bool) -> None:
-    assert enough(Outcome.VOID, said, 2, 1, Reason.UNPROVEN_MISMATCH) is expected
-    assert enough(Outcome.VOID, [Outcome.VOID], 1, 1, Reason.UNPROVEN_MISMATCH)
-    assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED)
+    assert enough(Outcome.VOID, said, 2, 1, Reason.UNPROVEN_MISMATCH, quorum=2) is expected
+    assert enough(Outcome.VOID, [Outcome.VOID], 1, 1, Reason.UNPROVEN_MISMATCH, quorum=2)
+    assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED, quorum=2)
 
 
 def test_files_of_an_exact_lease_go_to_validators_of_its_class(

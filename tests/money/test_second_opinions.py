@@ -16,7 +16,13 @@ from judging_kit import HONEST, LIAR, JudgedPool
 from money_kit import VALIDATOR, key
 
 from prime_core.encoding import sha256
-from prime_core.errors import ConflictError, MalformedError, PolicyError, UntrustedError
+from prime_core.errors import (
+    ConflictError,
+    MalformedError,
+    PolicyError,
+    UnavailableError,
+    UntrustedError,
+)
 from prime_core.ids import Digest
 from prime_core.opinions import check_opinions
 from prime_core.storage.base import digest_key, put_object
@@ -100,25 +106,44 @@ def test_an_accusation_that_does_not_hold_elsewhere_slashes_no_one(panel: Judged
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said", "named", "needed", "expected"),
+    ("outcome", "said", "named", "needed", "quorum", "expected"),
     [
-        (R, [R], 1, 1, True),
-        (R, [R], 2, 1, False),
-        (R, [R, R], 2, 1, True),
-        (A, [A], 2, 1, True),
-        (A, [A], 2, 2, False),
-        (A, [A, A], 2, 2, True),
-        (A, [R, A], 2, 2, False),
-        (A, [R, A, A], 3, 3, True),
-        (A, [R, A], 1, 1, False),
-        (V, [V], 2, 2, True),
-        (V, [A, V], 2, 2, False),
+        (R, [R], 1, 1, 1, True),
+        (R, [R], 2, 1, 2, False),
+        (R, [R, R], 2, 1, 2, True),
+        (R, [R, R], 3, 1, 3, False),
+        (R, [R, R, R], 3, 1, 3, True),
+        (R, [A, R, R], 3, 1, 3, False),
+        (A, [A], 2, 1, 2, True),
+        (A, [A], 3, 1, 3, True),
+        (A, [A], 2, 2, 2, False),
+        (A, [A, A], 2, 2, 2, True),
+        (A, [R, A], 2, 2, 2, False),
+        (A, [R, A, A], 3, 3, 3, True),
+        (A, [R, A], 1, 1, 1, False),
+        (V, [V], 2, 2, 2, True),
+        (V, [A, V], 2, 2, 2, False),
     ],
 )
 def test_how_many_must_agree(
-    outcome: Outcome, said: list[Outcome], named: int, needed: int, expected: bool
+    outcome: Outcome, said: list[Outcome], named: int, needed: int, quorum: int, expected: bool
 ) -> None:
-    assert enough(outcome, said, named, needed) is expected
+    assert enough(outcome, said, named, needed, quorum=quorum) is expected
+
+
+def test_a_rejection_takes_as_many_validators_as_the_chain_asks_for(panel: JudgedPool) -> None:
+    """With fewer, no slash is ever proposed."""
+    benches = [panel.validator, panel.another(SECOND), panel.another(THIRD)]
+    digest = panel.mgr.submit(LIAR, make=panel.honest).digest
+    judge = judge_of(panel.mgr.backend, quorum=3)
+    said_by = []
+    for bench in benches * 3:
+        if (job := bench.claim()) is not None:
+            bench.say(job, Reason.WRONG_SAMPLING)
+            said_by.append(bench.signer.address)
+            assert judge.tick() == ([digest] if len(said_by) == 3 else [])
+    assert len(set(said_by)) == 3
+    assert panel.mgr.row(digest).status == "rejected"
 
 
 def test_one_file_in_sixteen_is_judged_twice_by_the_managers_secret_alone(
@@ -331,6 +356,26 @@ def test_files_that_wait_for_an_absent_validator_hold_up_no_other_file(
         judged.add(job.submission_digest)
         panel.validator.seal(panel.validator.opinion(job))
     assert judged == files
+
+
+def test_a_file_whose_objects_are_damaged_holds_up_no_verdict(panel: JudgedPool) -> None:
+    """A bad sector of the object store's disk."""
+    named = []
+    for _ in range(2):
+        panel.mgr.submit(HONEST, make=panel.honest)
+        job = panel.validator.claim()
+        assert job is not None
+        said_of = panel.validator.say(job, Reason.NONE, court_rows(panel, job))
+        named.append(said_of.opinion)
+    place = panel.mgr.folder / "objects" / digest_key(Digest(named[0].table))
+    whole = place.read_bytes()
+    place.write_bytes(whole[:-1] + b" ")
+    judge = judge_of(panel.mgr.backend)
+    assert judge.tick() == [named[1].submission]
+    with pytest.raises(UnavailableError, match="damaged"):
+        judge.tick()
+    place.write_bytes(whole)
+    assert judge.tick() == [named[0].submission]
 
 
 # ── opinions that do not count ──

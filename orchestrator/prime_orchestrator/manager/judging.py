@@ -10,7 +10,8 @@
 
 How many opinions must agree (`enough`):
 
-    rejected, or contradicted   two (a slash takes stake)
+    rejected                    as many as the pool's quorum, at least two (a slash takes stake)
+    contradicted                two
     accepted                    two for a share of files, drawn before any judgement; else one
     void                        one: anyone can verify it from the bytes; but two for a mismatch of
                                 a proof pass, which only machines of its class can repeat
@@ -46,6 +47,7 @@ from prime_core.errors import (
     FatalError,
     MalformedError,
     NotFoundError,
+    UnavailableError,
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
@@ -183,21 +185,26 @@ def enough(
     named: int,
     needed: int,
     reason: Reason = Reason.NONE,
+    *,
+    quorum: int,
 ) -> bool:
     """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
-    `named` validators and which initially needed `needed` opinions. `reason` is the outcome's."""
+    `named` validators and which initially needed `needed` opinions. `reason` is the outcome's,
+    `quorum` the pool's: with fewer rejections the chain takes no proposal."""
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
     if named < 2 and not contradicted:
         wanted = 1
-    elif outcome is Outcome.REJECTED or reason is Reason.UNPROVEN_MISMATCH or contradicted:
+    elif outcome is Outcome.REJECTED:
+        wanted = max(2, quorum)
+    elif reason is Reason.UNPROVEN_MISMATCH or contradicted:
         wanted = 2
     else:
         wanted = min(2, needed) if outcome is Outcome.ACCEPTED else 1
     return agree >= wanted
 
 
-def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement | None:
+def chosen_of(found: Sequence[Judgement], named: int, needed: int, quorum: int) -> Judgement | None:
     """Returns the first opinion whose outcome enough opinions under one law share, or None if
     another opinion is needed."""
     for one in found:
@@ -207,7 +214,7 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int) -> Judgement 
             for other in found
             if other.outcome is not one.outcome or other.signed.opinion.law == law
         ]
-        if enough(one.outcome, counted, named, needed, one.reason):
+        if enough(one.outcome, counted, named, needed, one.reason, quorum=quorum):
             return one
     return None
 
@@ -224,8 +231,8 @@ def by_statistics(found: Sequence[Judgement]) -> Judgement | None:
 @dataclass(frozen=True)
 class Due:
     """A file whose opinions are complete: `given` as stored, `found` those that count, `faults` why
-    others do not. `named`: how many validators its lease names; `last`: whether it is of an exact
-    lease and none of them is left to judge it."""
+    others do not. `named`: how many validators its lease names; `quorum`: how many must reject it;
+    `last`: whether it is of an exact lease and none of them is left to judge it."""
 
     row: SubmissionRow
     job: JobRow
@@ -233,12 +240,13 @@ class Due:
     found: Sequence[Judgement]
     faults: Mapping[Address, str]
     named: int
+    quorum: int
     last: bool
 
     @cached_property
     def chosen(self) -> Judgement | None:
         """The opinion that decides the file, if enough agree, or no other can be had."""
-        agreed = chosen_of(self.found, self.named, self.job.needed or 1)
+        agreed = chosen_of(self.found, self.named, self.job.needed or 1, self.quorum)
         return by_statistics(self.found) if agreed is None and self.last else agreed
 
     @property
@@ -294,16 +302,20 @@ class Stored:
 
 @dataclass(frozen=True)
 class Judge:
-    """Decides verdicts. `now` returns Unix seconds."""
+    """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
+    while it is not known."""
 
     store: Store
     objects: ObjectStore
     context: PoolContext
     board: DrawBoard
     now: Callable[[], float]
+    quorum: Callable[[], int]
 
     def tick(self) -> list[Digest]:
-        """Decides the files whose opinions are complete; returns those that got a verdict."""
+        """Decides the files whose opinions are complete; returns those that got a verdict. A file
+        of which something cannot be read now holds up no other. Raises UnavailableError if there is
+        such a file, and no other is decided."""
         with self.store.read() as connection:
             waiting = jobs.full(connection, AT_ONCE)
             if not waiting:
@@ -318,13 +330,19 @@ class Judge:
             runs = revisions.history(connection, self.context)
         decided: list[Digest] = []
         due: list[Due] = []
+        unread: UnavailableError | None = None
         size = 0
         for digest in waiting:
             row = rows.get(digest)
             lease = promises.get(row.lease_digest) if row is not None else None
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
-            one = self._due(row, known[digest], lease.signed(), said.get(digest, []), runs)
+            try:
+                one = self._due(row, known[digest], lease.signed(), said.get(digest, []), runs)
+            except UnavailableError as error:
+                log.warning("submission %s waits for its verdict: %s", digest, error)
+                unread = error
+                continue
             if digest in work:
                 listed = self.board.listed(self.objects, lease.signed())
                 one = replace(one, last=no_one_left(listed, work[digest], appointed))
@@ -333,7 +351,10 @@ class Judge:
             if size >= TABLES_AT_ONCE:
                 decided += self._decide_all(due, runs)
                 due, size = [], 0
-        return decided + self._decide_all(due, runs)
+        decided += self._decide_all(due, runs)
+        if unread is not None and not decided:
+            raise unread
+        return decided
 
     def _due(
         self,
@@ -353,7 +374,9 @@ class Judge:
             except (MalformedError, UntrustedError, NotFoundError, ConflictError) as error:
                 faults[opinion.validator] = str(error)
         named = len(self.board.listed(self.objects, promise).commitments)
-        return Due(row, job, given, found, faults, named, last=False)
+        rejected = any(one.outcome is Outcome.REJECTED for one in found)
+        quorum = self.quorum() if rejected else 1
+        return Due(row, job, given, found, faults, named, quorum, last=False)
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
         """Decides files; returns those that got a verdict."""

@@ -121,7 +121,9 @@ class ManagerLoops:
     @cached_property
     def judge(self) -> Judge:
         """Turns opinions into verdicts."""
-        return Judge(self.store, self.objects, self.context, self.board, self.now)
+        return Judge(
+            self.store, self.objects, self.context, self.board, self.now, lambda: self.quorum
+        )
 
     def judge_tick(self) -> list[Digest]:
         """Decides files whose opinions are complete, and reveals draw secrets that are due."""
