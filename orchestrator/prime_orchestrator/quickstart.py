@@ -335,9 +335,7 @@ class Quickstart:
             words += ["--validator", self._address(judge)]
         words += ["--faucet"] if self.plan.network.testnet else []
         made = self._type([*words, *self._chain(), *self._signs("manager"), "--json"])
-        draft = self.folder / "pool.json.part"
-        draft.write_text(made)
-        draft.rename(self.folder / "pool.json")
+        write_whole(self.folder / "pool.json", made.encode())
 
     def _short(self) -> dict[str, int]:
         """Validator → wei of the token that its bond lacks."""

@@ -6,17 +6,18 @@ Help is plain text, because rich's panels cost a quarter second of CPU at each `
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from prime_core.errors import PrimeError, UnavailableError
+from prime_core.errors import PrimeError, UnavailableError, UserError
 from prime_core.logs import log_to_stderr
 from prime_core.printing import last_words
 from prime_core.waiting import FIRST_ANSWER_HELP
@@ -185,8 +186,8 @@ def _imported_when_called() -> None:
 
 
 def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
-    """Entry point of a program. Expected errors and missing extras become one sentence on stderr,
-    what to type next, and an exit code."""
+    """Entry point of a program. Expected errors, missing extras, a full disk and files that may not
+    be opened become one sentence on stderr, what to type next, and an exit code."""
     try:
         app(args=args, prog_name=name)
     except PrimeError as error:
@@ -203,10 +204,18 @@ def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
                 f"pip install 'prime-open[{extra}]'"
             ),
         )
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _end(name, UnavailableError(f"{where}the disk is full: free some space"))
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and where:
+            hint = "check who owns it, and which user runs this program"
+            _end(name, UserError(f"{where}{error.strerror}", hint=hint))
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _end(name: str, error: PrimeError) -> None:
+def _end(name: str, error: PrimeError) -> NoReturn:
     print(last_words(name, error), file=sys.stderr)
     sys.exit(error.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
@@ -170,3 +171,40 @@ def test_a_missing_extra_is_one_sentence_that_names_it(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "pip install 'prime-open[node]'" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 69, "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "kept"), 64, "kept: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", "kept"), 64, "kept: Read-only file system"),
+    ],
+    ids=("full", "not ours", "read-only"),
+)
+def test_a_disk_that_takes_nothing_is_one_sentence(
+    error: OSError, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def write() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run(app, "program", [])
+    assert ended.value.code == code
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("program: ")
+    assert said in line
+
+
+def test_any_other_error_of_the_system_is_a_defect() -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.command()
+    def write() -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor", "kept")
+
+    with pytest.raises(OSError, match="Bad file"):
+        run(app, "program", [])

@@ -34,6 +34,7 @@ RUNBOOKS = tuple(
 )  # fmt: skip
 ELSEWHERE = {
     "orchestrator gateway serve": "tests/orchestrator/test_gateway.py",
+    "orchestrator rewards import": "tests/money/test_mirror.py",
     "orchestrator slash apply-arbiter": "tests/money/test_role_clis.py",
     "orchestrator slash cancel": "tests/money/test_role_clis.py",
     "orchestrator slash disable": "tests/money/test_role_clis.py",
