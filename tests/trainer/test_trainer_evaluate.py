@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ def test_answers_that_were_not_graded_are_left_out() -> None:
     assert (both.reward_gain.mean, both.reward_gain.count) == (0.25, 2)
     assert [one.problem.index for one in select(partly, Range(0.5, 1.0, 2))] == [1]
     none = [ungraded(one, 0, 1) for one in whole]
+    other = replace(whole[1], target=20)
+    both = compared(Path("a"), Path("b"), RUN, 0, [whole[0], none[1]], [whole[0], other])
+    assert re.search(r"target +20 not graded +1\.0000", comparison_table(both))
     with pytest.raises(UserError, match="could grade no answer"):
         summary(Path("m"), 0, RUN, none)
     with pytest.raises(UserError, match="graded no problem of both models"):

@@ -56,5 +56,5 @@ def _refused(what: str, where: Path, cause: BaseException) -> UnavailableError:
     why = (isinstance(cause, OSError) and cause.strerror) or str(cause).partition("\n")[0]
     return UnavailableError(
         f"{what} could not be written to {where}: {why}; free some space (or mend the folder's "
-        "permissions) and start again, nothing trained before is lost"
+        "permissions) and start again: training goes on from the last checkpoint"
     )

@@ -316,10 +316,10 @@ def comparison_table(both: Comparison) -> str:
     for name, one, two, gain in rows[: 3 if both.base.samples > 1 else 2]:
         lines.append(f"{name:13} {_show(one):26} {_show(two):26} {_show(gain)}")
     for name, part in sorted(both.trained.by_budget.items(), key=lambda item: int(item[0])):
-        before = both.base.by_budget[name]
+        before = both.base.by_budget.get(name)
+        shown = "not graded" if before is None else _show(before.reward)
         lines.append(
-            f"  target {name:>5} {_show(before.reward):26} {_show(part.reward):26} "
-            f"({part.reward.count} problems)"
+            f"  target {name:>5} {shown:26} {_show(part.reward):26} ({part.reward.count} problems)"
         )
     return "\n".join(lines)
 
