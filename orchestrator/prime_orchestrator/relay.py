@@ -36,7 +36,7 @@ from prime_core.checkpoint import SignedManifest
 from prime_core.command_line import AllowPrivate, PasswordFd, PasswordFile, Quorum, command
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UnavailableError, UserError
-from prime_core.folders import make_folder
+from prime_core.folders import held_alone, make_folder
 from prime_core.ids import Address
 from prime_core.messages import PolicyList, RelayAnnouncement, RelayInfo
 from prime_core.transport.client import Empty, OrchestratorClient
@@ -140,9 +140,12 @@ def relay(
         requests_per_second=requests_per_second,
     )
     make_folder(data)
-    with OrchestratorClient(
-        orchestrator, signer, "relay", allow_private=bool(allow_private)
-    ) as client:
+    with (
+        held_alone(data, "relay"),
+        OrchestratorClient(
+            orchestrator, signer, "relay", allow_private=bool(allow_private)
+        ) as client,
+    ):
         known = data / "relay.json"
         give_up = None if known.exists() else first_answer_seconds
         try:

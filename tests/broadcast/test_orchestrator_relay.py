@@ -195,6 +195,12 @@ def test_without_a_wallet_a_relay_serves_and_announces_nothing(pool: Pool, tmp_p
         book = pool.reader(TRAINER)
         fetch(signed, [url], tmp_path / "n" / "0", book=book, patience=10.0)
         assert url not in pool.relays()
+        words = ["relay", "--orchestrator", pool.url, "--data", str(tmp_path / "a")]
+        second = subprocess.run(
+            [sys.executable, "-m", "prime_orchestrator.cli.main", *words],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (second.returncode, "another relay" in second.stderr) == (64, True), second.stderr
     assert same_files(tmp_path / "n" / "0", pool.run, 0)
 
 
