@@ -89,6 +89,7 @@ class Agent:
         self._data = DataFolder(settings.data)
         self._give_up = None if _heard_before(settings) else settings.first_answer_seconds
         self._stop = threading.Event()
+        self._manager: Address | None = None
 
     def run(self) -> int:
         """Runs the agent to its end; returns the exit status. Raises PrimeError with the reason if
@@ -122,6 +123,7 @@ class Agent:
         run = self._patiently(lambda: newest_run(api))
         if pool is None or run is None:
             return 0
+        self._manager = api.manager = pool.manager  # compared with the chain below
         data.bind(pool)
         hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
@@ -130,7 +132,9 @@ class Agent:
         if left := runtime.clean():
             log.warning("ended %d task(s) that an earlier agent left behind", left)
         link = self._link(api, stack)
-        if link is not None and not self._pool_is_checked(link, api):
+        if link is not None and not (
+            self._pool_is_checked(link, api) and self._run_is_checked(api, run.digest())
+        ):
             return 0
         data.remember(settings.to_remember())
         data.empty_task_outbox()
@@ -200,6 +204,7 @@ class Agent:
             timeout=timeout,
             shadow=settings.shadow,
             allow_private=settings.allow_private,
+            manager=self._manager,
         )
 
     def _provider(self) -> Address:
@@ -235,6 +240,15 @@ class Agent:
         except UnavailableError as error:
             log.warning("the pool is not checked against the chain: %s", error)
         return True
+
+    def _run_is_checked(self, api: NodeApi, digest: Digest) -> bool:
+        """Waits until the chain names the run; returns False if stopped before."""
+
+        def checked() -> bool:
+            self._check_on_chain(api, digest)
+            return True
+
+        return self._patiently(checked) is not None
 
     def _revisions(
         self, run: RunDefinition, hardware: Hardware, runtime: Runtime, chain: bool

@@ -67,17 +67,24 @@ class NodeApi:
         shadow: bool = False,
         allow_private: bool = False,
         now: Callable[[], float] = time.time,
+        manager: Address | None = None,
     ) -> None:
+        """`manager`: the pool's, which signs leases and receipts; None takes the orchestrator's
+        word for it."""
         self.shadow = shadow
+        self.manager = manager
         self._now = now
         self.client = OrchestratorClient(
             base_url, signer, "node", timeout=timeout, allow_private=allow_private
         )
-        self.another = partial(
+        self._open = partial(
             NodeApi, base_url, signer,
             timeout=timeout, shadow=shadow, allow_private=allow_private, now=now,
         )  # fmt: skip
+
+    def another(self) -> NodeApi:
         """Opens another connection of the same node, for another thread."""
+        return self._open(manager=self.manager)
 
     def close(self) -> None:
         self.client.close()
@@ -175,7 +182,8 @@ class NodeApi:
             manager = lease.recover(self.client.domain("work"), answer.lease.signature)
             mine = self.client.signer.address if self.client.signer else None
             number = shadow_pool(pool.pool) if self.shadow else pool.pool
-            if manager != pool.manager or lease.node != mine or lease.pool != number:
+            expected = self.manager or pool.manager
+            if manager != expected or lease.node != mine or lease.pool != number:
                 raise UntrustedError("the lease is not the pool manager's for this node")
         return answer
 
@@ -204,10 +212,9 @@ class NodeApi:
         """
         answer = self.client.post("/v1/submissions", body, ReceiptAnswer, signed=False)
         domain, pool = self.client.domain("work"), self.client.pool()
-        if (
-            answer.receipt.submission_digest != body.submission.digest(domain)
-            or answer.receipt.recover(domain, answer.signature) != pool.manager
-        ):
+        if answer.receipt.submission_digest != body.submission.digest(
+            domain
+        ) or answer.receipt.recover(domain, answer.signature) != (self.manager or pool.manager):
             raise UntrustedError("the receipt is not the pool manager's for this submission")
         ahead = answer.receipt.received_at - self._now()
         if ahead > MAX_CLOCK_SKEW:

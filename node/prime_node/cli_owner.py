@@ -212,7 +212,7 @@ def stake_add(
                 f"{account} holds {prime(held)}, less than {prime(wei)}",
                 hint="send it more, or on a test network: prime-node faucet",
             )
-        return flows.register_and_stake(c, account, account, c.vault.active(account) + wei)
+        return [*flows.register_and_stake(c, account, account, 0), *flows.stake(c, account, wei)]
 
     send_calls(of_no_pool(settings), calls, dry_run=dry_run, as_json=as_json)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from prime_chain.client import Call, ChainClient
 from prime_chain.dispatch import Dispatch
+from prime_chain.errors import ChainRevertedError
 from prime_chain.fees import FeePolicy, default_policy
 from prime_chain.transaction_queue import Intent, TransactionQueue
 from prime_core.clock import Clock
@@ -146,10 +147,15 @@ class Sender:
     @contextmanager
     def acting(self) -> Iterator[str]:
         """For command lines: an act, whose intents' ids begin with what is yielded and a colon. If
-        the block ends by an exception, `finish_open` returns for ACT_SECONDS what was confirmed."""
+        the block ends by an exception, `finish_open` returns for ACT_SECONDS what was confirmed;
+        but not after a contract's refusal: typed again, the command starts from the chain again."""
         act = secrets.token_hex(8)
         self._queue.begin_act(act)
-        yield act
+        try:
+            yield act
+        except ChainRevertedError:
+            self._queue.end_acts()
+            raise
         self._queue.end_acts()
 
     def finish_open(self, tell: Callable[[str], None], timeout: float = 120.0) -> list[Intent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -76,12 +77,15 @@ def test_neither_agent_takes_the_others_lease(world: NodeWorld, in_shadow: bool)
         nodes.set_status(connection, NODE.address, kind, last_heartbeat=world.backend.now())
     right = NodeApi(world.url, NODE, shadow=in_shadow)
     wrong = NodeApi(world.url, NODE, shadow=not in_shadow)
+    known = NodeApi(world.url, NODE, shadow=in_shadow, manager=NODE.address)
     try:
         given = right.lease(0).lease
         assert given is not None
         assert given.lease.shadow == in_shadow
         with pytest.raises(UntrustedError):
             wrong.lease(0)
+        with closing(known.another()) as another, pytest.raises(UntrustedError):
+            another.lease(0)  # the manager that the orchestrator names is not the one that it knows
     finally:
-        right.close()
-        wrong.close()
+        for one in (right, wrong, known):
+            one.close()

@@ -355,6 +355,7 @@ class DockerRuntime:
                 security_opt=["no-new-privileges:true"],
                 read_only=True,
                 network_mode="none",
+                use_config_proxy=False,  # the owner's proxies may hold a password
                 # The engine would run the image's own as often as the image likes, beyond the
                 # task's share of the CPU.
                 healthcheck={"test": ["NONE"]},
