@@ -22,7 +22,13 @@ from prime_core.draws import (
     reveal_at,
     rows_secret,
 )
-from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
+from prime_core.errors import (
+    ConflictError,
+    NotFoundError,
+    PolicyError,
+    PrimeError,
+    UntrustedError,
+)
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import digest_key, put_object
@@ -338,6 +344,25 @@ def test_what_an_orchestrator_lost_to_an_older_backup_is_committed_again_and_hol
     with mgr.store.read() as connection:
         shown = {info.signed.commitment.epoch for info in listing(connection) if info.revealed}
     assert shown == {*range(first + 1, first + 1 + EPOCHS_AHEAD)}
+
+
+@pytest.mark.parametrize("error", [PolicyError("not appointed"), ConflictError("another secret")])
+def test_secrets_are_revealed_also_where_no_commitment_is_taken(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch, error: PrimeError
+) -> None:
+    """As after a dismissal: slashes rest on the evidence of the validator."""
+    draws, run = mgr.bench.draws, mgr.context.run
+    first = int(mgr.now()) // run.epoch_seconds
+    draws.prepare()
+    mgr.now.time += 2 * run.epoch_seconds + run.lease_seconds + 30
+
+    def refused(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(mgr.bench.api, "commit", refused)
+    with pytest.raises(PolicyError):
+        draws.prepare()
+    assert mgr.bench.folder.unrevealed()[0].epoch > first
 
 
 def test_a_validator_after_an_absence_commits_again_and_reveals_what_was_due(

@@ -4,6 +4,7 @@ opinion; opinions that do not count."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,7 @@ def test_an_accusation_that_does_not_hold_elsewhere_slashes_no_one(panel: Judged
         (R, [R], 1, 1, 1, True),
         (R, [R], 2, 1, 2, False),
         (R, [R, R], 2, 1, 2, True),
+        (R, [R, R], 2, 1, 3, True),
         (R, [R, R], 3, 1, 3, False),
         (R, [R, R, R], 3, 1, 3, True),
         (R, [A, R, R], 3, 1, 3, False),
@@ -144,6 +146,32 @@ def test_a_rejection_takes_as_many_validators_as_the_chain_asks_for(panel: Judge
             assert judge.tick() == ([digest] if len(said_by) == 3 else [])
     assert len(set(said_by)) == 3
     assert panel.mgr.row(digest).status == "rejected"
+
+
+def test_a_quorum_that_cannot_be_read_now_is_asked_for_once_and_holds_up_no_acceptance(
+    panel: JudgedPool,
+) -> None:
+    second, asked = panel.another(SECOND), []
+
+    def quorum() -> int:
+        asked.append(1)
+        raise UnavailableError("no RPC endpoint answers")
+
+    judge = replace(judge_of(panel.mgr.backend), quorum=quorum)
+    for _ in range(2):
+        panel.mgr.submit(LIAR, make=panel.honest)
+    for bench in (panel.validator, second, panel.validator, second):
+        while (job := bench.claim()) is not None:
+            bench.say(job, Reason.WRONG_SAMPLING)
+    with pytest.raises(UnavailableError):
+        judge.tick()
+    assert len(asked) == 1
+    honest = panel.mgr.submit(HONEST, make=panel.honest).digest
+    for bench in (panel.validator, second):
+        while (job := bench.claim()) is not None:
+            bench.say(job, Reason.NONE, court_rows(panel, job))
+    assert judge.tick() == [honest]
+    assert len(asked) == 2
 
 
 def test_one_file_in_sixteen_is_judged_twice_by_the_managers_secret_alone(

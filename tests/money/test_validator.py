@@ -473,6 +473,23 @@ def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(panel: J
     assert "not drawn by the secrets" in lying.detail
 
 
+def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise UnavailableError("the object store does not answer")
+
+    rows = []
+    with monkeypatch.context() as patch:
+        patch.setattr(panel.validator.api, "opinion", gone)
+        for _ in range(2):
+            rows.append(panel.mgr.submit(HONEST, make=panel.honest))
+            assert panel.validator.judge_next() == rows[-1].digest
+    assert {panel.mgr.row(one.digest).status for one in rows} == {"submitted"}
+    assert panel.validator.judge_next() is None
+    assert {panel.mgr.row(one.digest).status for one in rows} == {"accepted"}
+
+
 def test_a_file_whose_lease_names_no_draw_of_ours_is_left_to_others(
     panel: JudgedPool, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from prime_core.draws import (
     reveal_at,
     rows_secret,
 )
-from prime_core.errors import NotFoundError, UntrustedError
+from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from prime_core.ids import Digest
 from prime_core.signing import Signer
 from prime_core.validator_messages import Job
@@ -70,18 +70,27 @@ class Draws:
         self._lists: dict[Digest, DrawList] = {}
 
     def prepare(self) -> None:
-        """Commits to secrets that are not committed yet, and reveals those that are due. Repeats
+        """Reveals secrets that are due, then commits to those that are not committed yet. Repeats
         earlier commitments with new ones, because an orchestrator that was restored from a backup
-        has lost some of them."""
+        has lost some of them. Raises PolicyError if none is taken, as after a dismissal."""
         run, now = self._pool.run, self._now()
+        self._reveal_due()
         epoch = int(now) // run.epoch_seconds
         secrets = [
             self._folder.keep_secret(number, ids.digest(self._random(32)))
             for number in range(epoch, epoch + EPOCHS_AHEAD)
         ]
         if not all(one.committed for one in secrets):
-            self._api.commit([self._signed(one.epoch, one.secret) for one in secrets])
+            try:
+                self._api.commit([self._signed(one.epoch, one.secret) for one in secrets])
+            except ConflictError as error:
+                raise PolicyError(
+                    f"this folder does not hold the secrets that its key committed to: {error}"
+                ) from error
             self._folder.mark_committed([one.epoch for one in secrets])
+
+    def _reveal_due(self) -> None:
+        run, now = self._pool.run, self._now()
         for one in self._folder.unrevealed():
             due = reveal_at(
                 one.epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds

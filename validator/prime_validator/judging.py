@@ -133,7 +133,8 @@ class Validator:
         """Submits the opinions that are due, then claims and judges up to `most` files of one
         policy, whose rows share prefills; returns them.
 
-        Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept.
+        Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept, and
+        one that cannot be handed in holds up no other file.
         """
         answer = self._api.claim(most)
         self._hand_in_together([Digest(digest) for digest in answer.reveal])
@@ -154,6 +155,9 @@ class Validator:
             self._api.opinion(sealed.signed, sealed.table)
         except (ConflictError, PolicyError, UntrustedError, MalformedError) as error:
             log.error("the opinion on %s is refused: %s", digest, error)
+            return
+        except (UnavailableError, NotFoundError) as error:  # the next claim names it again
+            log.warning("the opinion on %s cannot be handed in now: %s", digest, error)
             return
         self._folder.mark_given(digest)
 

@@ -214,8 +214,8 @@ def _claim(
     with backend.store.begin() as connection:
         lock(connection, "assignments")
         jobs.note_validators(connection, callers, now)
-        end_overdue(connection, now)
-        assign_files(connection, backend, now, short)
+        ended = end_overdue(connection, now)
+        assign_files(connection, backend, now, [*short, *ended])
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)
@@ -240,8 +240,9 @@ def _postpone(
             )
 
 
-def end_overdue(connection: Connection, now: float) -> None:
-    """Ends assignments whose validator is silent or has held them too long."""
+def end_overdue(connection: Connection, now: float) -> list[Digest]:
+    """Ends assignments whose validator is silent or has held them too long; returns their files."""
+    ended = []
     overdue = jobs.overdue(connection, now)
     live = jobs.live(connection, now - LIVE_SECONDS) if overdue else set()
     for row in overdue:
@@ -249,10 +250,13 @@ def end_overdue(connection: Connection, now: float) -> None:
             log.error("%s fell silent %d times over %s", row.validator, MAX_ATTEMPTS,
                       row.submission_digest)  # fmt: skip
             _end(connection, row, "abstained", now)
+            ended.append(row.submission_digest)
         elif row.status == "sealed" and not _is_due_since(connection, row, now - PATIENCE_SECONDS):
             continue
         elif row.validator not in live or now - row.at > PATIENCE_SECONDS:
             _end(connection, row, "missed", now)
+            ended.append(row.submission_digest)
+    return ended
 
 
 def _is_due_since(connection: Connection, row: AssignmentRow, since: float) -> bool:

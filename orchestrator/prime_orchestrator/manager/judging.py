@@ -10,7 +10,8 @@
 
 How many opinions must agree (`enough`):
 
-    rejected                    as many as the pool's quorum, at least two (a slash takes stake)
+    rejected                    as many of those that the lease names as the pool's quorum, at least
+                                two (a slash takes stake)
     contradicted                two
     accepted                    two for a share of files, drawn before any judgement; else one
     void                        one: anyone can verify it from the bytes; but two for a mismatch of
@@ -190,13 +191,14 @@ def enough(
 ) -> bool:
     """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
     `named` validators and which initially needed `needed` opinions. `reason` is the outcome's,
-    `quorum` the pool's: with fewer rejections the chain takes no proposal."""
+    `quorum` the pool's: with fewer rejections the chain takes no proposal. A lease that names fewer
+    validators cannot lead to one; its cheat is rejected all the same."""
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
     if named < 2 and not contradicted:
         wanted = 1
     elif outcome is Outcome.REJECTED:
-        wanted = max(2, quorum)
+        wanted = max(2, min(quorum, named))
     elif reason is Reason.UNPROVEN_MISMATCH or contradicted:
         wanted = 2
     else:
@@ -300,6 +302,24 @@ class Stored:
         )
 
 
+def _once(ask: Callable[[], int]) -> Callable[[], int]:
+    """Returns a function that asks at its first call, and later repeats that answer or error."""
+    found: list[int | UnavailableError] = []
+
+    def answer() -> int:
+        if not found:
+            try:
+                found.append(ask())
+            except UnavailableError as error:
+                found.append(error)
+        (one,) = found
+        if isinstance(one, UnavailableError):
+            raise one
+        return one
+
+    return answer
+
+
 @dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
@@ -331,6 +351,7 @@ class Judge:
         decided: list[Digest] = []
         due: list[Due] = []
         unread: UnavailableError | None = None
+        quorum = _once(self.quorum)
         size = 0
         for digest in waiting:
             row = rows.get(digest)
@@ -338,7 +359,8 @@ class Judge:
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
             try:
-                one = self._due(row, known[digest], lease.signed(), said.get(digest, []), runs)
+                given = said.get(digest, [])
+                one = self._due(row, known[digest], lease.signed(), given, runs, quorum)
             except UnavailableError as error:
                 log.warning("submission %s waits for its verdict: %s", digest, error)
                 unread = error
@@ -363,8 +385,9 @@ class Judge:
         promise: SignedLease,
         given: Sequence[OpinionRow],
         runs: RunHistory,
+        quorum: Callable[[], int],
     ) -> Due:
-        """Reads and checks the opinions on a file."""
+        """Reads and checks the opinions on a file. `quorum` is asked if one rejects it."""
         run = runs.of_lease(promise.lease)
         found: list[Judgement] = []
         faults: dict[Address, str] = {}
@@ -375,8 +398,8 @@ class Judge:
                 faults[opinion.validator] = str(error)
         named = len(self.board.listed(self.objects, promise).commitments)
         rejected = any(one.outcome is Outcome.REJECTED for one in found)
-        quorum = self.quorum() if rejected else 1
-        return Due(row, job, given, found, faults, named, quorum, last=False)
+        needed = quorum() if rejected else 1
+        return Due(row, job, given, found, faults, named, needed, last=False)
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
         """Decides files; returns those that got a verdict."""
