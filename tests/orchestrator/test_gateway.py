@@ -53,6 +53,7 @@ from prime_orchestrator.gateway.service import (
     Pool,
     Settings,
     TooManyError,
+    _check_run,
     create_app,
 )
 from prime_orchestrator.gateway.upstreams import (
@@ -136,8 +137,14 @@ class Site(BaseHTTPRequestHandler):
                 self._send(202, "application/json", b"")
                 return
             case "tools/list":
+                integer = {"type": "integer"}, {"type": ["null", "integer"]}
                 schema = {
-                    "properties": {"q": {"type": "string"}, "n": {"type": "integer"}},
+                    "properties": {
+                        "q": {"type": "string"},
+                        "n": integer[0],
+                        "m": integer[1],
+                        "on": {"type": "boolean"},
+                    },
                     "required": ["q"],
                 }
                 hint = {"readOnlyHint": self.read_only}
@@ -415,6 +422,15 @@ def test_a_run_that_pins_another_key_is_refused(world: World) -> None:
         world.ask()
 
 
+def test_a_gateway_with_another_key_than_the_run_s_is_not_started(world: World) -> None:
+    settings = Settings(tools={"fetch-1": FetchTool(kind="fetch", hosts=("a.example",))})
+    _check_run(world.run, GATEWAY.address, settings)
+    with pytest.raises(UserError, match="pins the gateway key"):
+        _check_run(world.run, MANAGER.address, settings)
+    with pytest.raises(UserError, match="answers 'fetch-1', for which there are no settings"):
+        _check_run(world.run, GATEWAY.address, Settings())
+
+
 def test_over_http_errors_are_problems_and_answers_are_the_same_bytes(world: World) -> None:
     client = TestClient(create_app(world.service))
     body = world.request(world.call()).model_dump_json()
@@ -619,12 +635,34 @@ def test_one_reading_tool_of_an_mcp_server(site: str) -> None:
     assert answer_of(tool, {"q": "x", "n": "2"}, 1000) == '{"n": 2, "q": "x"}'
     assert answer_of(tool, {"input": "x"}, 1000) == '{"q": "x"}'
     assert answer_of(tool, {"q": "x", "n": "two"}, 1000) == "error: 'n' is not of type integer"
+    assert answer_of(tool, {"q": "x", "m": "2"}, 1000) == '{"m": 2, "q": "x"}'
+    deep = {"q": "x", "on": "[" * 100_000}
+    assert answer_of(tool, deep, 1000) == "error: 'on' is not of type boolean"
     Site.read_only = False
     with pytest.raises(UnavailableError, match="only reads"):
         answer_of(tool, {"q": "x"}, 1000)
-    other = make(McpTool(kind="mcp", url=f"http://{site}/page", tool="none"), Web(loopback=True))
-    with pytest.raises(UnavailableError, match="has no tool none"):
+    keyed = f"http://{site}/page?key=secret"
+    other = make(McpTool(kind="mcp", url=keyed, tool="none"), Web(loopback=True))
+    with pytest.raises(UnavailableError, match=r"^127\.0\.0\.1 has no tool none$"):
         answer_of(other, {"q": "x"}, 1000)
+    with pytest.raises(UserError, match="a URL with a user name is not allowed"):
+        make(McpTool(kind="mcp", url=f"http://a:b@{site}/mcp", tool="find"), Web(loopback=True))
+
+
+def test_an_ipv6_address_without_a_port_is_asked_at_the_scheme_s_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def connect(_: object, address: tuple[str, int], *rest: object) -> None:
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.setattr(upstreams._Guard, "connect", connect)
+    for url in ("http://[2606:4700::1111]/", "https://[2606:4700::1111]/"):
+        with pytest.raises(UnavailableError, match="2606:4700::1111 does not answer"):
+            Web().send("GET", url)
+    assert asked == [("2606:4700::1111", 80), ("2606:4700::1111", 443)]
 
 
 @pytest.mark.parametrize("method", ["initialize", "tools/list", "tools/call"])

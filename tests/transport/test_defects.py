@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -34,7 +35,7 @@ def defect(*_: object) -> Any:
 
 def gateway(_: Path, patch: pytest.MonkeyPatch) -> httpx.Response:
     patch.setattr(service, "parse", defect)
-    app = service.create_app(object())  # type: ignore[arg-type]
+    app = service.create_app(Mock(threads=1))
     client = TestClient(app, raise_server_exceptions=False)
     return client.post("/v1/call", headers={HEADER: str(SPOKEN[-1])})
 

@@ -362,11 +362,14 @@ class Runs:
     def get(self, digest: Digest) -> RunDefinition:
         """See Pool.run."""
         with self._lock:
-            if digest not in self._known:
-                self._known[digest] = RunDefinition.parse(run_bytes(self._client, digest))
+            known = self._known.get(digest)
+        if known is None:  # fetched outside the lock: calls of known runs do not wait
+            known = RunDefinition.parse(run_bytes(self._client, digest))
+            with self._lock:
+                self._known[digest] = known
                 if len(self._known) > MAX_RUNS:
                     self._known.popitem(last=False)
-            return self._known[digest]
+        return known
 
 
 def serve(settings: Settings) -> None:
@@ -418,13 +421,17 @@ def _read_pool(client: OrchestratorClient) -> tuple[Pool, RunDefinition]:
 
 
 def _check_run(run: RunDefinition, key: Address, settings: Settings) -> None:
-    """A later revision may pin another key or more tools; its calls are then refused one by one."""
+    """Raises UserError if the run's gateway, which no revision changes, has another key, or a tool
+    that the settings lack."""
     gateway = None if run.conversation is None else run.conversation.gateway
     if gateway is None:
-        log.warning("the pool's first run has no [conversation.gateway]; a revision may have one")
+        log.warning("the pool's run has no [conversation.gateway], so no node will ask this one")
         return
     if gateway.key != key:
-        log.warning("the pool's first run pins the gateway key %s, not %s", gateway.key, key)
+        raise UserError(
+            f"the pool's run pins the gateway key {gateway.key}, and the wallet holds {key}",
+            hint="name the keystore of that key by --wallet",
+        )
     missing = [name for name in gateway.tools if name not in settings.tools]
     if missing:
         raise UserError(

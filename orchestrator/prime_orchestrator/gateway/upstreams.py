@@ -176,7 +176,8 @@ class Web:
         target = _parts(url)
         secure = target.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(target.hostname or "", target.port, timeout=self.seconds)
+        port = target.port or kind.default_port  # http.client cuts an IPv6 address without one
+        connection = kind(target.hostname or "", port, timeout=self.seconds)
         guard = _Guard(self)
         connection._create_connection = guard.connect  # type: ignore[attr-defined]
         path = (target.path or "/") + (f"?{target.query}" if target.query else "")
@@ -427,6 +428,10 @@ class Mcp:
     def __init__(self, settings: McpTool, web: Web) -> None:
         self._settings, self._web = settings, web
         self._headers = settings.headers()
+        try:
+            self._host = _parts(settings.url).hostname  # the URL may hold a secret
+        except ToolError as error:
+            raise UserError(f"the URL of the MCP server: {error}") from error
 
     def answer(self, arguments: Mapping[str, str]) -> str:
         """See Upstream. Raises UnavailableError also if the server does not speak MCP or does not
@@ -448,7 +453,7 @@ class Mcp:
             texts = [str(one["text"]) for one in found["content"] if one.get("type") == "text"]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             kind = type(error).__name__  # its text may hold a secret
-            raise UnavailableError(f"{self._settings.url} does not speak MCP: {kind}") from error
+            raise UnavailableError(f"{self._host} does not speak MCP: {kind}") from error
         text = "\n".join(texts).encode("utf-8", "replace").decode()
         if found.get("isError"):
             raise ToolError(text)
@@ -463,7 +468,7 @@ class Mcp:
                     continue
                 if (tool.get("annotations") or {}).get("readOnlyHint") is not True:
                     raise UnavailableError(
-                        f"{self._settings.url} does not state that {self._settings.tool} only reads"
+                        f"{self._host} does not state that {self._settings.tool} only reads"
                     )
                 schema = tool["inputSchema"]
                 needed = schema.get("required", [])
@@ -474,7 +479,7 @@ class Mcp:
             if not listed.get("nextCursor"):
                 break
             cursor = {"cursor": listed["nextCursor"]}
-        raise UnavailableError(f"{self._settings.url} has no tool {self._settings.tool}")
+        raise UnavailableError(f"{self._host} has no tool {self._settings.tool}")
 
     def _ask(self, number: int, method: str, params: Any, session: dict[str, str]) -> Any:
         page = self._post({"id": number, "method": method, "params": params}, session)
@@ -493,7 +498,7 @@ class Mcp:
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
         page = self._web.send("POST", self._settings.url, headers, body)
         if page.status not in (200, 202):
-            raise UnavailableError(f"{self._settings.url} answered {page.status}")
+            raise UnavailableError(f"{self._host} answered {page.status}")
         if name := page.headers.get("Mcp-Session-Id"):
             session["Mcp-Session-Id"] = name
         return page
@@ -515,9 +520,11 @@ def _typed(name: str, value: str, schema: Mapping[str, Any]) -> Any:
     """A model's argument, which is text, as its schema's type. Raises ToolError."""
     kinds: dict[str, Any] = {"integer": int, "number": float, "boolean": json.loads}
     kind = schema.get("type")
+    if isinstance(kind, list):  # such as ["string", "null"]
+        kind = next((one for one in kind if one != "null"), None)
     try:
         return kinds[kind](value) if kind in kinds else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ToolError(f"{name[:64]!a} is not of type {kind}") from error
 
 
