@@ -254,17 +254,18 @@ class _Turn:
 def _turn(
     text: str, role: str, special: Mapping[str, str], message: Mapping[str, str]
 ) -> _Turn | None:
-    """Returns None if the next prompt does not begin with the last one and the answer, or a second
-    exchange changes the text before it."""
+    """Returns None if the next prompt does not begin with the last one and the answer, or, of an
+    answer without thinking, a second exchange changes the text before it."""
     asked = [{"role": "user", "content": _ASKED}]
     exchange = [message, {"role": role, "content": _OBSERVATION}]
     prompt = render(text, asked, special)
     once = render(text, [*asked, *exchange], special)
-    twice = render(text, [*asked, *exchange, *exchange], special)
     added = once.removeprefix(prompt)
+    if message is _PLAIN and render(text, [*asked, *exchange, *exchange], special) != once + added:
+        return None
     thought, answered, rest = added.partition(_ANSWER)
     frame = rest.split(_OBSERVATION)
-    if not once.startswith(prompt) or not answered or len(frame) != 2 or twice != once + added:
+    if not once.startswith(prompt) or not answered or len(frame) != 2:
         return None
     return _Turn(message, thought + answered, frame[0], frame[1])
 

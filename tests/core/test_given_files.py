@@ -28,6 +28,7 @@ from prime_node.nodes import read_consent
 from prime_node.preflight import read_lease
 from prime_orchestrator.cli.pool_members import read_invite, read_opinions
 from prime_orchestrator.gateway.upstreams import McpTool, OpenApi, OpenApiTool, Web
+from prime_trainer.difficulty import _grades_of
 from prime_verify.canaries.planting import read_secret
 from prime_verify.proofs.thresholds import load as load_calibration
 
@@ -77,6 +78,7 @@ BY_FUNCTION: dict[str, Callable[[Path], object]] = {
     "file (consent)": read_consent,
     "lease": read_lease,
     "cassette": Cassette.read,
+    "rollouts": _grades_of,
     "source (run)": read_toml,
     "planted_secret": read_secret,
     "sign": load_calibration,

@@ -791,3 +791,12 @@ def test_a_template_that_keeps_thinking_may_begin_or_end_it(
         turns, spans = [*turns, *reply], [*spans, len(reply)]
         messages += [message, {"role": role, "content": "higher"}]
     assert shown(tokenizer, [*tokens, *turns]) == render(template, messages, {})
+
+
+def test_a_template_that_keeps_the_newest_thought_goes_with_as_many_turns() -> None:
+    kept = "thought and loop.index0 >= messages | length - 2"
+    template = THOUGHTS.replace("FOUND", IN_CONTENT).replace("KEPT", kept).replace("BEGUN", "")
+    chat = Chat(template=encoding.sha256(template.encode()))
+    require_stable(chat, template, Conversation(turns=2), {})
+    with pytest.raises(UserError, match="after turn 2 it changes earlier turns with thinking"):
+        require_stable(chat, template, Conversation(turns=3), {})

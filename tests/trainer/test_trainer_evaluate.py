@@ -293,18 +293,21 @@ def test_the_filtered_dataset_is_named_by_its_digest_and_made_again_alike(
 def test_the_filter_takes_a_pool_s_accepted_rollouts_for_answers(tmp_path: Path) -> None:
     run, out, file = sums(tmp_path, 4), tmp_path / "kept.jsonl", tmp_path / "rollouts.parquet"
 
-    def rows(index: int, scores: list[int | None], verdict: str = "accepted") -> Any:
+    def rows(
+        index: int, scores: list[int | None], verdict: str = "accepted", finish: str = "end"
+    ) -> Any:
         for score in scores:
             parts = [] if score is None else [{"name": "task_micro", "value": score * MICRO}]
             yield {"problem_id": f"sum-{index}", "verdict": verdict, "reward": score,
-                   "reward_parts": parts}  # fmt: skip
+                   "reward_parts": parts, "finish_reason": finish}  # fmt: skip
 
     def write(*some: Any) -> None:
         table = pa.Table.from_pylist([row for own in some for row in own], schema=COLUMNS)
         pq.write_table(table, file)
 
     write(rows(0, [1, 0, 1, None]), rows(1, [1, 1]), rows(2, [0]), rows(9, [0, 1]),
-          rows(2, [1], "rejected"), rows(3, [0, 0, 1]), rows(1, [1, 0]))  # fmt: skip
+          rows(2, [1], "rejected"), rows(3, [0, 0, 1]), rows(1, [1, 0]),
+          rows(1, [0] * 9, finish="tool_limit"))  # fmt: skip
     filter_rollouts(file, run, Range(0.3, 0.7, 2), out)
     assert {task.problem_id: (task.metadata or {})["solve_rate"] for task in reopened(out)} == {
         "sum-0": pytest.approx(2 / 3),

@@ -36,12 +36,13 @@ from prime_trainer import local as local_module
 from prime_trainer.advantages import Judged, judge
 from prime_trainer.cli import app
 from prime_trainer.config import ObjectiveSettings, Settings, load
+from prime_trainer.disk import whole_lines
 from prime_trainer.learner import make_learner
 from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import describe_rows, read_lines
 from prime_trainer.observe import Observers, flat
 from prime_trainer.parallel import World
-from prime_trainer.samples import chosen_samples, tool_figures
+from prime_trainer.samples import append_samples, chosen_samples, tool_figures
 from prime_verify.engines import load_engine
 
 DEMO = Path(__file__).parents[2] / "devnet" / "model"
@@ -327,6 +328,13 @@ def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_pat
         assert ": reward 0.500 (" in graded
         assert ": ungraded (task_micro 1000000, length 2; it raised)" in ungraded
         assert ungraded.endswith("\n8 tokens\n")
+    text = "one line\u2028of text\x85\N{PARAGRAPH SEPARATOR}"
+    (tmp_path / "samples.jsonl").unlink()
+    append_samples(tmp_path, [lines[0] | {"prompt": text}])
+    (read,) = chosen_samples(tmp_path, step=None, order="written", count=9)
+    assert read["prompt"] == text
+    assert len(whole_lines(tmp_path / "samples.jsonl")) == 1
+    (tmp_path / "samples.jsonl").write_text(json.dumps(lines[0]) + "\n")
     for folder, step, said in ((tmp_path, 7, "of step 7"), (tmp_path / "absent", None, "samples")):
         with pytest.raises(UserError, match=f"has no .*{said}"):
             chosen_samples(folder, step=step, order="best", count=1)

@@ -29,6 +29,7 @@ from prime_envs.environments.crowd import CrowdEnvironment
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.registry import environment_for, load_environment
 from prime_envs.tasks import Task
+from prime_trainer.advantages import UNCOMPARED
 from prime_trainer.sampling import Answered, Sampling, answer, keep, recorded, sampling_seed
 
 GRADED_AGAIN = 64
@@ -206,6 +207,8 @@ def filter_rollouts(
         grades = _grades_of(rollouts)
         answered = []
         for index in range(count):
+            if not grades:
+                break
             problem = environment.problem(index)
             if own := grades.pop(problem.problem_id, ()):
                 answered.append(Answered(problem, 0, tuple(own)))
@@ -220,8 +223,12 @@ def filter_rollouts(
 
 
 def _grades_of(rollouts: Path) -> dict[str, list[Grade]]:
-    """Returns the grades of the accepted rows of an export, by problem. Raises UserError."""
-    columns = ["verdict", "problem_id", "reward", "reward_parts"]
+    """Returns the grades of the accepted rows of an export, by problem, without rows that a limit
+    ended. Raises UserError."""
+    columns = ["verdict", "problem_id", "finish_reason", "reward", "reward_parts"]
+    hint = "make it by `orchestrator rollouts export --grade`"
+    if rollouts.is_dir():
+        raise UserError(f"{rollouts} is a folder", hint=hint)
     found: dict[str, list[Grade]] = {}
     accepted = 0
     try:
@@ -231,19 +238,18 @@ def _grades_of(rollouts: Path) -> dict[str, list[Grade]]:
                     accepted += row["verdict"] == "accepted"
                     if row["verdict"] != "accepted" or row["reward"] is None:
                         continue
+                    if row["finish_reason"] in UNCOMPARED:
+                        continue
                     parts = {one["name"]: one["value"] for one in row["reward_parts"] or ()}
                     if "task_micro" in parts:
                         grade = Grade(round(row["reward"] * MICRO), parts, "")
                         found.setdefault(row["problem_id"], []).append(grade)
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{rollouts} is no export of rollouts: {error}",
-            hint="make it by `orchestrator rollouts export --grade`",
-        ) from error
+    except OSError as error:
+        raise UserError(f"{rollouts} cannot be read: {error}", hint=hint) from error
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{rollouts} is no export of rollouts: {error}", hint=hint) from error
     if accepted and not found:
-        raise UserError(
-            f"{rollouts} has no grades", hint="make it by `orchestrator rollouts export --grade`"
-        )
+        raise UserError(f"{rollouts} has no grades", hint=hint)
     return found
 
 

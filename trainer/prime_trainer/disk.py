@@ -45,7 +45,7 @@ def whole_lines(path: Path) -> list[str]:
     if it is not UTF-8."""
     raw = path.read_bytes() if path.exists() else b""
     end = raw.rfind(b"\n") + 1
-    lines = raw[:end].decode().splitlines()
+    lines = raw[:end].decode().split("\n")[:-1]
     if end < len(raw):
         with path.open("r+b") as file:
             file.truncate(end)
