@@ -629,7 +629,7 @@ def filter_(
     if low > high:
         raise UserError(f"--low {low:g} is above --high {high:g}", hint="swap them")
     if (model is None) == (rollouts is None):
-        raise UserError("whose answers are they?", hint="add either --model or --rollouts")
+        raise UserError("the filter needs a model or rollouts", hint="add --model or --rollouts")
     wanted, definition = Range(low, high, samples), read_run(run)
     total = definition.environment.train_size
     if rollouts is not None:

@@ -215,7 +215,7 @@ def _claim(
         lock(connection, "assignments")
         jobs.note_validators(connection, callers, now)
         ended = end_overdue(connection, now)
-        assign_files(connection, backend, now, [*short, *ended])
+        assign_files(connection, backend, now, list(dict.fromkeys([*short, *ended])))
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)
