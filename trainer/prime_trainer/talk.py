@@ -15,8 +15,8 @@ from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_envs import tools
 from prime_envs.base import decode_output
 from prime_envs.chat import (
+    THINK,
     messages_of,
-    prompt_tokens,
     render,
     reply_tokens,
     tokens_with_plain_words,
@@ -105,9 +105,10 @@ class Talk:
     """One conversation with a policy. `conversation`: whose tools answer the model's calls;
     `index`: what tools.load_tools returned for it.
 
-    With tools, the prompt of a turn is made as training makes it: the tokens so far, then those of
-    the message. Without tools, the template renders the whole conversation for each question.
-    Special tokens in questions and answers are not parsed.
+    The template renders the whole conversation for each question, so one that drops the thinking
+    of earlier answers does so here. Between two questions, a tool's answer is added as training
+    adds it: the tokens so far, then those of the message. Special tokens in the words of others are
+    not parsed.
     """
 
     engine: Engine
@@ -115,8 +116,8 @@ class Talk:
     how: Answering = Answering()
     conversation: Conversation | None = None
     index: SearchIndex | None = None
-    _said: list[str] = field(default_factory=list, init=False)
-    """Questions and answers in turn, without tools."""
+    _said: list[tuple[str, str]] = field(default_factory=list, init=False)
+    """Role and text of each message so far, without those before the first question."""
     _tokens: tuple[int, ...] = field(default=(), init=False)
     _ended: bool = field(default=True, init=False)
     """Whether the newest turn of the model ended with an end token."""
@@ -124,43 +125,48 @@ class Talk:
     def ask(self, question: str) -> Iterator[tuple[SpanKind, str]]:
         """Yields the turns that answer a question: the model's, and between them the tools'.
         Raises MalformedError if the conversation does not fit the model, and the same errors as
-        chat.reply_around if it has tools, else those of chat.tokens_with_plain_words."""
-        chat = self.chat
-        if self.how.budget is None:
-            chat = chat.model_copy(update={"budget": ""})
-        tokenizer = self.engine.tokenizer
-        if self.conversation is None:
-            said = [*self._said, question]
-
-            def written(mark: Callable[[str], str]) -> str:
-                messages = messages_of(chat, mark(said[0]), self.how.budget or 0)
-                for number, text in enumerate(said[1:], start=1):
-                    role = "assistant" if number % 2 else "user"
-                    messages.append({"role": role, "content": mark(text)})
-                return rendered_text(tokenizer, messages)
-
-            self._tokens = tokens_with_plain_words(written, tokenizer)
-            text = self._generate()[0]
-            self._said = [*said, text]
-            yield "answer", text
-            return
-        if self._tokens:
-            self._append("user", question)
-        else:
-            self._tokens = tuple(prompt_tokens(chat, question, self.how.budget or 0, tokenizer))
+        chat.reply_around if it has tools, and as chat.tokens_with_plain_words."""
+        conversation = self.conversation
+        said = [*self._said, ("user", question)]
+        self._tokens = self._rendered(said)
         turns: list[str] = []
         while True:
+            opened = self._opened()
             text, ended = self._generate()
             turns.append(text)
+            said.append(("assistant", opened + text))
+            self._said = said
             yield "answer", text
-            if not ended or len(turns) >= self.conversation.turns:
+            if conversation is None or not ended or len(turns) >= conversation.turns:
                 return
-            answer = tools.answer(turns, self.conversation, self.index)
+            answer = tools.answer(turns, conversation, self.index)
             if answer is None:
                 return
-            reply = tools.cut(answer.text, self.conversation)
-            self._append(self.conversation.role, reply)
+            reply = tools.cut(answer.text, conversation)
+            self._append(conversation.role, reply)
+            said.append((conversation.role, reply))
             yield "environment", reply
+
+    def _rendered(self, said: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The tokens of the whole conversation, up to where the next answer begins."""
+        chat, tokenizer = self.chat, self.engine.tokenizer
+        if self.how.budget is None:
+            chat = chat.model_copy(update={"budget": ""})
+
+        def written(mark: Callable[[str], str]) -> str:
+            messages = messages_of(chat, mark(said[0][1]), self.how.budget or 0)
+            messages += [{"role": role, "content": mark(text)} for role, text in said[1:]]
+            return rendered_text(tokenizer, messages)
+
+        return tokens_with_plain_words(written, tokenizer)
+
+    def _opened(self) -> str:
+        """The beginning of the next answer's thinking if the prompt contains it, else nothing."""
+        end = self.engine.tokenizer.decode(
+            list(self._tokens[-16:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        _, opening, rest = end.rpartition(THINK)
+        return "" if rest.strip() else opening + rest
 
     def _append(self, role: str, text: str) -> None:
         """Adds a message between two turns of the model."""
