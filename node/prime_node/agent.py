@@ -137,6 +137,7 @@ class Agent:
         ):
             return 0
         data.remember(settings.to_remember())
+        data.remember_pool(pool)
         data.empty_task_outbox()
 
         spool = Spool(data.spool, now=time.time)

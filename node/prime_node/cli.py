@@ -272,6 +272,8 @@ def leave(
 
     The agent first gives its open leases back and delivers what is finished.
     With an owner's wallet it takes all nodes of the owner out, or the one of --node.
+    The node leaves on chain even if the orchestrator does not answer. Then the command fails; type
+    it again to end the sessions too.
     """
     from prime_core import ids
     from prime_node.cli_owner import open_link
@@ -280,21 +282,28 @@ def leave(
     link = open_link(settings)
     try:
         named = ids.address(node) if node else None
-        sent = leave_pool(
+        found = leave_pool(
             settings, link, named, dry_run=dry_run, tell=partial(typer.echo, err=True)
         )
-        back = link.client.agreed_block("latest").time + link.deployment.periods.unbonding
+        if as_json:
+            print_json(found.sent)
+        else:
+            for act in found.sent:
+                for name, value in act.items():
+                    typer.echo(f"{name:>5}  {value}")
+        if not (as_json or dry_run):
+            typer.echo(stake_out(settings))
+            back = link.client.agreed_block("latest").time + link.deployment.periods.unbonding
+            typer.echo(f"unbonded now, it may be withdrawn from {utc(back)}")
     finally:
         link.close()
-    if as_json:
-        print_json(sent)
-        return
-    for act in sent:
-        for name, value in act.items():
-            typer.echo(f"{name:>5}  {value}")
-    if not dry_run:
-        typer.echo(stake_out(settings))
-        typer.echo(f"unbonded now, it may be withdrawn from {utc(back)}")
+    if (why := found.unrevoked) is not None:
+        raise UserError(
+            f"the node has left the pool on chain, but its sessions were not ended: {why}",
+            hint="to end them, type this again with an --orchestrator that answers, or: prime-node "
+            "node revoke",
+            exit_code=why.exit_code,
+        )
 
 
 @app.command()

@@ -5,13 +5,21 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from prime_chain.shipped import help_text
-from prime_core.command_line import PasswordFd, PasswordFile, PollSeconds, Quorum, Rpcs
+from prime_core.command_line import (
+    PasswordFd,
+    PasswordFile,
+    PollSeconds,
+    Quorum,
+    Rpcs,
+    as_typed,
+)
 from prime_core.printing import printable
 from prime_core.times import utc
 
@@ -54,6 +62,14 @@ _COMMON: dict[str, Any] = {
 }
 
 
+_typed: ContextVar[str] = ContextVar("typed")
+
+
+def typed_command() -> str:
+    """Returns the command that runs, with the arguments that make its transactions others."""
+    return _typed.get()
+
+
 def configured(function: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the common flags and hands it the Settings made of them.
 
@@ -78,6 +94,8 @@ def configured(function: Callable[..., None]) -> Callable[..., None]:
         config = values.pop("config")
         flags = {name: values.pop(name) for name in _COMMON if name in values}
         flags |= {name: value for name, value in values.items() if name in Settings.model_fields}
+        given = {name: values[name] for name in values.keys() - {"as_json", "dry_run"}}
+        _typed.set(as_typed(function, given))
         function(load(flags, config), **values)
 
     command.__name__ = function.__name__

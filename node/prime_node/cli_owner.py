@@ -12,10 +12,19 @@ import typer
 
 from prime_chain import wallet_cli
 from prime_core.command_line import Json, group
-from prime_core.errors import UserError
+from prime_core.errors import PrimeError, UserError
 from prime_core.ids import Address
+from prime_core.printing import printable
 from prime_core.times import parse_utc, utc
-from prime_node.cli_common import DryRun, NodeFlag, configured, print_fields, print_json, print_rows
+from prime_node.cli_common import (
+    DryRun,
+    NodeFlag,
+    configured,
+    print_fields,
+    print_json,
+    print_rows,
+    typed_command,
+)
 
 if TYPE_CHECKING:
     from prime_chain.client import Call
@@ -78,15 +87,29 @@ def node_account(settings: Settings, node: str | None) -> Address:
 
 
 def open_link(settings: Settings) -> Link:
-    """The chain; the orchestrator is asked for the pool only if nothing else names it."""
+    """The chain; the orchestrator is asked for the pool only if nothing else names it. If it gives
+    none, the pool is the one that the agent of this data folder last worked for."""
     from prime_core.transport.client import OrchestratorClient
     from prime_node.link import connect
+    from prime_node.state import DataFolder
 
     settings.need_rpc()
     if settings.deployment is not None and settings.pool is not None:
         return connect(settings, None)
     with OrchestratorClient(settings.need_orchestrator()) as client:
-        return connect(settings, client.pool())
+        try:
+            info = client.pool()
+        except PrimeError as error:
+            known = DataFolder(settings.data).known_pool(settings.orchestrator)
+            if known is None:
+                raise UserError(
+                    str(error),
+                    hint="to do without the orchestrator, add --deployment FILE and --pool N",
+                    exit_code=error.exit_code,
+                ) from error
+            typer.echo(f"{printable(str(error))}; pool {known.pool} is taken as known", err=True)
+            info = known
+    return connect(settings, info)
 
 
 def send_calls(
@@ -114,6 +137,7 @@ def send_calls(
             owner = Owner(link, signer, data.chain)
             try:
                 rows = owner.act(
+                    typed_command(),
                     lambda finished: decide(OwnerContext(link, account, bool(finished))),
                     partial(typer.echo, err=True),
                 )

@@ -1,5 +1,6 @@
 """Leaving a pool. The agent is stopped first, because a running one would join again: it gives its
-open leases back and delivers what is finished."""
+open leases back and delivers what is finished. Then the chain frees the stake, and only after that
+the orchestrator is asked to end the node's sessions: it may be away or refuse."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 
 from prime_core import ids
 from prime_core.errors import PrimeError, UnavailableError, UserError
@@ -31,6 +33,15 @@ STOP_SECONDS = 60.0
 POLL_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class Departure:
+    """What `leave_pool` did. `sent`: its transactions (of a dry run, those to be sent).
+    `unrevoked`: why the node's sessions were not ended; None if they were, or need not be."""
+
+    sent: list[dict[str, str]]
+    unrevoked: PrimeError | None = None
+
+
 def leave_pool(
     settings: Settings,
     link: Link,
@@ -38,13 +49,13 @@ def leave_pool(
     *,
     dry_run: bool,
     tell: Callable[[str], None],
-) -> list[dict[str, str]]:
+) -> Departure:
     """Takes nodes out of the pool: `node`, or the wallet's own, or all that the wallet's account
-    owns. Returns the transactions sent (with `dry_run`, to be sent); none if the wallet's node has
-    left already. `tell` gets a sentence for each step of the agent's stop.
+    owns. Sends nothing if the wallet's node has left already. `tell` gets a sentence for each step
+    of the agent's stop.
 
     Raises UserError if the account has no such node in the pool, UnavailableError if the running
-    agent does not stop.
+    agent does not stop, and what Owner.act raises.
     """
     account, pools = wallet_address(settings), link.contracts.pools
     registry = link.contracts.registry
@@ -60,21 +71,25 @@ def leave_pool(
         )
     calls = [pools.leave(link.pool, one) for one in leaving]
     if dry_run:
-        return describe(calls)
+        return Departure(describe(calls))
     signer, data = open_wallet(settings), DataFolder(settings.data)
     status = data.read_status()
     works = account if status is None else ids.address(status.node)
     stop_agent(data, tell, lambda: _open_leases(settings, works))
+    sent: list[dict[str, str]] = []
+    if calls:
+        data.make()
+        owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
+        try:
+            sent = owner.act("leave", lambda _: calls, tell)
+        finally:
+            owner.close()
     if account in named:
-        _revoke(settings.need_orchestrator(), signer)
-    if not calls:
-        return []
-    data.make()
-    owner = Owner(link, open_provider(settings, signer) or signer, data.chain)
-    try:
-        return owner.act(lambda _: calls, tell)
-    finally:
-        owner.close()
+        try:
+            _revoke(settings.need_orchestrator(), signer)
+        except PrimeError as error:
+            return Departure(sent, error)
+    return Departure(sent)
 
 
 def stop_agent(

@@ -116,9 +116,9 @@ class Owner:
     def close(self) -> None:
         self._sender.close()
 
-    def finish_open(self, tell: Callable[[str], None]) -> list[Intent]:
+    def finish_open(self, tell: Callable[[str], None], command: str = "join") -> list[Intent]:
         """Finishes what an interrupted command or agent left (see Sender.finish_open)."""
-        return self._sender.finish_open(tell)
+        return self._sender.finish_open(tell, command)
 
     def perform(self, calls: Sequence[Call], act: str = "") -> list[Digest]:
         """Sends the calls in order and waits for each; returns their transaction hashes. `act`: see
@@ -137,14 +137,19 @@ class Owner:
         return hashes
 
     def act(
-        self, decide: Callable[[Sequence[Intent]], Sequence[Call]], tell: Callable[[str], None]
+        self,
+        command: str,
+        decide: Callable[[Sequence[Intent]], Sequence[Call]],
+        tell: Callable[[str], None],
     ) -> list[dict[str, str]]:
-        """Carries out one command: finishes what an interrupted one left, and sends what the calls
-        of `decide` add to it. Returns all of these with their transactions. `decide` gets what was
-        finished, `tell` a sentence for each of it. Raises what `finish_open` and `perform` do."""
-        finished = self.finish_open(tell)
-        calls = left_of(decide(finished), finished)
-        with self._sender.acting() as act:
+        """Carries out one command (`command`: with its arguments, see Sender.acting): finishes what
+        an interrupted one left, and sends what the calls of `decide` add to it. Returns all of
+        these with their transactions. `decide` gets what was finished, `tell` a sentence for each
+        of it. Raises what `finish_open` and `perform` do."""
+        finished = self.finish_open(tell, command)
+        decided = decide(finished)
+        with self._sender.acting(command) as act:
+            calls = left_of(decided, finished, act)
             sent = self.perform(calls, act)
         hashes = [*(one.tx_hash for one in finished), *sent]
         rows = describe([*(one.call for one in finished), *calls])

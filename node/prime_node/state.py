@@ -3,6 +3,7 @@
 lock          held (flock) by the one agent that uses this folder; contains its process id
 settings.json settings given to `join`, so that `status`, `rewards`, … need no flags
 pool          the pool that the folder belongs to
+pool.json     its facts, which `join` has compared with the chain
 instance      random id of this folder, sent with heartbeats
 status.json   the agent's last heartbeat, for `prime-node status`
 policies/     verified policies, one folder per version    (prime_broadcast/folder.py)
@@ -155,6 +156,23 @@ class DataFolder:
         """Saves the settings given to `join` (never a password) as defaults for the other
         commands."""
         _write(self.root / "settings.json", json.dumps(settings, indent=2, sort_keys=True))
+
+    def remember_pool(self, pool: PoolInfo) -> None:
+        """Saves the facts of the remembered orchestrator's pool, for the time that it is away."""
+        _write(self.root / "pool.json", pool.model_dump_json())
+
+    def known_pool(self, orchestrator: str | None) -> PoolInfo | None:
+        """Returns the pool that `remember_pool` saved if it is of this orchestrator, else None.
+        Raises UserError if it cannot be read."""
+        path = self.root / "pool.json"
+        if remembered(self.root).get("orchestrator") != orchestrator or not (raw := _read(path)):
+            return None
+        try:
+            return PoolInfo.model_validate_json(raw)
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged", hint="remove it, or add --deployment FILE and --pool N"
+            ) from error
 
 
 def remembered(data: Path) -> dict[str, Any]:

@@ -368,7 +368,7 @@ class Quickstart:
                 rpc=list(self.plan.rpc), rpc_quorum=None, chain_poll_seconds=None,
                 deployment=self.folder / "deployment.json", wallet=self._file(judge),
                 password_file=self.folder / "password", password_fd=None, sender="", journal=None,
-                dry_run=False, calldata=False,
+                dry_run=False, calldata=False, command="quickstart",
             ) as session:  # fmt: skip
                 if session.contracts.token.balance_of(session.account) < wei:
                     session.perform([session.contracts.token.faucet()])

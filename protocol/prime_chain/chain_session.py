@@ -31,6 +31,7 @@ from prime_core.command_line import (
     PasswordFile,
     PollSeconds,
     Quorum,
+    as_typed,
     with_options,
 )
 from prime_core.errors import UserError
@@ -152,7 +153,7 @@ class ChainSession:
         an interrupted command had left and this one has finished."""
         from prime_chain.sender import left_of
 
-        for call in left_of(calls, self.finished):
+        for call in left_of(calls, self.finished, self.act):
             self.send(f"{self.act}:{len(self.calls)}", call)
 
     def require_signer(self) -> LocalSigner:
@@ -214,7 +215,7 @@ def sends_transactions(function: Callable[..., Done]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         flags = {name: values.pop(name) for name in _FLAGS}
         json_output = flags.pop("json_output")
-        with open_session(**flags) as session:
+        with open_session(**flags, command=as_typed(function, values)) as session:
             done = function(session, **values)
             if session.sends:
                 answer = done.facts | {"transactions": session.hashes}
@@ -238,8 +239,10 @@ def open_session(
     journal: Path | None,
     dry_run: bool,
     calldata: bool,
+    command: str,
 ) -> Iterator[ChainSession]:
-    """The session that these flags describe. Raises UserError for what a person can mend."""
+    """The session that these flags describe. `command`: see Sender.acting. Raises UserError for
+    what a person can mend."""
     from prime_chain.client import ChainClient
     from prime_chain.contracts import Contracts
     from prime_chain.networks import POLL_SECONDS
@@ -272,8 +275,8 @@ def open_session(
         client.require_funds(signer.address)
         out = Sender(client, signer, path)
         try:
-            finished = out.finish_open(partial(typer.echo, err=True))
-            with out.acting() as act:
+            finished = out.finish_open(partial(typer.echo, err=True), command)
+            with out.acting(command) as act:
                 yield ChainSession(
                     Contracts(client, place),
                     place,

@@ -14,6 +14,7 @@ Left out: cancelling a sent transaction.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import threading
@@ -145,24 +146,28 @@ class Sender:
         return found
 
     @contextmanager
-    def acting(self) -> Iterator[str]:
+    def acting(self, command: str) -> Iterator[str]:
         """For command lines: an act, whose intents' ids begin with what is yielded and a colon. If
-        the block ends by an exception, `finish_open` returns for ACT_SECONDS what was confirmed;
-        but not after a contract's refusal: typed again, the command starts from the chain again."""
-        act = secrets.token_hex(8)
+        the block ends by an exception, `finish_open` of the same command (with its arguments)
+        returns for ACT_SECONDS what was confirmed; but not after a contract's refusal: typed
+        again, the command starts from the chain again."""
+        key = _key(command)
+        act = f"{key}-{secrets.token_hex(8)}"
         self._queue.begin_act(act)
         try:
             yield act
         except ChainRevertedError:
-            self._queue.end_acts()
+            self._queue.end_acts(key)
             raise
-        self._queue.end_acts()
+        self._queue.end_acts(key)
 
-    def finish_open(self, tell: Callable[[str], None], timeout: float = 120.0) -> list[Intent]:
+    def finish_open(
+        self, tell: Callable[[str], None], command: str, timeout: float = 120.0
+    ) -> list[Intent]:
         """For command lines: waits for what interrupted commands left, and returns what was
-        confirmed of them. `tell` gets a sentence about each. Raises UnavailableError as `wait`
-        does."""
-        ended = self._queue.done_in_acts(self._clock.now() - ACT_SECONDS)
+        confirmed of it, and before, of `command`. `tell` gets a sentence about each. Raises
+        UnavailableError as `wait` does."""
+        ended = self._queue.done_in_acts(_key(command), self._clock.now() - ACT_SECONDS)
         for done in ended:
             tell(f"done already by what was interrupted: {done.call.description}")
         for left in self.open_intents():
@@ -220,10 +225,17 @@ class Sender:
             self._thread_lock.release()
 
 
-def left_of(calls: Sequence[Call], finished: Sequence[Intent]) -> Sequence[Call]:
-    """Returns what a command still has to send of `calls` after `finish_open`: what follows the
-    last call that is among `finished`. So a command that was interrupted and typed again does not
-    pay twice."""
-    done = [intent.call for intent in finished]
+def _key(command: str) -> str:
+    """What the acts of a command begin with."""
+    return hashlib.sha256(command.encode()).hexdigest()[:16]
+
+
+def left_of(calls: Sequence[Call], finished: Sequence[Intent], act: str) -> Sequence[Call]:
+    """Returns what a command, in its `act`, still has to send of `calls` after `finish_open`: what
+    follows the last call that is among `finished` and was sent by the same command. So a command
+    that was interrupted and typed again does not pay twice, and another command leaves nothing
+    out."""
+    key = act.partition("-")[0] + "-"
+    done = [intent.call for intent in finished if intent.id.startswith(key)]
     after = max((n for n, call in enumerate(calls, 1) if call in done), default=0)
     return calls[after:]

@@ -249,20 +249,20 @@ class TransactionQueue:
         with self._writing() as db:
             db.execute("INSERT INTO sender_meta VALUES (?, '')", (f"act/{act}",))
 
-    def end_acts(self) -> None:
-        """Forgets all acts under way."""
+    def end_acts(self, command: str) -> None:
+        """Forgets the acts under way whose names begin with `command` and a hyphen."""
         with self._writing() as db:
-            db.execute("DELETE FROM sender_meta WHERE key LIKE 'act/%'")
+            db.execute("DELETE FROM sender_meta WHERE key LIKE ?", (f"act/{command}-%",))
 
-    def done_in_acts(self, since: float) -> list[Intent]:
-        """Intents of acts under way that were confirmed at `since` or later, in order."""
+    def done_in_acts(self, command: str, since: float) -> list[Intent]:
+        """Intents of such acts under way that were confirmed at `since` or later, in order."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT intents.* FROM intents JOIN sender_meta"
                 " ON sender_meta.key = 'act/' || substr(intents.id, 1, instr(intents.id, ':') - 1)"
-                " WHERE intents.status = 'confirmed' AND intents.updated_at >= ?"
-                " ORDER BY intents.seq",
-                (since,),
+                " WHERE sender_meta.key LIKE ? AND intents.status = 'confirmed'"
+                " AND intents.updated_at >= ? ORDER BY intents.seq",
+                (f"act/{command}-%", since),
             ).fetchall()
             return [self._intent(db, row) for row in rows]
 

@@ -126,6 +126,12 @@ def with_options(
     return call
 
 
+def as_typed(function: Callable[..., object], values: Mapping[str, object]) -> str:
+    """Returns a text that is the same whenever this command is typed with these values."""
+    given = ", ".join(f"{name}={value}" for name, value in sorted(values.items()))
+    return f"{function.__module__}.{function.__name__}({given})"
+
+
 def program(name: str, help: str, elsewhere: Mapping[str, tuple[str, str]] = {}) -> typer.Typer:
     """Creates a program: a group with -h, --version, --install-completion and logging of warnings.
 

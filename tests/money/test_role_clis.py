@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -305,8 +306,11 @@ def test_an_interrupted_command_that_is_typed_again_pays_once(office: Office) ->
     deployed.send(VALIDATOR, deployed.contracts.token.faucet())
     path = deployed.path.with_name(f"{deployed.path.stem}.{VALIDATOR.address}.journal.sqlite")
     sender = Sender(deployed.client, VALIDATOR, path)
-    for number, call in enumerate(flows.stake(deployed.contracts, VALIDATOR.address, wei)):
-        sender.submit(f"interrupted:{number}", call)
+    command = "prime_validator.cli.bond(amount=10000)"
+    with suppress(KeyboardInterrupt), sender.acting(command) as act:
+        for number, call in enumerate(flows.stake(deployed.contracts, VALIDATOR.address, wei)):
+            sender.submit(f"{act}:{number}", call)
+        raise KeyboardInterrupt
     sender.close()
     office("validator", "bond", "10000", who=VALIDATOR)
     assert deployed.contracts.vault.active(VALIDATOR.address) == wei
@@ -336,6 +340,27 @@ def test_a_command_whose_last_look_at_the_chain_fails_pays_once(
     assert vault.active(VALIDATOR.address) == held + 700 * ETHER
     office("validator", "bond", "700", who=VALIDATOR)
     assert vault.active(VALIDATOR.address) == held + 1400 * ETHER, "a finished one is done again"
+
+
+@pytest.mark.slow
+def test_another_command_with_an_equal_call_leaves_nothing_out(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both give the same allowance first. What an interrupted one did stays known meanwhile."""
+    rewards, amount = office.deployed.contracts.rewards, ("--amount", "7", *office.number)
+    office.deployed.send(MANAGER, office.deployed.contracts.token.faucet())
+    held, bonded = rewards.funds(office.pool).free, rewards.bond_of(office.pool)
+    with monkeypatch.context() as patched:
+
+        def gone(*_: object) -> None:
+            raise UnavailableError("no RPC endpoint answers")
+
+        patched.setattr(type(rewards), "funds", gone)
+        assert "no RPC" in office.refused("pool", "fund", *amount)
+    office("pool", "bond", *amount)
+    assert rewards.bond_of(office.pool) == bonded + 7 * ETHER
+    office("pool", "fund", *amount)
+    assert rewards.funds(office.pool).free == held + 7 * ETHER
 
 
 @pytest.mark.slow

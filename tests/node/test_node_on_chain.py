@@ -130,6 +130,17 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     assert ended
     assert "it may be withdrawn from" in left.stdout
     assert not contracts.pools.is_member(chain.pool, NODE.address)
+    (revoked,) = chain.world.rows(schema.revocations)
+    assert revoked["account"] == NODE.address
+
+    # typed again while the orchestrator is away, it knows the pool, and says what is left
+    chain.world.stop_api()
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 69, again.stderr
+    assert f"pool {chain.pool} is taken as known" in again.stderr
+    assert "its sessions were not ended" in again.stderr
+    chain.world.start_api()
+    subprocess.run(command, capture_output=True, check=True)
 
 
 @pytest.mark.slow

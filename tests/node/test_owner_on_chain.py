@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from eth_abi import abi
 from programs import keystore, typed
 from typer.testing import CliRunner
 
-from devnet.chain import dev_signer
+from devnet.chain import dev_signer, free_port
 from devnet.deployed import TEST_PERIODS, Deployed, opinions_on, pool_config
 from prime_chain import flows
 from prime_chain.amounts import ETHER
@@ -23,7 +24,7 @@ from prime_chain.keystore import create_keystore
 from prime_chain.leaves import find_leaf
 from prime_chain.sender import Sender
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
-from prime_core.errors import NotFoundError, UserError
+from prime_core.errors import NotFoundError, UnavailableError, UserError
 from prime_core.ids import Address, Digest, address
 from prime_core.messages import ReceiptAnswer, RewardInfo
 from prime_core.node import Invite
@@ -204,6 +205,25 @@ def test_an_owner_s_wallet_takes_its_nodes_out_of_the_pool(owner: Owner) -> None
 
 
 @pytest.mark.slow
+def test_a_node_leaves_on_chain_though_no_orchestrator_answers(owner: Owner) -> None:
+    """The stake is free. The command fails for the sessions that it could not end."""
+    pools, vault = owner.deployed.contracts.pools, owner.deployed.contracts.vault
+    owner.seat(NODE)
+    assert vault.committed(OWNER.address)
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    for _ in range(2):
+        status, said, error = owner.run("leave", "--orchestrator", nowhere, wallet=NODE)
+        assert not pools.is_member(owner.pool, NODE.address)
+        assert not vault.committed(OWNER.address)
+        assert status == UnavailableError.exit_code, error
+        assert "it may be withdrawn from" in said
+        assert "the node has left the pool on chain, but its sessions were not ended" in error
+        assert f"{nowhere[7:]} does not answer" in error
+        assert "type this again" in error
+    assert "no orchestrator is named" in owner.refused("leave", wallet=NODE)
+
+
+@pytest.mark.slow
 def test_the_payout_address_moves_only_by_the_owner(owner: Owner) -> None:
     owner("node", "add", str(owner.consent(NODE)))
     owner("payout", OTHER.address)
@@ -218,29 +238,34 @@ def test_an_interrupted_command_that_is_typed_again_pays_once(owner: Owner) -> N
     vault, chain = deployed.contracts.vault, deployed.deployment.chain_id
     folder = owner.folder / "data" / "chain"
 
-    def interrupted(calls: list[Call]) -> None:
+    def interrupted(command: str, calls: list[Call]) -> None:
         sender = Sender(deployed.client, OWNER, folder / f"sender-{chain}-{OWNER.address}.sqlite")
-        for number, call in enumerate(calls):
-            sender.submit(f"interrupted/{calls[0].calldata()}:{number}", call)
+        with suppress(KeyboardInterrupt), sender.acting(f"prime_node.cli_owner.{command}") as act:
+            for number, call in enumerate(calls):
+                sender.submit(f"{act}:{number}", call)
+            raise KeyboardInterrupt
         sender.close()
 
     owner("faucet")
     all_of_it = flows.stake(deployed.contracts, OWNER.address, 10_000 * ETHER)
-    interrupted(all_of_it)
+    interrupted("stake_add(amount=10000)", all_of_it)
     status, out, said = owner.run("stake", "add", "10000", "--json")
     assert status == 0, said
     assert [row["what"] for row in json.loads(out)] == [call.description for call in all_of_it]
     assert "finishing what was interrupted: deposit" in said
     assert vault.active(OWNER.address) == 10_000 * ETHER
-    interrupted([vault.unbond(4 * ETHER)])
+    interrupted("stake_unbond(amount=4)", [vault.unbond(4 * ETHER)])
     (row,) = owner("stake", "unbond", "4")
     assert row["transaction"]
     assert vault.active(OWNER.address) == 9_996 * ETHER
     owner("stake", "unbond", "4")
     assert vault.active(OWNER.address) == 9_992 * ETHER, "a finished command is done again"
-    interrupted([vault.unbond(1 * ETHER)])
+    interrupted("stake_unbond(amount=1)", [vault.unbond(1 * ETHER)])
     assert len(owner("stake", "unbond", "2")) == 2, "another command does not take its place"
     assert vault.active(OWNER.address) == 9_989 * ETHER
+    interrupted("another()", [vault.unbond(3 * ETHER)])
+    assert len(owner("stake", "unbond", "3")) == 2, "nor does one with an equal call"
+    assert vault.active(OWNER.address) == 9_983 * ETHER
 
 
 @pytest.mark.slow
