@@ -27,6 +27,7 @@ import httpx
 import pytest
 from operator_kit import PASSWORD, Operator, until, without_unit
 from orchestrator_world import run_definition
+from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -39,9 +40,18 @@ from prime_core.errors import (
     UntrustedError,
     UserError,
 )
-from prime_core.gateway import Cassette, Gateway, GatewayAnswer, GatewayCall, GatewayRequest
+from prime_core.gateway import (
+    MAX_ANSWERS_BYTES,
+    Cassette,
+    Gateway,
+    GatewayAnswer,
+    GatewayCall,
+    GatewayRequest,
+    encode_answers,
+)
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.run import Conversation
+from prime_core.settings import load_settings
 from prime_core.signing import Domain, LocalSigner
 from prime_core.task import Lease, SignedLease
 from prime_core.version import HEADER, SPOKEN
@@ -60,6 +70,7 @@ from prime_orchestrator.gateway.upstreams import (
     FetchTool,
     McpTool,
     OpenApiTool,
+    SettingsError,
     ToolError,
     Web,
     answer_of,
@@ -80,6 +91,8 @@ class Site(BaseHTTPRequestHandler):
     seen: ClassVar[Counter[str]] = Counter()
     over: ClassVar[threading.Event] = threading.Event()
     read_only: ClassVar[bool] = True
+    refuses: ClassVar[int] = 0
+    """The status of every response; 0: that of its page."""
     dies_at: ClassVar[str] = ""
     """The MCP method whose response ends after `dies_after` bytes of its body, as if the server
     died; 0: there is none."""
@@ -87,6 +100,9 @@ class Site(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.seen[self.path] += 1
+        if self.refuses:
+            self._send(self.refuses, "text/plain", b"")
+            return
         match self.path.partition("?")[0]:
             case "/page":
                 text = f"<html><head><title>t</title></head><p>seen {self.seen[self.path]}</p>"
@@ -117,6 +133,8 @@ class Site(BaseHTTPRequestHandler):
                 self._send(302, "text/plain", b"", {"Location": "/around"})
             case "/huge":
                 self._send(200, "text/plain", "é".encode() * (4 << 20))
+            case "/escaped":
+                self._send(200, "text/plain", b"\1" * (64 << 10))
             case "/slow":
                 self.send_response(200)
                 self.end_headers()
@@ -130,6 +148,9 @@ class Site(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))
         asked = json.loads(raw)
+        if self.refuses:
+            self._send(self.refuses, "text/plain", b"")
+            return
         match asked["method"]:
             case "initialize":
                 found: Any = {"protocolVersion": "2025-06-18"}
@@ -190,7 +211,7 @@ class Site(BaseHTTPRequestHandler):
 def site() -> Iterator[str]:
     Site.seen.clear()
     Site.over.clear()
-    Site.read_only, Site.dies_at = True, ""
+    Site.read_only, Site.dies_at, Site.refuses = True, "", 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -228,9 +249,9 @@ class World:
     def start(self) -> None:
         """A new process on the same records."""
         tool = make(FetchTool(kind="fetch", hosts=(self.site,)), Web(loopback=True, seconds=60.0))
-        tools = {"fetch-1": tool}
+        self.tools: dict[str, upstreams.Upstream] = {"fetch-1": tool}
         self.service = CallService(
-            self.pool, GATEWAY, self.records, tools, self.settings,
+            self.pool, GATEWAY, self.records, self.tools, self.settings,
             Clock(now=lambda: self.now, monotonic=lambda: self.clock),
         )  # fmt: skip
 
@@ -386,6 +407,37 @@ def test_slow_tools_leave_threads_for_the_calls_of_others(
 
 def versioned() -> dict[str, str]:
     return {HEADER: str(SPOKEN[-1])}
+
+
+def test_wrong_settings_of_a_tool_are_logged_and_counted_apart_from_outages(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = SettingsError("a.example refuses the request's secret (401)")
+    world.tools["fetch-1"] = Mock(answer=Mock(side_effect=error))
+    for sample in range(2):
+        with pytest.raises(SettingsError, match="refuses the request's secret"):
+            world.ask(sample=sample)
+    (logged,) = [one.message for one in caplog.records if one.levelname == "ERROR"]
+    assert logged.startswith("the tool fetch-1 gives no answers, correct its settings: a.example")
+    shown = generate_latest(world.service.metrics.registry).decode()
+    assert 'prime_gateway_calls_total{outcome="settings",tool="fetch-1"} 2.0' in shown
+
+
+def test_the_answers_of_a_row_together_fit_into_a_rollout_file(world: World) -> None:
+    """A file with more is void. Characters that JSON escapes take six times their bytes."""
+    assert world.run.conversation is not None
+    talk = world.run.conversation.model_copy(update={"turns": 64, "observation_bytes": 65_536})
+    world.run = world.run.model_copy(update={"conversation": talk})
+    lease, given = world.lease(), []
+    for turn in range(63):
+        world.clock += 1.0
+        path = "/escaped" if turn < 62 else "/page"
+        given.append(world.service.answer(world.request(world.call(path, turn=turn), lease)))
+    raw = encode_answers(given).encode()
+    assert len(raw) <= MAX_ANSWERS_BYTES
+    assert [one.text[:1] for one in given] == ["\1"] * 2 + ["e"] * 60 + ["s"]
+    assert given[2].text == "error: there is no room for more answers"
+    assert world.ask("/escaped", sample=1).text == given[0].text, "each row has its own room"
 
 
 # -- who may call -------------------------------------------------------------------------------
@@ -647,6 +699,79 @@ def test_one_reading_tool_of_an_mcp_server(site: str) -> None:
         answer_of(other, {"q": "x"}, 1000)
     with pytest.raises(UserError, match="a URL with a user name is not allowed"):
         make(McpTool(kind="mcp", url=f"http://a:b@{site}/mcp", tool="find"), Web(loopback=True))
+
+
+def own_tools(site: str, folder: Path, web: Web) -> list[upstreams.Upstream]:
+    """Tools whose server the operator names."""
+    document = {"paths": {"/page": {"get": {"operationId": "read"}}}}
+    (folder / "api.json").write_text(json.dumps(document))
+    return [
+        make(
+            OpenApiTool(
+                kind="openapi",
+                document=folder / "api.json",
+                operation="read",
+                server=f"http://{site}",
+            ),
+            web,
+        ),
+        make(McpTool(kind="mcp", url=f"http://{site}/mcp", tool="find"), web),
+    ]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_own_server_that_refuses_the_secret_is_the_operators_trouble_and_no_answer(
+    site: str, tmp_path: Path, status: int
+) -> None:
+    Site.refuses = status
+    for tool in own_tools(site, tmp_path, Web(loopback=True)):
+        with pytest.raises(SettingsError, match=f"^127.0.0.1 refuses .* \\({status}\\)$"):
+            answer_of(tool, {}, 1000)
+    assert fetch(site, f"http://{site}/page") == f"error: the site answered {status}"
+
+
+def test_an_own_server_without_a_public_address_is_the_operators_trouble_and_no_answer(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tool in own_tools(site, tmp_path, Web()):
+        with pytest.raises(SettingsError, match="the host is not allowed"):
+            answer_of(tool, {}, 1000)
+    monkeypatch.setattr(
+        socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, ""))
+    )
+    for tool in own_tools("a.example", tmp_path, Web()):
+        with pytest.raises(SettingsError, match="there is no such host"):
+            answer_of(tool, {}, 1000)
+
+
+def test_a_name_that_does_not_exist_is_an_answer_and_one_that_cannot_be_looked_up_is_none(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch(site, "http://a..example/") == "error: there is no such host"
+    look = Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    assert fetch(site, "http://a.example/") == "error: there is no such host"
+    look.side_effect = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    with pytest.raises(UnavailableError):
+        fetch(site, "http://a.example/")
+
+
+def test_hosts_are_normalised_and_what_matches_no_url_is_refused(tmp_path: Path) -> None:
+    given = ("EN.Wikipedia.org", " *.Example.org", "a.example:8443", "[2606:4700::1111]:8080")
+    assert FetchTool(kind="fetch", hosts=given).hosts == (
+        "en.wikipedia.org", "*.example.org", "a.example:8443", "[2606:4700::1111]:8080",
+    )  # fmt: skip
+    file = tmp_path / "gateway.toml"
+    for host, said in (
+        ("https://a.example", "is not a host"), ("a.example/wiki", "is not a host"),
+        ("a.example.", "is not a host"), ("*", "is not a host"), ("ä.example", "is not a host"),
+        ("*.a.example:8443", "is not a host"), ("a.example:99999", "is not a host"),
+        ("a.example:443", "leave out :443"),
+    ):  # fmt: skip
+        file.write_text(f'[tools.fetch-1]\nkind = "fetch"\nhosts = ["{host}"]\n')
+        with pytest.raises(UserError, match=f"tools.fetch-1.*{said}") as error:
+            load_settings(Settings, {}, file)
+        assert "\n" not in str(error.value)
 
 
 def test_an_ipv6_address_without_a_port_is_asked_at_the_scheme_s_port(

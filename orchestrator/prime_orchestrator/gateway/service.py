@@ -49,7 +49,14 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.folders import held_alone, make_folder
-from prime_core.gateway import MAX_TEXT, GatewayAnswer, GatewayRequest
+from prime_core.gateway import (
+    MAX_ANSWERS_BYTES,
+    MAX_TEXT,
+    GatewayAnswer,
+    GatewayCall,
+    GatewayRequest,
+    encode_answers,
+)
 from prime_core.ids import Address, Digest
 from prime_core.logs import log_to_stderr
 from prime_core.run import Conversation, RunDefinition
@@ -62,7 +69,14 @@ from prime_core.waiting import FIRST_ANSWER_SECONDS, StoppedError, until_answere
 from prime_envs.tools import TOOL_ERROR
 from prime_orchestrator.api.connections import Proxies
 from prime_orchestrator.api.routes.http import answer, parse, problem, read_body, refusal
-from prime_orchestrator.gateway.upstreams import ToolSettings, Upstream, Web, answer_of, make
+from prime_orchestrator.gateway.upstreams import (
+    SettingsError,
+    ToolSettings,
+    Upstream,
+    Web,
+    answer_of,
+    make,
+)
 from prime_orchestrator.store.engine import open_store, sqlite_url
 from prime_orchestrator.store.gateway_records import Records
 
@@ -81,6 +95,8 @@ OUTAGE_SECONDS = 10.0
 MAX_OUTAGES = 4096
 LOCKS = 256
 PRUNE_SECONDS = 3600.0
+MAX_TURNS, MOST_OF_ERROR = 64, 512
+"""Turns of a row, and more bytes than an answer without room takes in a rollout file."""
 
 
 class Settings(BaseSettings):
@@ -133,7 +149,8 @@ class CallMetrics:
         self.calls = Count(
             "prime_gateway_calls",
             "Calls by tool and outcome: answered; error (the answer reports one); busy (the node "
-            "asks again); outage (the tool gave no answer); conflict (a second call in one place); "
+            "asks again); outage (the tool gave no answer); settings (it gives none until the "
+            "operator corrects the tool's settings); conflict (a second call in one place); "
             "refused. Unit: calls.",
             ["tool", "outcome"],
             registry=self.registry,
@@ -163,6 +180,9 @@ class CallMetrics:
         except ConflictError:
             outcome = "conflict"
             raise
+        except SettingsError:
+            outcome = "settings"
+            raise
         except UnavailableError:
             outcome = "outage"
             raise
@@ -189,7 +209,8 @@ class CallService:
         self._rates: OrderedDict[Digest, Bucket] = OrderedDict()
         self._at_once: Counter[str] = Counter()
         """Calls being answered, by lease and by tool."""
-        self._outages: OrderedDict[tuple[int, Digest], tuple[float, str]] = OrderedDict()
+        self._outages: OrderedDict[tuple[int, Digest], tuple[float, UnavailableError]]
+        self._outages = OrderedDict()
         """By step and request: until when there is no answer, and why."""
         self.metrics = CallMetrics()
         self.threads = MOST_AT_ONCE_OF_TOOL * len(tools) + SPARE_THREADS
@@ -200,7 +221,8 @@ class CallService:
 
         Raises UntrustedError and PolicyError for a call that is not this pool's, ConflictError for
         a row that made two calls in one place, TooManyError if its lease or its tool is busy,
-        UnavailableError if there is no answer now.
+        UnavailableError if there is no answer now, SettingsError if there is none until the
+        operator corrects the tool's settings.
         """
         tool = asked.call.tool if asked.call.tool in self._tools else "other"
         with self.metrics.counted(tool) as answered:
@@ -223,8 +245,18 @@ class CallService:
             else:
                 text = self._text(asked, min(MAX_TEXT, conversation.observation_bytes))
             signed = call.answered(lease_digest, text, self._signer)
+            if not self._has_room(lease_digest, signed, call):
+                text = f"{TOOL_ERROR}there is no room for more answers"
+                signed = call.answered(lease_digest, text, self._signer)
             self._records.keep_answer(lease_digest, call, signed)
         return signed
+
+    def _has_room(self, lease: Digest, answer: GatewayAnswer, call: GatewayCall) -> bool:
+        """Whether a rollout file may hold the answer with the earlier ones of its row, and errors
+        for all turns after it."""
+        earlier = self._records.of_row(lease, call)
+        size = len(encode_answers([*earlier, answer]).encode())
+        return size <= MAX_ANSWERS_BYTES - MAX_TURNS * MOST_OF_ERROR
 
     def _text(self, asked: GatewayRequest, most: int) -> str:
         call, step = asked.call, asked.lease.lease.step
@@ -236,16 +268,20 @@ class CallService:
             raise UnavailableError(f"the gateway's settings have no tool {call.tool}")
         key = step, call.request()
         with self._limits_lock:
-            until, why = self._outages.get(key, (0.0, ""))
+            until, why = self._outages.get(key, (0.0, UnavailableError()))
         if self._clock.monotonic() < until:
-            raise UnavailableError(why)
+            raise type(why)(str(why))
         try:
             with self.metrics.seconds.labels(call.tool).time():
                 text = answer_of(upstream, call.arguments, most)
         except UnavailableError as error:
+            if isinstance(error, SettingsError):
+                log.error(
+                    "the tool %s gives no answers, correct its settings: %s", call.tool, error
+                )
             with self._limits_lock:
                 self._outages.pop(key, None)
-                self._outages[key] = self._clock.monotonic() + OUTAGE_SECONDS, str(error)
+                self._outages[key] = self._clock.monotonic() + OUTAGE_SECONDS, error
                 if len(self._outages) > MAX_OUTAGES:
                     self._outages.popitem(last=False)
             raise

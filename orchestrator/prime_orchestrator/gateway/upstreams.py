@@ -2,7 +2,8 @@
 
 Each call is one or a few requests with bounds on bytes and total time. The address is checked when
 the connection is made, so a name that resolves to a private address later is refused as well. What
-a server says is an answer, errors included; if it says nothing, there is no answer.
+a server says is an answer, errors included; if it says nothing, there is no answer. Nor is there
+one if the operator's settings are wrong: a server that refuses the secret or has no public address.
 
 MCP is spoken here as JSON-RPC over HTTP (initialize, tools/list, tools/call). The package `mcp`
 brings a server and its own HTTP client, which could not be held to these bounds.
@@ -28,12 +29,14 @@ from email.message import Message
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from prime_core.errors import UnavailableError, UserError
 from prime_core.given import read_given
 from prime_core.settings import UserPath
 from prime_core.transport.addresses import (
+    DEFAULT_PORTS,
+    NoHostError,
     PrivateAddressError,
     addresses_of,
     authority,
@@ -66,6 +69,14 @@ class ToolError(Exception):
     """An answer that reports an error, worded for the model."""
 
 
+class SettingsError(UnavailableError):
+    """There is no answer until the operator corrects the tool's settings."""
+
+
+class HostError(Exception):
+    """The host of a URL does not exist, or has a private address; worded for the model."""
+
+
 class _Tool(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -88,12 +99,31 @@ class _WithSecret(_Tool):
         return {self.header: secret}
 
 
+_NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*"
+_HOST = re.compile(rf"\*\.{_NAME}|(?:{_NAME}|\[[0-9a-f:.]+\])(?::(?P<port>[1-9][0-9]{{0,4}}))?")
+
+
+def _host(text: str) -> str:
+    """An allowed host in lower case. Raises ValueError for what no URL's host can equal."""
+    host = text.strip().lower()
+    found = _HOST.fullmatch(host)
+    if found is None or int(found["port"] or 1) > 65_535:
+        raise ValueError(
+            f"{text[:100]!r} is not a host; write en.wikipedia.org, *.example.org or "
+            "example.org:8443, in ASCII, without http:// and path"
+        )
+    if found["port"] and int(found["port"]) in DEFAULT_PORTS.values():
+        raise ValueError(f"{text[:100]!r} names a default port; leave out :{found['port']}")
+    return host
+
+
 class FetchTool(_Tool):
     """Reads a page whose URL the model names (argument `url` or `input`)."""
 
     kind: Literal["fetch"]
-    hosts: tuple[str, ...] = Field(min_length=1, max_length=1024)
-    """Allowed hosts: "en.wikipedia.org", "*.example.org", or "example.org:8443" with a port."""
+    hosts: tuple[Annotated[str, AfterValidator(_host)], ...] = Field(min_length=1, max_length=1024)
+    """Allowed hosts: "en.wikipedia.org", "*.example.org", or "example.org:8443" with a port other
+    than 80 and 443."""
 
 
 class OpenApiTool(_WithSecret):
@@ -171,8 +201,8 @@ class Web:
         headers: Mapping[str, str] = {},
         body: bytes | None = None,
     ) -> Page:
-        """Sends one request. Raises ToolError for a URL or address that is not allowed,
-        UnavailableError if no response comes in time."""
+        """Sends one request. Raises ToolError for a URL that is not allowed, HostError for a host
+        without a public address, UnavailableError if no response comes in time."""
         target = _parts(url)
         secure = target.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -188,7 +218,9 @@ class Web:
                 response = connection.getresponse()
                 found = response.read(MAX_BODY)
         except PrivateAddressError as error:
-            raise ToolError("the host is not allowed") from error
+            raise HostError("the host is not allowed") from error
+        except NoHostError as error:
+            raise HostError("there is no such host") from error
         except (OSError, ssl.CertificateError, http.client.HTTPException) as error:
             raise UnavailableError(f"{target.hostname} does not answer: {error!r}") from error
         finally:
@@ -200,6 +232,24 @@ class Web:
         if response.status >= 500 or response.status == 429:
             raise UnavailableError(f"{target.hostname} answered {response.status}")
         return Page(response.status, response.headers, found)
+
+    def ask_own(
+        self,
+        method: Literal["GET", "POST"],
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+    ) -> Page:
+        """Sends one request to a server that the settings name. Raises SettingsError if that server
+        has no public address or refuses the secret, and the same errors as `send`."""
+        host = _parts(url).hostname
+        try:
+            page = self.send(method, url, headers, body)
+        except HostError as error:
+            raise SettingsError(f"{host} cannot be asked: {error}") from error
+        if page.status in (401, 403, 407):
+            raise SettingsError(f"{host} refuses the request's secret ({page.status})")
+        return page
 
 
 class _Guard:
@@ -336,7 +386,10 @@ class Fetch:
             parts = _parts(url)
             if not self._allows(authority(url), parts.hostname):
                 raise ToolError(f"the host {parts.hostname[:200]!a} is not allowed")
-            page = self.web.send("GET", url)
+            try:
+                page = self.web.send("GET", url)
+            except HostError as error:
+                raise ToolError(str(error)) from error
             if page.status not in (301, 302, 303, 307, 308):
                 break
             try:
@@ -388,7 +441,7 @@ class OpenApi:
             else:
                 query[name] = value
         url = self._server.rstrip("/") + path + (f"?{urlencode(query)}" if query else "")
-        page = self._web.send("GET", url, self._headers)
+        page = self._web.ask_own("GET", url, self._headers)
         if page.status != 200:
             raise ToolError(f"the server answered {page.status}")
         return page.text()
@@ -434,8 +487,8 @@ class Mcp:
             raise UserError(f"the URL of the MCP server: {error}") from error
 
     def answer(self, arguments: Mapping[str, str]) -> str:
-        """See Upstream. Raises UnavailableError also if the server does not speak MCP or does not
-        state that its tool only reads."""
+        """See Upstream. Raises UnavailableError also if the server does not speak MCP, and
+        SettingsError if it has no such tool or does not state that it only reads."""
         session: dict[str, str] = {}
         hello = {
             "protocolVersion": MCP_VERSION, "capabilities": {},
@@ -467,7 +520,7 @@ class Mcp:
                 if tool["name"] != self._settings.tool:
                     continue
                 if (tool.get("annotations") or {}).get("readOnlyHint") is not True:
-                    raise UnavailableError(
+                    raise SettingsError(
                         f"{self._host} does not state that {self._settings.tool} only reads"
                     )
                 schema = tool["inputSchema"]
@@ -479,7 +532,7 @@ class Mcp:
             if not listed.get("nextCursor"):
                 break
             cursor = {"cursor": listed["nextCursor"]}
-        raise UnavailableError(f"{self._host} has no tool {self._settings.tool}")
+        raise SettingsError(f"{self._host} has no tool {self._settings.tool}")
 
     def _ask(self, number: int, method: str, params: Any, session: dict[str, str]) -> Any:
         page = self._post({"id": number, "method": method, "params": params}, session)
@@ -496,7 +549,7 @@ class Mcp:
             **session,
         }
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
-        page = self._web.send("POST", self._settings.url, headers, body)
+        page = self._web.ask_own("POST", self._settings.url, headers, body)
         if page.status not in (200, 202):
             raise UnavailableError(f"{self._host} answered {page.status}")
         if name := page.headers.get("Mcp-Session-Id"):

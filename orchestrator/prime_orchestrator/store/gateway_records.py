@@ -93,6 +93,18 @@ class Records:
         with self._store.read() as connection:
             return int(connection.execute(query).scalar_one())
 
+    def of_row(self, lease: Digest, call: GatewayCall) -> list[GatewayAnswer]:
+        """The answers that the call's row has so far, by turn."""
+        row = {"lease": lease, "group_no": call.group, "sample": call.sample}
+        query = sa.select(places).filter_by(**row).where(places.c.signature.is_not(None))
+        with self._store.read() as connection:
+            return [
+                GatewayAnswer(
+                    turn=one["turn"], text=one["text"], signature=Signature(one["signature"])
+                )
+                for one in connection.execute(query.order_by(places.c.turn)).mappings()
+            ]
+
     def text(self, step: int, request: Digest) -> str | None:
         """What the request was answered in that step."""
         query = sa.select(texts.c.text).filter_by(step=step, request=request)

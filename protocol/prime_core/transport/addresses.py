@@ -18,6 +18,10 @@ class PrivateAddressError(OSError):
     """The host is, or resolves to, an address outside the public internet."""
 
 
+class NoHostError(OSError):
+    """The host name does not exist."""
+
+
 def is_public(text: str) -> bool:
     """Whether an IP address is publicly routable (RFC 6890); unwraps IPv4 addresses embedded in
     IPv6."""
@@ -31,15 +35,21 @@ def is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast
 
 
+_NO_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def addresses_of(host: str) -> list[str]:
-    """The IP addresses that a host name currently resolves to. Raises OSError if it has none."""
+    """The IP addresses that a host name currently resolves to. Raises NoHostError if the name does
+    not exist, OSError if it cannot be resolved now."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(f"{host[:100]!r} is not a host name") from error
+        raise NoHostError(f"{host[:100]!r} is not a host name") from error
+    except socket.gaierror as error:
+        if error.errno in _NO_NAME:
+            raise NoHostError(f"there is no host {host[:253]!r}") from error
+        raise
     return sorted({str(entry[4][0]) for entry in found})
 
 
