@@ -57,8 +57,12 @@ class Database:
 
     def cpu_seconds(self) -> float:
         """CPU time of the server and all of its processes."""
-        listed = Path(f"/proc/{self.process}/task/{self.process}/children").read_text().split()
-        return sum(map(cpu_seconds, (self.process, *map(int, listed))))
+        while True:
+            listed = Path(f"/proc/{self.process}/task/{self.process}/children").read_text().split()
+            try:
+                return sum(map(cpu_seconds, (self.process, *map(int, listed))))
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # one of them ended meanwhile: its time counts as the server's now
 
 
 @contextmanager

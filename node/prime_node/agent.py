@@ -280,16 +280,13 @@ class Agent:
         """Raises UnavailableError while the chain does not name a run. An unreachable chain is
         tolerated, because the manager signs every lease that names the run."""
         try:
-            link = connect(self._settings, api.client.pool())
+            with closing(connect(self._settings, api.client.pool())) as link:
+                pools = link.contracts.pools
+                named = {one.run_digest for one in pools.revisions_of(link.pool)}
+                named.add(pools.pool_of(link.pool).run_digest)
         except UnavailableError as error:
             log.warning("run %s is not checked against the chain: %s", digest, error)
             return
-        try:
-            pools = link.contracts.pools
-            named = {one.run_digest for one in pools.revisions_of(link.pool)}
-            named.add(pools.pool_of(link.pool).run_digest)
-        finally:
-            link.close()
         if digest not in named:
             raise UnavailableError("the chain does not name it yet")
 
