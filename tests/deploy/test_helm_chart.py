@@ -45,18 +45,22 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def programs() -> list[dict[str, Any]]:
-    return [one for one in manifests() if one["kind"] in ("Deployment", "StatefulSet")]
+    return [one for one in manifests() if one["kind"] in ("Deployment", "StatefulSet", "DaemonSet")]
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda one: one["metadata"]["name"])
 def test_a_program_s_command_settings_and_names(
     program: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_command = importlib.import_module("test_deploy_files").check_command
+    deploy = importlib.import_module("test_deploy_files")
     spec = program["spec"]["template"]["spec"]
     [container] = spec["containers"]
     given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-    check_command(container["command"], given, monkeypatch)
+    if container["image"].startswith("prime-open:"):
+        deploy.check_command(container["command"], given, monkeypatch)
+    else:
+        others = {one["image"] for one in deploy.compose()["services"].values()}
+        assert container["image"] in others, "the chart and compose.yaml use the same images"
     assert not [name for name in given if re.search("SECRET|PASSWORD$|KEY", name)]
 
     mounted = {one["name"] for one in container["volumeMounts"]}
@@ -68,21 +72,37 @@ def test_a_program_s_command_settings_and_names(
     labels = program["spec"]["template"]["metadata"]["labels"]
     assert program["spec"]["selector"]["matchLabels"].items() <= labels.items()
     services = [one for one in manifests() if one["kind"] == "Service"]
-    [service] = [one for one in services if one["spec"]["selector"].items() <= labels.items()]
-    ports = {one["name"] for one in container["ports"]}
-    assert {one["targetPort"] for one in service["spec"]["ports"]} <= ports
+    own = [one for one in services if one["spec"]["selector"].items() <= labels.items()]
+    assert own or program["kind"] == "DaemonSet"
+    ports = {one["name"] for one in container.get("ports", ())}
+    assert {port["targetPort"] for one in own for port in one["spec"]["ports"]} <= ports
     page = (ROOT / "docs/deploy.md").read_text()
+    configured = {one["metadata"]["name"] for one in manifests() if one["kind"] == "ConfigMap"}
     for volume in spec["volumes"]:
         if (secret := volume.get("secret")) is not None:
             assert f"`{secret['secretName']}`" in page
+        if (config := volume.get("configMap")) is not None:
+            assert config["name"] in configured or f"`{config['name']}`" in page
 
 
 def test_urls_name_services_of_the_chart() -> None:
-    names = {one["metadata"]["name"] for one in manifests() if one["kind"] == "Service"}
-    assert set(re.findall(r"http://(pool-[\w-]+)", json.dumps(manifests()))) <= names
-    [ingress] = [one for one in manifests() if one["kind"] == "Ingress"]
-    [path] = ingress["spec"]["rules"][0]["http"]["paths"]
-    assert path["backend"]["service"]["name"] in names
+    services = {one["metadata"]["name"]: one for one in manifests() if one["kind"] == "Service"}
+    ports = {name: {p["port"] for p in one["spec"]["ports"]} for name, one in services.items()}
+    named = re.findall(r"(?://|@|\W)(pool-[\w-]+)(?::(\d+)|/)", json.dumps(manifests()))
+    assert {name for name, _ in named} >= {"pool-postgres", "pool-prometheus", "pool-loki"}
+    for name, port in named:
+        assert not port or int(port) in ports[name], (name, port)
+    for ingress in (one for one in manifests() if one["kind"] == "Ingress"):
+        [path] = ingress["spec"]["rules"][0]["http"]["paths"]
+        assert path["backend"]["service"]["name"] in services
+
+
+def test_its_prometheus_scrapes_the_jobs_that_the_alerts_name() -> None:
+    [config] = [one for one in manifests() if "prometheus.yml" in one.get("data", ())]
+    of_compose = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    jobs = [one["job_name"] for one in of_compose["scrape_configs"]]
+    found = yaml.safe_load(config["data"]["prometheus.yml"])
+    assert [one["job_name"] for one in found["scrape_configs"]] == jobs
 
 
 @pytest.mark.slow
