@@ -508,11 +508,6 @@ class BatchAnswer(Answer):
 
     batch: SignedBatch
     urls: dict[str, str]
-    problems: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    """The environment's problem of each group of a file, by the file's SHA-256; without archived
-    files. Empty from an older orchestrator."""
-    runs: dict[str, DigestField] = Field(default_factory=dict)
-    """The run definition that the lease of each of these files names, likewise."""
 
 
 NODES_PAGE = 1000

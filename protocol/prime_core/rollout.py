@@ -6,8 +6,8 @@ Defines the Parquet schema and all limits on a file.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from prime_core import encoding
@@ -173,6 +173,8 @@ class Rollout:
     reward: float
     spans: tuple[int, ...] = ()
     """See SCHEMAS."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Components of the reward (prime_core.verdict.VerdictRow)."""
 
     @property
     def generated(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -257,6 +257,14 @@ class Verdict(Strict):
         raise MalformedError("no opinion has the verdict's outcome")
 
 
+MAX_PARTS = 12
+"""Components of a row's reward that a table holds, at most."""
+LONGEST_PART_NAME, LARGEST_PART = 32, 2**53 - 1
+"""Bounds of their names' lengths and of their values."""
+PartValue = Annotated[int, Field(ge=-LARGEST_PART, le=LARGEST_PART)]
+PartName = Annotated[str, Field(min_length=1, max_length=LONGEST_PART_NAME)]
+
+
 class VerdictRow(Strict):
     """One row as the validator recomputed it. The reward is in millionths, so that the object is
     exact."""
@@ -271,6 +279,12 @@ class VerdictRow(Strict):
     """Environment tokens in a conversation; not included in `output_tokens`."""
     ungraded: bool = Field(default=False, exclude_if=lambda raised: not raised)
     """The code of a plugin raised when it graded the row, which is paid and not trained on."""
+    limited: bool = Field(default=False, exclude_if=lambda ended: not ended)
+    """The row ended because a call reached a limit (`tool_limit`): paid and not trained on."""
+    parts: dict[PartName, PartValue] = Field(
+        default_factory=dict, max_length=MAX_PARTS, exclude_if=lambda parts: not parts
+    )
+    """Components of the reward, as the grader counts them. No verdict depends on them."""
 
 
 MAX_TABLE_BYTES = 8 << 20
@@ -313,6 +327,14 @@ class VerdictTable(Strict):
 
     def canonical(self) -> bytes:
         return encoding.canonical_json(self.model_dump(mode="json"))
+
+    def holds(self, found: tuple[VerdictRow, ...]) -> bool:
+        """Whether the rows are `found`. Fields that no verdict depends on are not compared: tables
+        of earlier releases lack them."""
+        beyond = {"limited": False, "parts": {}}
+        return [row.model_copy(update=beyond) for row in self.rows] == [
+            row.model_copy(update=beyond) for row in found
+        ]
 
 
 class Evidence(Strict):

@@ -145,7 +145,7 @@ def compare_verdict(
         return audit("mismatch", f"{table.units} units were credited, {finding.units} counted")
     named = (table.submission_digest, table.policy_version, table.step)
     due = (signed.opinion.submission, lease.policy_version, lease.lease.step)
-    if named != due or table.rows != finding.table:
+    if named != due or not table.holds(finding.table):
         return audit("mismatch", "the verdict table holds other rows or rewards")
     notes = (other_class(lease, finding),) if other_class(lease, finding) else ()
     detail = f"{finding.units} units; {finding.detail}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UnavailableError
@@ -15,7 +16,14 @@ from prime_core.proof_form import PROOF_WINDOW
 from prime_core.rollout import EXACT_BYTES, model_ranges
 from prime_core.run import MICRO, RunDefinition
 from prime_core.task import SignedLease
-from prime_core.verdict import Outcome, Reason, VerdictRow
+from prime_core.verdict import (
+    LARGEST_PART,
+    LONGEST_PART_NAME,
+    MAX_PARTS,
+    Outcome,
+    Reason,
+    VerdictRow,
+)
 from prime_engine.base import Engine
 from prime_envs.base import UNASKED, Environment, Grade
 from prime_verify.build import PlannedRow, plan_rows
@@ -317,9 +325,21 @@ def check_rewards(
                 output_tokens=len(row.places),
                 observation_tokens=len(row.output_tokens) - len(row.places),
                 ungraded=grade.ungraded,
+                limited=row.finish_reason == "tool_limit",
+                parts=_parts_of(grade),
             )
         )
     return tuple(table)
+
+
+def _parts_of(grade: Grade) -> dict[str, int]:
+    """The first MAX_PARTS components of the reward that a table can hold: a plugin may give any."""
+    fit = (
+        (name, value)
+        for name, value in grade.parts.items()
+        if 0 < len(name) <= LONGEST_PART_NAME and abs(value) <= LARGEST_PART
+    )
+    return dict(islice(fit, MAX_PARTS))
 
 
 def _check_replies(case: Case) -> None:

@@ -433,6 +433,7 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
                 policy_version=row.policy_version,
                 reward=found.reward_micro / MICRO,
                 spans=row.spans,
+                parts=found.parts,
             )
         )
     return rollouts

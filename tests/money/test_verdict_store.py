@@ -59,12 +59,15 @@ def in_child(action: object, *arguments: object) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_rows_that_were_not_graded_have_no_reward_in_their_group() -> None:
-    def table(rewards: list[int | None]) -> VerdictTable:
+def test_groups_compare_only_rows_that_are_trained_on() -> None:
+    """Not those that could not be graded, which have no reward, nor those that a limit ended."""
+
+    def table(rewards: list[int | None], limited: int) -> VerdictTable:
         rows = (
             VerdictRow(
                 problem_id="p", group=number // 2, sample=number % 2, reward_micro=reward or 0,
                 prompt_tokens=1, output_tokens=1, ungraded=reward is None,
+                limited=number == limited,
             )
             for number, reward in enumerate(rewards)
         )  # fmt: skip
@@ -74,10 +77,10 @@ def test_rows_that_were_not_graded_have_no_reward_in_their_group() -> None:
         )
 
     submission: Any = SimpleNamespace(digest=ZERO_DIGEST, policy_version=0)
-    found = judging.group_rows(table([4, 0, 4, None, None, None]), submission, 0.0)
-    assert [(row.rows, row.ungraded) for row in found] == [(2, 0), (2, 1), (2, 2)]
-    assert [row.reward_micro_sum for row in found] == [4, 4, 0]
-    assert [row.informative for row in found] == [True, False, False]
+    found = judging.group_rows(table([4, 0, 4, None, None, None, 4, 0], 7), submission, 0.0)
+    assert [(row.rows, row.ungraded) for row in found] == [(2, 0), (2, 1), (2, 2), (2, 0)]
+    assert [row.reward_micro_sum for row in found] == [4, 4, 0, 4]
+    assert [row.informative for row in found] == [True, False, False, False]
 
 
 def test_the_mean_reward_of_a_batch_leaves_out_rows_that_were_not_graded(mgr: ManagerSide) -> None:

@@ -15,14 +15,12 @@ import pytest
 import trainer_kit as kit
 from tensorboardX.proto.event_pb2 import Event
 
-from prime_core.encoding import sha256
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO
-from prime_envs.registry import environment_for, environment_ref
-from prime_trainer.data import TrainingBatch, with_problems
-from prime_trainer.metrics import Stopwatch
+from prime_trainer.data import TrainingBatch, decode_message, encode_message
+from prime_trainer.metrics import Stopwatch, describe_rows
 from prime_trainer.observe import (
     WAITS,
     Bar,
@@ -210,46 +208,33 @@ def test_the_bar_has_a_word_for_each_of_the_loops_waits() -> None:
     assert "0.250" in task.fields["reward"]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_texts_of_a_batch_are_graded_again_if_wanted(
-    model: Path, tmp_path: Path, world: World, wanted: bool, monkeypatch: pytest.MonkeyPatch
+def test_texts_and_metrics_of_a_batch_have_the_components_of_each_reward(
+    model: Path, tmp_path: Path, world: World
 ) -> None:
-    """By the run definition that the lease of their file names."""
-    monkeypatch.setattr("prime_trainer.train.SAMPLES", 12)
-    learner = kit.learner(model, tmp_path, world, grade_texts=wanted)
+    learner = kit.learner(model, tmp_path, world)
     run = learner.run
-    words = environment_ref("reverse", {"longest": 8}, run.budgets, train_size=100, heldout_size=10)
-    revision = run.model_copy(update={"environment": words})
-    served = {f"/v1/runs/{revision.digest()}": revision.raw()}
-    client = SimpleNamespace(request=lambda method, path, body, signed: served[path])
     info = SimpleNamespace(pool=kit.POOL, manager=kit.MANAGER.address)
     facts = SimpleNamespace(run=run, info=info, domain=lambda _: kit.DOMAIN)
-    trainer = Trainer(learner, facts, client, None, threading.Event())  # type: ignore[arg-type]
-    groups = []
-    for group, (definition, index) in enumerate(((run, 3), (revision, 3), (run, 5))):
-        environment = environment_for(definition)
-        problem = environment.problem(index)
-        prompt = environment.prompt_tokens(problem, 2, trainer.tokenizer)
-        texts = [f"..={problem.answer}", "..=zzz", "..=zzz", "..=zzz"]
-        groups.append(
-            tuple(
-                Rollout(
-                    problem.problem_id, group, sample, prompt, tokens, [-0.5] * len(tokens), 2,
-                    "end", 9, float(sample == 0),
-                )
-                for sample, tokens in enumerate(map(trainer.tokenizer.encode, texts))
-            )
-        )  # fmt: skip
-    old, new = sha256(b"of the first run"), sha256(b"of the revision")
-    batch = TrainingBatch(Step(10), ZERO_DIGEST, tuple(groups), ((old, 0), (new, 0), (old, 1)))
-    runs = {old: run.digest(), new: revision.digest()}
-    lines = trainer.texts(with_problems(batch, {old: (3, 6), new: (3,)}, runs), 10)
+    trainer = Trainer(learner, facts, None, None, threading.Event())  # type: ignore[arg-type]
+    group = tuple(
+        Rollout(
+            "p", 0, sample, [1, 2], [3, 4], [-0.5] * 2, 2, "end", 9, float(sample == 0),
+            parts={"task_micro": MICRO * (sample == 0), "length": 2},
+        )
+        for sample in range(4)
+    )  # fmt: skip
+    sent = encode_message(TrainingBatch(Step(10), ZERO_DIGEST, (group,), ((ZERO_DIGEST, 0),)))
+    batch = decode_message(sent)
+    assert isinstance(batch, TrainingBatch)
+    assert describe_rows(batch.rollouts, 10, run.environment)["reward_parts"] == {
+        "length": 2.0,
+        "task_micro": MICRO / 4,
+    }
+    lines = trainer.texts(batch, 10)
     trainer.keeper.shutdown()
-    assert [line["verdict"] for line in lines] == ["accepted"] * 12
+    assert [line["verdict"] for line in lines] == ["accepted"] * 4
     assert {line["staleness"] for line in lines} == {1}
-    first = [line["parts"].get("task_micro") for line in lines[:8]]
-    assert first == ([MICRO, 0, 0, 0] * 2 if wanted else [None] * 8)
-    assert all(not line["parts"] for line in lines[8:]), "it is another problem's answer"
+    assert [line["parts"]["task_micro"] for line in lines] == [MICRO, 0, 0, 0]
     shown = samples_text(lines[:1], lambda text, _: text)
     assert shown.startswith("step 10, policy 9 (1 old), accepted, ")
-    assert ("task_micro 1000000" in shown) is wanted
+    assert "task_micro 1000000" in shown

@@ -291,6 +291,13 @@ def test_rollouts_take_their_reward_from_the_verdict_table() -> None:
     assert [tuple(r.output_tokens) for r in rollouts] == [r.output_tokens for r in ROWS]
 
 
+def test_an_auditor_takes_tables_of_releases_that_noted_less() -> None:
+    table = _verdict_table(ROWS)
+    found = tuple(row.model_copy(update={"parts": {"turns": 2}}) for row in table.rows)
+    assert table.holds(found)
+    assert not table.holds((*found[:-1], found[-1].model_copy(update={"reward_micro": 1})))
+
+
 def test_a_table_of_another_file_is_refused() -> None:
     for rows in (ROWS[:-1], [*ROWS[:-1], replace(ROWS[-1], sample=9)]):
         with pytest.raises(MalformedError):

@@ -203,6 +203,7 @@ def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
     finding = both.judge(file)
     assert finding.outcome is Outcome.ACCEPTED, finding
     assert finding.units == sum(len(row.model_tokens) for row in rows_of(file))
+    assert [row.limited for row in finding.table] == [row in ended for row in rows_of(file)]
     for judge, one in ((talking, file), (both, honest)):
         found = judge.judge(one)
         assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS), found

@@ -205,9 +205,6 @@ class Settings(ChainSettings):
     texts_every: int = Field(default=10, ge=0)
     """Steps between tables of rollout texts in TensorBoard, the tracker and, for `trainer run`,
     samples.jsonl; 0: none."""
-    grade_texts: bool = False
-    """For `trainer run`: grade these texts again by the run's environment, to show their rewards by
-    component; answers that are programs run in its sandbox."""
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak of one device in 10^12 operations per second, for MFU; 0 uses the value of a known
     device."""

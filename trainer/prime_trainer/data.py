@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from prime_core import encoding
@@ -33,12 +33,11 @@ from prime_core.rollout import MAX_FILE_BYTES, Ending, Rollout
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
 from prime_core.verdict import MAX_TABLE_BYTES, VerdictTable
+from prime_trainer.advantages import UNCOMPARED
 from prime_verify.rollout_file import load_rollouts
 
 GroupKey = tuple[Digest, int]
 """Unique identifier of a group: its file's SHA-256 and its number in the file."""
-Asked = tuple[Digest, int]
-"""The digest of a run definition, and the number of a problem in its environment."""
 Fetch = Callable[[Digest, int], bytes]
 """(sha256, limit) → the object's bytes, with the digest checked."""
 
@@ -82,9 +81,6 @@ class TrainingBatch:
     alike: int = 0
     submissions: tuple[Digest, ...] = ()
     """Submissions of its files."""
-    problems: tuple[Asked | None, ...] = ()
-    """What each group answers, as the orchestrator says (None: it does not); on rank 0 only, and
-    not verified."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -99,19 +95,6 @@ class TrainingBatch:
             raise UntrustedError(
                 f"batch {self.step} holds group {number} of {sha256}, trained before"
             )
-
-
-def with_problems(
-    batch: TrainingBatch, problems: Mapping[str, Sequence[int]], runs: Mapping[str, Digest]
-) -> TrainingBatch:
-    """Returns the batch with the run and problem of each group. `problems` and `runs` map a file's
-    SHA-256 to the problems of its groups and to the run definition that its lease names."""
-
-    def asked(sha256: Digest, group: int) -> Asked | None:
-        numbers = problems.get(sha256, ())
-        return (runs[sha256], numbers[group]) if sha256 in runs and group < len(numbers) else None
-
-    return replace(batch, problems=tuple(asked(*key) for key in batch.keys))
 
 
 def verify_statement(signed: SignedBatch, step: int, rules: BatchRules) -> BatchManifest:
@@ -176,7 +159,7 @@ def assemble(
         rewards: dict[int, set[float]] = {}
         for row in all_rows:
             values = rewards.setdefault(row.group, set())
-            if row.finish_reason != "ungraded":
+            if row.finish_reason not in UNCOMPARED:
                 values.add(row.reward)
         seen += len(rewards)
         alike += sum(len(values) < 2 for values in rewards.values())
@@ -302,7 +285,7 @@ def encode_message(message: Message) -> bytes:
         "rows": [
             [row.problem_id, row.group, row.sample, row.target_length, row.finish_reason,
              row.policy_version, row.reward, len(row.prompt_tokens), len(row.output_tokens),
-             row.spans]
+             row.spans, row.parts]
             for row in rows
         ],
     }  # fmt: skip
@@ -346,7 +329,7 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
     rows: list[Rollout] = []
     at, end = 0, middle
     for (
-        name, group, sample, target, reason, version, reward, prompt, output, spans
+        name, group, sample, target, reason, version, reward, prompt, output, spans, parts
     ) in header["rows"]:  # fmt: skip
         cut, stop = at + 4 * prompt, at + 4 * (prompt + output)
         rows.append(
@@ -362,6 +345,7 @@ def _batch(header: dict[str, Any], body: bytes) -> TrainingBatch:
                 policy_version=version,
                 reward=reward,
                 spans=tuple(spans),
+                parts=parts,
             )
         )
         at, end = stop, end + 4 * output

@@ -617,7 +617,9 @@ class Local:
         """Writes rows spread evenly over those that a step generated: texts, rewards and their
         parts."""
         lines = [
-            sample_line(step, rollout, self.run, self.engine.tokenizer, grade)
+            sample_line(
+                step, rollout, self.run, self.engine.tokenizer, grade.parts, reason=grade.reason
+            )
             for _, rollout, grade in spread(made.rows, self.options.samples)
         ]
         append_samples(self.out, lines)

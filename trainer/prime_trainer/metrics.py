@@ -128,8 +128,8 @@ def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
 
 def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef) -> dict[str, Any]:
     """Statistics of a batch's rows: reward and share by target, and by part if the run's
-    environment `source` is a mixture; staleness, lengths, endings. Rows that could not be graded
-    are left out.
+    environment `source` is a mixture; components of the reward; staleness, lengths, endings. Rows
+    that could not be graded are left out.
 
     `length_error`: mean distance between the number of generated tokens and the target, by target.
     (An environment may count only a part of them; `trainer evaluate` uses its unit.)
@@ -138,7 +138,10 @@ def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef
     by_target: dict[int, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     apart: dict[int, list[int]] = {}
+    components: dict[str, list[int]] = {}
     for row in rollouts:
+        for name, value in row.parts.items():
+            components.setdefault(name, []).append(value)
         by_target.setdefault(row.target_length, []).append(row.reward)
         if source.parts:
             by_part.setdefault(source.source_of(row.problem_id), []).append(row.reward)
@@ -155,6 +158,11 @@ def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef
             str(target): len(values) / count for target, values in sorted(by_target.items())
         },
         **_by_part(by_part, count),
+        **(
+            {"reward_parts": {n: sum(some) / len(some) for n, some in sorted(components.items())}}
+            if components
+            else {}
+        ),
         "length_error": {
             str(target): sum(values) / len(values) for target, values in sorted(apart.items())
         },

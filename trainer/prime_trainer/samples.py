@@ -12,7 +12,7 @@ from prime_core.errors import UserError
 from prime_core.printing import printable
 from prime_core.rollout import Rollout
 from prime_core.run import RunDefinition
-from prime_envs.base import Environment, Grade, texts_of
+from prime_envs.base import texts_of
 from prime_envs.samples import Style, openai_messages, reward_text, sample_text
 from prime_envs.tools import TOOL_ERROR
 from prime_trainer.disk import whole_lines, writing
@@ -32,11 +32,14 @@ def sample_line(
     rollout: Rollout,
     run: RunDefinition,
     tokenizer: Any,
-    grade: Grade | None,
+    parts: Mapping[str, int],
+    *,
+    reason: str = "",
     verdict: str = "",
 ) -> dict[str, Any]:
-    """A line of samples.jsonl. Without `grade` it has the reward and not its parts; the reward of a
-    row that could not be graded is None. `verdict` on its file; empty if no validator judges."""
+    """A line of samples.jsonl. `parts` are the components of the reward and `reason` the grader's
+    sentence; the reward of a row that could not be graded is None. `verdict` on its file; empty if
+    no validator judges."""
     return {
         "step": step,
         "policy": rollout.policy_version,
@@ -53,22 +56,9 @@ def sample_line(
         "tokens": rollout.generated,
         "finish": rollout.finish_reason,
         "reward": None if rollout.finish_reason == "ungraded" else rollout.reward,
-        "parts": dict(grade.parts) if grade else {},
-        "reason": grade.reason if grade else "",
+        "parts": dict(parts),
+        "reason": reason,
     }  # fmt: skip
-
-
-def graded_again(
-    row: Rollout, problem: int, environment: Environment, tokenizer: Any
-) -> Grade | None:
-    """The grade of a row that answers `problem` of the environment; None if the row asks something
-    else. Raises the errors of the environment."""
-    asked, prompt = environment.ask(problem, row.target_length, tokenizer)
-    if (asked.problem_id, prompt) != (row.problem_id, tuple(row.prompt_tokens)):
-        return None
-    return environment.grade_output(
-        asked, row.target_length, row.output_tokens, tokenizer, row.spans
-    )
 
 
 def spread(rows: Sequence[Row], wanted: int) -> Sequence[Row]:

@@ -47,18 +47,13 @@ from prime_core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from prime_core.ids import Digest, Step
+from prime_core.ids import Step
 from prime_core.messages import SubmissionInfo
-from prime_core.rollout import Rollout
-from prime_core.run import RunDefinition
-from prime_core.transport.client import OrchestratorClient, run_bytes
+from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
-from prime_envs.base import Environment, Grade
-from prime_envs.registry import environment_for
 from prime_trainer import checkpoint
 from prime_trainer.checkpoint import Saving, TrainerState
 from prime_trainer.data import (
-    Asked,
     BadBatch,
     BatchRules,
     GroupKey,
@@ -67,14 +62,13 @@ from prime_trainer.data import (
     decode_message,
     encode_message,
     require_asked,
-    with_problems,
 )
 from prime_trainer.feed import PoolFacts, Prefetcher, fetcher, insist, wait_for_batch
 from prime_trainer.learner import Learner, train_step
 from prime_trainer.metrics import MetricsFile, Stopwatch, alarms_of
 from prime_trainer.observe import Observers
 from prime_trainer.publish import Publisher, Publishing, publish_state, take_part
-from prime_trainer.samples import append_samples, graded_again, sample_line, spread, tool_figures
+from prime_trainer.samples import append_samples, sample_line, spread, tool_figures
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +108,6 @@ class Trainer:
         self.unsaved = 0
         """Batches since the last checkpoint."""
         self.recent: set[GroupKey] = set()
-        self.environments: dict[Digest, Environment] = {}
-        """By run definition: they grade samples again, if `grade_texts` is set."""
-        if self.world.leads and learner.settings.grade_texts:
-            self.environments[facts.run.digest()] = environment_for(facts.run)
         self.keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         self.kept: Future[Stopwatch] | None = None
         self.prefetcher: Prefetcher | None = None
@@ -159,8 +149,6 @@ class Trainer:
             if self.prefetcher is not None:
                 self.prefetcher.close()
             self.keeper.shutdown(wait=True)
-            for environment in self.environments.values():
-                environment.close()
         return state
 
     @property
@@ -223,8 +211,7 @@ class Trainer:
                 return BadBatch(number, "requested by --skip-batch")
             fetch = fetcher(self.client, answer.urls, self.stop)
             try:
-                batch = assemble(answer.batch, step, self.rules, fetch)
-                return with_problems(batch, answer.problems, answer.runs)
+                return assemble(answer.batch, step, self.rules, fetch)
             except (MalformedError, UntrustedError, PolicyError) as error:
                 return self.bad(number, error)
             except UnavailableError as error:
@@ -339,35 +326,10 @@ class Trainer:
         every = self.learner.settings.texts_every
         if isinstance(found, BadBatch) or not every or step % every or not self.world.leads:
             return []
-        run, rows = self.learner.run, found.rollouts
-        lines = []
-        for number in spread(range(len(rows)), SAMPLES):
-            row, problems = rows[number], found.problems
-            asked = problems[number // run.samples_per_group] if problems else None
-            grade = self.graded(row, asked)
-            lines.append(sample_line(step, row, run, self.tokenizer, grade, "accepted"))
-        return lines
-
-    def graded(self, row: Rollout, asked: Asked | None) -> Grade | None:
-        """Grades a row again, if `grade_texts` is set; None if it is not known what the row was
-        `asked`, or the row answers something else."""
-        if not self.learner.settings.grade_texts or asked is None:
-            return None
-        run, problem = asked
-        try:
-            return graded_again(row, problem, self.environment(run), self.tokenizer)
-        except PrimeError as error:
-            log.warning("a sample is not graded again: %s", error)
-            return None
-
-    def environment(self, run: Digest) -> Environment:
-        """The environment of the pool's run or of a revision of it. Raises PrimeError if the
-        orchestrator does not give the revision, or its environment is not installed here."""
-        found = self.environments.get(run)
-        if found is None:
-            revision = RunDefinition.parse(run_bytes(self.client, run))
-            found = self.environments[run] = environment_for(revision)
-        return found
+        return [
+            sample_line(step, row, self.learner.run, self.tokenizer, row.parts, verdict="accepted")
+            for row in spread(found.rollouts, SAMPLES)
+        ]
 
     def take_part(self, training: str) -> Part:
         """This rank's part of the present weights; a collective operation."""

@@ -9,7 +9,6 @@ from itertools import islice, pairwise
 from typing import Generic, Literal, TypeVar
 
 from prime_chain.networks import NETWORKS
-from prime_core import seeds
 from prime_core.batch import BatchManifest
 from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Address, Digest
@@ -275,35 +274,6 @@ def require_files(backend: Backend, manifest: BatchManifest) -> None:
                 f"a file of batch {manifest.step} is gone: {archive.why_gone(days)}; start the "
                 "trainer from its checkpoint"
             )
-
-
-def batch_problems(
-    backend: Backend, manifest: BatchManifest
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Digest]]:
-    """Returns, of a batch's files by SHA-256, the environment's problem of each group, and the run
-    definition that the lease names; files of archived leases are left out."""
-    with backend.store.read() as connection:
-        runs = revisions.history(connection, backend.context)
-        named = [Digest(file.submission_digest) for file in manifest.files]
-        files = submissions.those(connection, named)
-        known = leases.those(connection, [row.lease_digest for row in files.values()])
-    problems: dict[str, tuple[int, ...]] = {}
-    leased: dict[str, Digest] = {}
-    for row in files.values():
-        lease = known.get(row.lease_digest)
-        if lease is not None:
-            run, signed = runs.at(lease.step), lease.signed()
-            leased[str(row.sha256)] = signed.lease.run_digest
-            opening = signed.opening
-            seed = None if opening is None else opening.problems
-            problems[str(row.sha256)] = tuple(
-                seeds.problem_indices(
-                    seed or seeds.lease_seed(lease.digest),
-                    run.groups_per_lease,
-                    run.environment.train_size,
-                )
-            )
-    return problems, leased
 
 
 def _infos(

@@ -815,13 +815,16 @@ def group_rows(
     table: VerdictTable, row: SubmissionRow, now: float, batch_step: int | None = None
 ) -> list[GroupRow]:
     """Returns the groups of an accepted file, from its verdict table. Rows that could not be graded
-    have no reward."""
+    have no reward; those that a limit ended are not compared with the others."""
     by_group: dict[int, list[int]] = defaultdict(list)
+    compared: dict[int, set[int]] = defaultdict(set)
     rows: Counter[int] = Counter()
     for entry in table.rows:
         rewards = by_group[entry.group]
         if not entry.ungraded:
             rewards.append(entry.reward_micro)
+            if not entry.limited:
+                compared[entry.group].add(entry.reward_micro)
         rows[entry.group] += 1
     return [
         GroupRow(
@@ -829,7 +832,7 @@ def group_rows(
             group_no=group,
             policy_version=row.policy_version,
             rows=rows[group],
-            informative=len(set(values)) > 1,
+            informative=len(compared[group]) > 1,
             reward_micro_sum=sum(values),
             accepted_at=now,
             batch_step=batch_step,

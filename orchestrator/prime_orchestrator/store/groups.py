@@ -22,8 +22,8 @@ HELD_OUT = -1
 
 @dataclass(frozen=True)
 class GroupRow:
-    """`informative`: the group's rewards are not all equal. `batch_step` None: still free;
-    HELD_OUT: its problem is held out. `ungraded` of its `rows` have no reward."""
+    """`informative`: the rewards of the rows that are trained on are not all equal. `batch_step`
+    None: still free; HELD_OUT: its problem is held out. `ungraded` of its `rows` have no reward."""
 
     submission_digest: Digest
     group_no: int

@@ -133,7 +133,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/batches/{step}", responses={200: {"model": BatchAnswer}})
     def batch(step: str, request: Signed = trainer) -> Response:
         """The first sealed batch from number `step` on, with a signed URL for each of its
-        objects, and its groups' problems; 409 if its files were removed."""
+        objects; 409 if its files were removed."""
         signed = _sealed(backend, step, batches.first_from).signed()
         status.require_files(backend, signed.manifest)
         expires = int(backend.now()) + BATCH_URL_SECONDS
@@ -141,8 +141,7 @@ def router(backend: Backend) -> APIRouter:
         urls: dict[str, str] = {
             name: backend.objects.signed_get(digest_key(name), expires) for name in sorted(names)
         }
-        problems, named = status.batch_problems(backend, signed.manifest)
-        return answer(BatchAnswer(batch=signed, urls=urls, problems=problems, runs=named))
+        return answer(BatchAnswer(batch=signed, urls=urls))
 
     @routes.get("/v1/batches/{step}/manifest", responses={200: {"model": SignedBatch}})
     def manifest(step: str) -> Response:
