@@ -16,6 +16,7 @@ from docker_images import build, import_root
 
 from prime_core.errors import PolicyError, UserError
 from prime_core.task import Task
+from prime_node.runtime import disk
 from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.docker import (
     OUTBOX_MB,
@@ -372,6 +373,21 @@ def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
             runtime.check(Task(image=registry.image, memory_mb=64))
         assert registry.ended.wait(30), "the engine goes on pulling"
         assert registry.given < 2 << 30
+    finally:
+        registry.close()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["progress", "silence"])
+def test_a_pull_leaves_some_of_the_engines_disk_free(
+    engine: docker.DockerClient, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr(disk, "KEPT_FREE", 1 << 60)
+    registry = Registry(silent=silent)
+    try:
+        runtime = DockerRuntime("test", public_only=False)
+        with pytest.raises(PolicyError, match=r"free on the Docker engine's disk.*free some space"):
+            runtime.check(Task(image=registry.image, memory_mb=64))
+        assert silent or registry.ended.wait(30), "the engine goes on pulling"
     finally:
         registry.close()
 

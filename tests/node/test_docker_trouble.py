@@ -46,6 +46,20 @@ def test_engine_without_rights_names_the_group(tmp_path: Path) -> None:
     assert "usermod -aG docker" in said
 
 
+@pytest.mark.parametrize("option", ["name=rootless", "name=userns"])
+def test_an_engine_whose_tasks_cannot_reach_their_agent_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        def info(self) -> dict[str, Any]:
+            return {"SecurityOptions": ["name=seccomp,profile=default", option]}
+
+    runtime = DockerRuntime("test")
+    monkeypatch.setattr(runtime, "_connected", Engine())
+    with pytest.raises(UserError, match=f"maps user ids .{option[5:]}.*cannot reach its agent"):
+        runtime.check(None)
+
+
 def test_refused_rights_are_distinguished_from_a_missing_engine() -> None:
     from prime_node.runtime.docker import _engine_trouble
 

@@ -6,8 +6,9 @@ with the bridge's socket, which is its only way out; finished files go through i
 What it writes lies in two file systems in memory, of bounded size, that end with it: /tmp, and its
 outbox. Both count as its memory. The engine bounds its log. An image with volumes is refused; its
 health check and preloaded libraries are not taken over; its size, the time of its pull, and what
-the task asks for, are bounded by the owner's limits. An image is pulled from a registry with a
-public address only, unless private ones are allowed.
+the task asks for, are bounded by the owner's limits. What it unpacks to is known at the end: until
+then a pull leaves some of the engine's disk free, if that is on this machine. An image is pulled
+from a registry with a public address only, unless private ones are allowed.
 
 Not protected: the host's kernel is shared (a kernel bug allows an escape), a task with GPUs talks
 to the driver, and a task may use up its CPU share. The engine, not this program, connects to the
@@ -20,6 +21,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +42,7 @@ from prime_core.task import IMAGE_VARIABLE, Task
 from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
 from prime_node.fingerprint import read_gpus
+from prime_node.runtime import disk
 from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
 
 log = logging.getLogger("prime.node.docker")
@@ -58,6 +61,8 @@ GPU_SCRATCH_MB = 4096
 """Compiled kernels lie there too. Both count as the task's memory."""
 MOST_MEMORY_SHARE = 0.9
 """Of this machine's memory, where the owner states no limit."""
+MAPS_USERS = ("name=rootless", "name=userns")
+"""Security options of an engine in whose containers the agent's user id is another user's."""
 DOCKER_HUB = ("docker.io", "index.docker.io")
 PULL_SILENCE_SECONDS = 600
 """Without a word about a pull the engine is given up."""
@@ -160,11 +165,21 @@ class ContainerHandle:
 
 
 class _Puller(docker.APIClient):
-    """A client whose time-out holds for pulls, too; docker-py's own waits for them without end."""
+    """A client whose time-out holds for pulls, too; docker-py's own waits for them without end.
+    Another thread can break its last request off."""
+
+    last: Any = None
 
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
         response: requests.Response = super().send(request, **{**options, "timeout": self.timeout})
+        self.last = response.raw
         return response
+
+    def hang_up(self) -> None:
+        connection = self.last.connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):  # the engine was faster
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class DockerRuntime:
@@ -221,6 +236,14 @@ class DockerRuntime:
             info = engine.info()
         except (DockerException, requests.RequestException) as error:  # it did answer before
             raise UnavailableError(f"the Docker engine does not answer: {error}") from error
+        mapped = [name for name in info.get("SecurityOptions") or () if name in MAPS_USERS]
+        if mapped:
+            raise UserError(
+                f"the Docker engine maps user ids ({mapped[0].removeprefix('name=')}), so that a "
+                "task cannot reach its agent",
+                hint="use the system's engine, without userns-remap: "
+                "DOCKER_HOST=unix:///var/run/docker.sock",
+            )
         if task is not None:
             self._image(task)
             if task.gpus and "nvidia" not in info.get("Runtimes", {}):
@@ -289,7 +312,8 @@ class DockerRuntime:
 
     def _pull(self, image: str) -> None:
         """Pulls an image and breaks off once it proves larger, or takes longer, than the owner's
-        limits allow. The time is looked at with each word of the engine.
+        limits allow, or fills the engine's disk. The time is looked at with each word of the
+        engine.
 
         Raises PolicyError then, UnavailableError if the engine or the registry fails.
         """
@@ -301,9 +325,12 @@ class DockerRuntime:
         # A client of its own: closing it ends the request, and with that the engine's pull.
         puller = self._new_puller(min(PULL_SILENCE_SECONDS, most))
         pull = partial(puller.pull, repository, tag=digest, stream=True, decode=True)
+        guard = disk.DiskGuard(Path(self._engine().info()["DockerRootDir"]), puller.hang_up)
         try:
-            with contextlib.closing(pull()) as progress:
+            with contextlib.closing(pull()) as progress, guard:
                 for event in progress:
+                    if guard.full:
+                        break
                     if time.monotonic() >= end:
                         raise self._too_slow(image)
                     if "error" in event:
@@ -319,9 +346,15 @@ class DockerRuntime:
         except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
             if time.monotonic() >= end:
                 raise self._too_slow(image) from error
-            raise UnavailableError(f"the image {image} cannot be pulled: {error}") from error
+            if not guard.full:
+                raise UnavailableError(f"the image {image} cannot be pulled: {error}") from error
         finally:
             puller.close()
+        if guard.full:
+            raise PolicyError(
+                f"less than {disk.KEPT_FREE / 2**30:g} GiB were free on the Docker engine's disk "
+                f"while the image {image} was pulled; free some space, then start this node again"
+            )
 
     def _too_slow(self, image: str) -> PolicyError:
         return PolicyError(
@@ -453,7 +486,7 @@ def _engine_trouble(error: Exception) -> UserError:
     if "PermissionError" in text or "Permission denied" in text:
         return UserError(
             "the Docker engine runs, but this user may not use it",
-            hint="sudo usermod -aG docker $USER, then log in again (or use rootless Docker)",
+            hint="sudo usermod -aG docker $USER, then log in again",
         )
     if "FileNotFoundError" in text or "ConnectionRefusedError" in text or "No such file" in text:
         return UserError(
