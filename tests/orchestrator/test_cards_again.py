@@ -1,5 +1,5 @@
 """Cards of admitted nodes are measured again at random: the draw, the leases in flight, what a
-slower card, a silent node and an older one get."""
+slower card, a silent node and one that never says that it knows get."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from prime_orchestrator.manager import remeasuring
 from prime_orchestrator.manager.remeasuring import (
     AWAITED,
     FIRST_PAUSE,
+    IGNORED,
     MOST_UNANSWERED,
     PROOF_SECONDS,
     UNANSWERED,
@@ -216,17 +217,24 @@ def test_our_own_absence_does_not_count_as_silence(make_world: MakeWorld) -> Non
     assert (row.unanswered, row.awaited) == (0, True)
 
 
-def test_an_older_node_is_asked_in_vain_and_works_on(make_world: MakeWorld) -> None:
+def test_a_node_that_never_says_that_it_knows_gets_no_lease_in_the_end_until_it_passes(
+    make_world: MakeWorld,
+) -> None:
+    """So does an older one, and one that poses as such, to keep an earlier machine's passport."""
     pool = Pool(make_world)
-    for _ in range(MOST_UNANSWERED + 1):
-        pool.tick()
+    world = pool.world
+    pool.tick()
+    for missed in range(MOST_UNANSWERED):
         assert pool.beat(proves=False).prove_cards_by is not None
-        assert pool.world.lease(pool.node)
+        assert world.lease(pool.node), "it works on"
         pool.tick(WAIT)
-        pool.tick()
-    assert pool.beat(proves=False).reason == ""
-    assert "ignored 4.0" in pool.measured()
+        pool.tick(FIRST_PAUSE * 2**missed)
+    assert ask(world, pool.node).reason == IGNORED == pool.info().cards_trouble
     pool.no_harm()
+    assert pool.beat(proves=True).prove_cards_by is not None, "it has a newer program"
+    Node(world, pool.node, count=2).prove(two(0.8 * TERA))
+    assert ask(world, pool.node).lease is not None
+    assert pool.measured() == "ignored 3.0 passed 1.0 refused 0.0 unanswered 0.0"
 
 
 def test_a_pool_of_few_nodes_or_without_the_setting_asks_nothing(make_world: MakeWorld) -> None:

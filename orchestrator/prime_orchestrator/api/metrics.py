@@ -105,7 +105,7 @@ class PoolMetrics:
             )
             yield _gauges(
                 "prime_cards_measured_again",
-                "Repeated proofs of nodes' cards by outcome. Ignored: by nodes of older programs. "
+                "Repeated proofs of nodes' cards by outcome. Ignored: never confirmed. "
                 "Unit: proofs.",
                 "outcome",
                 measurements.totals(connection),

@@ -2,16 +2,16 @@
 
     drawn ──► asked (heartbeat) ──► the node knows, delivers its leases, proves ──► passed
                     │                             │                            └──► refused
-                    └── older node: ignored       └── no proof in time: unanswered
+                    └── never says so: ignored    └── no proof in time: unanswered
 
 Each tick draws each active node that has a passport with the same chance, so the past says nothing
 about the next time. At most one active node in SHARE is asked at once, so none in a pool of fewer.
 
-A node that says that it knows gets no new lease until its proof has ended; an older one, which does
-not, works on. A passed proof gives a new passport. A refused one, or MOST_UNANSWERED in a row that
-did not come, cost the node nothing but further leases, until it passes: it is asked again after a
-pause that doubles. Nothing here accuses a node or touches its stake. Time during which the
-orchestrator was away does not count.
+A node that says that it knows gets no new lease until its proof has ended; one that does not, such
+as an older one, works on. A passed proof gives a new passport. A refused one, or MOST_UNANSWERED in
+a row that did not come, cost the node nothing but further leases, until it passes: it is asked
+again after a pause that doubles. Nothing here accuses a node or touches its stake. Time during
+which the orchestrator was away does not count.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ AWAITED = (
 UNANSWERED = (
     f"this node did not prove its cards in time, {MOST_UNANSWERED} times in a row; it gets no "
     "lease until it passes. See the agent's log and prime-node doctor"
+)
+IGNORED = (
+    f"this node was asked {MOST_UNANSWERED} times in a row to prove its cards again, and did not "
+    "confirm it; it gets no lease until it passes: install a newer prime-node"
 )
 
 
@@ -105,13 +109,13 @@ def _ask(connection: Connection, row: MeasurementRow, now: float) -> None:
 
 
 def _unanswered(row: MeasurementRow, now: float) -> MeasurementRow:
-    if not row.knows:
-        return replace(row, asked_at=None, ignored=row.ignored + 1)
     log.warning("node %s did not prove its cards again in time", row.node)
     failed = _failed(row, now)
-    silent = failed.failures >= MOST_UNANSWERED
-    trouble = row.trouble or (UNANSWERED if silent else "")
-    return replace(failed, trouble=trouble, unanswered=row.unanswered + 1)
+    if failed.failures >= MOST_UNANSWERED and not row.trouble:
+        failed = replace(failed, trouble=UNANSWERED if row.knows else IGNORED)
+    if row.knows:
+        return replace(failed, unanswered=row.unanswered + 1)
+    return replace(failed, ignored=row.ignored + 1)
 
 
 def _failed(row: MeasurementRow, now: float) -> MeasurementRow:
