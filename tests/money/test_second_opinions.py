@@ -27,7 +27,7 @@ from prime_core.errors import (
 from prime_core.ids import Digest
 from prime_core.opinions import check_opinions
 from prime_core.storage.base import digest_key, put_object
-from prime_core.validator_messages import Job, OpinionList, ReleaseRequest
+from prime_core.validator_messages import Job, KeepRequest, OpinionList, ReleaseRequest
 from prime_core.verdict import MAX_TABLE_BYTES, Outcome, Reason, SignedOpinion, Verdict
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
@@ -300,6 +300,34 @@ def test_an_acceptance_with_which_no_other_counts_stands_alone_after_long(
     assert panel.validator.claim() is None
     assert judge.tick() == [digest]
     assert panel.mgr.row(digest).status == "accepted"
+
+
+@pytest.mark.parametrize("how", ["seals and keeps it back", "keeps its claim"])
+def test_a_live_validator_that_hands_in_nothing_counts_as_absent(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The honest node is paid, as if the second validator were down."""
+    monkeypatch.setattr(validators, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(validators, "LONE_SECONDS", 240.0)
+    second, mine, its = two_claims(panel, monkeypatch)
+    digest, mgr = Digest(mine.submission_digest), panel.mgr
+    first = panel.validator.opinion(mine, Reason.NONE, court_rows(panel, mine))
+    keep = KeepRequest(worker="kit", submissions=(digest,))
+    judge, began, held = judge_of(mgr.backend), mgr.now(), its
+    while not (decided := judge.tick()):
+        if held is not None and how == "seals and keeps it back":
+            second.seal(second.opinion(held))
+        if panel.validator.seal(first):
+            panel.validator.give(first)
+        mgr.now.time += 20
+        assert mgr.now() - began < 480, "it waits for ever"
+        validators.keep(mgr.backend, SECOND.address, keep)
+        held = second.claim()
+        assert panel.validator.claim() is None
+    assert decided == [digest]
+    assert mgr.now() - began >= 240
+    assert mgr.row(digest).status == "accepted"
+    assert said(panel, digest) == {VALIDATOR.address: Reason.NONE}
 
 
 def test_a_verdict_lists_no_acceptance_of_another_version(

@@ -78,7 +78,7 @@ LIVE_SECONDS = 45.0
 SEEN_SECONDS = 5.0
 """How often polls of an idle validator are recorded."""
 PATIENCE_SECONDS = 900.0
-"""Time a live validator has to claim a file, or to submit the opinion it sealed."""
+"""Time a live validator has to claim a file, to judge it, or to submit the opinion it sealed."""
 RETRY_MS = 300
 LOST_SECONDS = 60.0
 """How long a file that is missing from the object store is postponed."""
@@ -94,7 +94,7 @@ OUTSIDE_ONE_IN = 4
 """One file of an exact lease in this many goes to any validator, so that no node and no few
 validators choose one another by announcing a class."""
 LONE_SECONDS = 3600.0
-"""After this long without another validator, one opinion decides where two were needed."""
+"""After this long without another validator's opinion, one decides where two were needed."""
 MAX_OBJECT_BYTES = 32 << 20
 UPLOAD_SECONDS = 600
 MAX_REVEALS = 64
@@ -254,6 +254,9 @@ def end_overdue(connection: Connection, now: float) -> list[Digest]:
         elif row.status == "sealed" and not _is_due_since(connection, row, now - PATIENCE_SECONDS):
             continue
         elif row.validator not in live or now - row.at > PATIENCE_SECONDS:
+            if row.status == "sealed":
+                log.error("%s sealed an opinion on %s and did not hand it in", row.validator,
+                          row.submission_digest)  # fmt: skip
             _end(connection, row, "missed", now)
             ended.append(row.submission_digest)
     return ended
@@ -305,14 +308,15 @@ def assign_files(
         members = frozenset[Address]() if found.numeric is None else provers[found.numeric]
         accused = found.numeric is not None and _accused(connection, digest, parts)
         chosen = _chosen(digest, needed, listed, secret, parts, able, members, load, accused)
+        no_new = all(one in parts for one in chosen)
+        if no_new and _active(parts) < needed:
+            if not chosen and accused and no_one_left(listed, parts.values(), appointed):
+                jobs.change(connection, digest, status="full", needed=_active(parts))
+            elif _settle_short(connection, digest, listed, parts, now):
+                continue
         for validator in chosen:
             load[validator] = load.get(validator, 0) + 1
         given += [(digest, validator) for validator in chosen]
-        if not chosen and _active(parts) < needed:
-            if accused and no_one_left(listed, parts.values(), appointed):
-                jobs.change(connection, digest, status="full", needed=_active(parts))
-            else:
-                _settle_short(connection, digest, listed, parts, now)
     jobs.set_needed(connection, first)
     jobs.assign(connection, given, now=now)
 
@@ -395,10 +399,10 @@ def _settle_short(
     listed: DrawList,
     parts: Mapping[Address, AssignmentRow],
     now: float,
-) -> None:
+) -> bool:
     """Sets a file aside that no validator is left for. After LONE_SECONDS, lets a lone sealed
     opinion decide, and opinions that all accept the file but do not count together, or of which
-    another does not count."""
+    another does not count. Returns whether it did any of this."""
     active = _active(parts)
     if active == 0 and all(
         one.validator in parts and parts[one.validator].status == "abstained"
@@ -406,13 +410,14 @@ def _settle_short(
     ):
         log.error("every validator abstained from %s: it is set aside", digest)
         jobs.change(connection, digest, status="quarantined")
-        return
+        return True
     sealed = [part.at for part in parts.values() if part.status == "sealed"]
     given = [part.at for part in parts.values() if part.status == "given"]
     if sealed and not given and len(sealed) == active and now - min(sealed) >= LONE_SECONDS:
         log.warning("no second validator came for %s: one opinion decides", digest)
         jobs.change(connection, digest, needed=active)
-    elif (
+        return True
+    if (
         given
         and len(given) == active
         and now - max(given) >= LONE_SECONDS
@@ -420,6 +425,8 @@ def _settle_short(
     ):
         log.warning("no further validator came for %s: one acceptance decides", digest)
         jobs.change(connection, digest, status="full", needed=1)
+        return True
+    return False
 
 
 def _jobs(backend: Backend, digests: Sequence[Digest], now: float) -> dict[Digest, Job]:
@@ -468,12 +475,17 @@ def _present(backend: Backend, key: str) -> str:
 
 
 def keep(backend: Backend, account: Address, request: KeepRequest) -> None:
-    """Extends claims while their files are being judged."""
+    """Extends claims that were made in the last PATIENCE_SECONDS, while their files are judged."""
     now = backend.now()
     with backend.store.begin() as connection:
         jobs.note_validators(connection, [account], now)
         jobs.keep(
-            connection, account, request.worker, request.submissions, until=now + CLAIM_SECONDS
+            connection,
+            account,
+            request.worker,
+            request.submissions,
+            claimed_since=now - PATIENCE_SECONDS,
+            until=now + CLAIM_SECONDS,
         )
 
 

@@ -554,15 +554,17 @@ def keep(
     worker: str,
     submissions: Collection[Digest],
     *,
+    claimed_since: float,
     until: float,
 ) -> None:
-    """Extends the worker's claims, of those listed, that it still holds."""
+    """Extends the worker's claims, of those listed, that it made since then and still holds."""
     connection.execute(
         sa.update(schema.assignments)
         .where(
             _work.validator == validator,
             _work.worker == worker,
             _work.status == "claimed",
+            _work.at >= claimed_since,
             _work.submission_digest.in_(list(submissions)),
         )
         .values(until=until)
