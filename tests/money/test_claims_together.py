@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from money_kit import VALIDATOR, ManagerSide, key, open_manager
 
 from prime_core.errors import PolicyError, PrimeError, UnavailableError
 from prime_core.ids import Address, Digest
+from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.validator_messages import ClaimAnswer, ClaimRequest
 from prime_core.verdict import Reason
 from prime_orchestrator.api import held, validators
 from prime_orchestrator.api.held import HeldClaims
-from prime_orchestrator.store import jobs
+from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.store import jobs, leases
 
 HONEST, SECOND, THIRD, STRANGER = key(10), key(70), key(71), key(72)
 WISH = ClaimRequest(worker="kit", most=4)
@@ -123,6 +126,45 @@ def test_an_outage_of_the_object_store_costs_no_claim(mgr: ManagerSide, crowd: l
     with mgr.store.read() as connection:
         (row,) = jobs.assignments(connection, digest)
     assert (row.status, row.attempts) == ("claimed", 0)
+
+
+def test_a_damaged_draw_list_holds_up_only_files_whose_leases_name_it(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bad sector, then a restart. One of the files that need the list is assigned already, and
+    the others are more than a claim looks at."""
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 255)
+    monkeypatch.setattr(validators, "ROOM", 2)
+    monkeypatch.setattr(validators, "_reach", lambda callers: 2)
+
+    def judge(most: int) -> list[Digest]:
+        (answer,) = claims(mgr, (VALIDATOR.address, most))
+        assert isinstance(answer, ClaimAnswer)
+        for job in answer.jobs:
+            mgr.bench.say(job, Reason.NONE, mgr.table_rows())
+        return files(answer)
+
+    assert mgr.bench.claim() is None
+    first, *old = [mgr.submit(HONEST) for _ in range(5)]
+    assert judge(1) == [first.digest]
+    bench(mgr.backend, SECOND, mgr.folder, seed=2)  # new leases name another list
+    new = [mgr.submit(HONEST).digest for _ in range(2)]
+    with mgr.store.read() as connection:
+        promise = leases.get(connection, first.lease_digest)
+    assert promise is not None
+    opening = promise.signed().opening
+    assert opening is not None
+    place = mgr.folder / "objects" / digest_key(opening.draws)
+    whole = place.read_bytes()
+    place.write_bytes(whole[:-1] + b" ")
+    mgr.board = DrawBoard(random.Random(6).randbytes)
+    assert [digest for _ in range(6) for digest in judge(9)] == new
+    (said,) = [row.message for row in caplog.records if opening.draws in row.message]
+    assert said.startswith(f"draw list {opening.draws} cannot be read")
+    place.write_bytes(whole)
+    mgr.now.time += validators.LOST_SECONDS
+    found = {digest for _ in range(6) for digest in judge(9)}
+    assert found == {row.digest for row in old}
 
 
 # ── claims that wait ──

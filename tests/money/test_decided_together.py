@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from judges import appoint, judge_of
+from judges import appoint, bench, judge_of
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
 from test_verdict_store import in_child, rows
 
+from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import judging
+from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.store import chain, jobs, opinions, schema
 
 HONEST, OTHER = key(10), key(11)
@@ -120,6 +123,45 @@ def test_one_bad_opinion_leaves_the_other_files_accepted(mgr: ManagerSide) -> No
         part = jobs.assignment(connection, digests[1], VALIDATOR.address)
     assert part is not None
     assert part.status == "abstained", "its author does not get the file again"
+
+
+@pytest.mark.parametrize("damaged", ["tables", "draw list"])
+def test_files_that_cannot_be_read_hold_up_no_verdict_and_are_tried_again(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    """They are older, and more than are decided in one tick."""
+    monkeypatch.setattr(judging, "AT_ONCE", 2)
+    monkeypatch.setattr(judging, "AGAIN_AT_ONCE", 1)
+    old = []
+    for _ in range(4):
+        mgr.submit(HONEST)
+        old.append(accept(mgr))
+    with mgr.store.read() as connection:
+        given = [opinions.of(connection, digest)[0].signed() for digest in old]
+    names = {one.law.draws if damaged == "draw list" else one.opinion.table for one in given}
+    places = {mgr.folder / "objects" / digest_key(Digest(name)) for name in names}
+    whole = {place: place.read_bytes() for place in places}
+    bench(mgr.backend, key(70), mgr.folder, seed=2)  # new leases name another list
+    mgr.submit(HONEST)
+    new = accept(mgr)
+    for place in places:
+        place.unlink() if damaged == "draw list" else place.write_bytes(b"damaged")
+    mgr.board = DrawBoard(random.Random(6).randbytes)
+    judge = judge_of(mgr.backend)
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            judge.tick()
+    assert judge.tick() == [new]
+    assert judge.tick() == [], "they are not read in each tick"
+    mgr.now.time += judging.AGAIN_SECONDS
+    with pytest.raises(UnavailableError):
+        judge.tick()
+    for place, data in whole.items():
+        place.write_bytes(data)
+    assert [judge.tick() for _ in range(3)] == [[digest] for digest in old[1:]]
+    assert judge.tick() == []
+    mgr.now.time += judging.AGAIN_SECONDS
+    assert judge.tick() == old[:1]
 
 
 def test_of_two_files_with_one_row_the_later_is_judged_again(mgr: ManagerSide) -> None:

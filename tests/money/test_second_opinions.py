@@ -31,7 +31,7 @@ from prime_core.validator_messages import Job, KeepRequest, OpinionList, Release
 from prime_core.verdict import MAX_TABLE_BYTES, Outcome, Reason, SignedOpinion, Verdict
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
-from prime_orchestrator.manager.judging import enough
+from prime_orchestrator.manager.judging import AGAIN_SECONDS, enough
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
 from prime_orchestrator.store import jobs, leases, meta, opinions, schema
 from prime_orchestrator.store.opinions import OpinionRow
@@ -149,8 +149,9 @@ def test_a_rejection_takes_as_many_validators_as_the_chain_asks_for(panel: Judge
 
 
 def test_a_quorum_that_cannot_be_read_now_is_asked_for_once_and_holds_up_no_acceptance(
-    panel: JudgedPool,
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 256)
     second, asked = panel.another(SECOND), []
 
     def quorum() -> int:
@@ -169,8 +170,12 @@ def test_a_quorum_that_cannot_be_read_now_is_asked_for_once_and_holds_up_no_acce
     honest = panel.mgr.submit(HONEST, make=panel.honest).digest
     for bench in (panel.validator, second):
         while (job := bench.claim()) is not None:
-            bench.say(job, Reason.NONE, court_rows(panel, job))
+            bench.say(job, Reason.NONE, court_rows(panel, job, bench))
     assert judge.tick() == [honest]
+    assert len(asked) == 1, "what waits for it is not tried in each tick"
+    panel.mgr.now.time += AGAIN_SECONDS
+    with pytest.raises(UnavailableError):
+        judge.tick()
     assert len(asked) == 2
 
 
@@ -233,11 +238,12 @@ def test_no_opinion_is_taken_before_all_that_are_needed_are_sealed(
     assert panel.mgr.row(Digest(mine.submission_digest)).status == "submitted", "they differ"
 
 
-def court_rows(panel: JudgedPool, job: Job) -> Any:
-    """Rows of an accepted file, as the real code finds them."""
-    validator = panel.validator.validator
+def court_rows(panel: JudgedPool, job: Job, by: Bench | None = None) -> Any:
+    """Rows of an accepted file, as the real code of its validator finds them."""
+    bench = by or panel.validator
+    validator = bench.validator
     assert validator is not None
-    draw = panel.validator.draws.draw(job)
+    draw = bench.draws.draw(job)
     return validator._verify(job, draw, panel.engines).table
 
 
@@ -428,9 +434,11 @@ def test_a_file_whose_objects_are_damaged_holds_up_no_verdict(panel: JudgedPool)
     place.write_bytes(whole[:-1] + b" ")
     judge = judge_of(panel.mgr.backend)
     assert judge.tick() == [named[1].submission]
+    panel.mgr.now.time += AGAIN_SECONDS
     with pytest.raises(UnavailableError, match="damaged"):
         judge.tick()
     place.write_bytes(whole)
+    panel.mgr.now.time += AGAIN_SECONDS
     assert judge.tick() == [named[0].submission]
 
 

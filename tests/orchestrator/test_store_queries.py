@@ -319,8 +319,12 @@ def test_a_claim_that_ran_out_is_taken_again_alone_and_counts(either_store: Stor
     queued(either_store, 1, 2)
     assert take(either_store, "dead", 10.0) == [name(1)]
     with either_store.begin() as connection:
-        jobs.keep(connection, NODE, "dead", [name(1)], until=30.0)
-        jobs.keep(connection, NODE, "another", [name(1)], until=99.0)
+        for worker, since, until in (
+            ("dead", 9.0, 30.0),
+            ("other", 9.0, 99.0),
+            ("dead", 11.0, 99.0),
+        ):
+            jobs.keep(connection, NODE, worker, [name(1)], claimed_since=since, until=until)
     assert take(either_store, "b", 25.0, most=2) == [name(2)]
     assert take(either_store, "b", 31.0, most=2) == [name(1)]
     with either_store.read() as connection:

@@ -149,7 +149,8 @@ def claim_all(
         appointed = chain.appointed(connection, backend.context.pool)
         callers = {account for account, _ in asked} & appointed
         able = callers | (jobs.live(connection, now - LIVE_SECONDS) & appointed)
-        short = [job.submission_digest for job in jobs.short(connection, _reach(callers), able)]
+        lacking = jobs.short(connection, _reach(callers), able, backend.draws.without())
+        short = [job.submission_digest for job in lacking]
         quiet = (
             not short
             and jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
@@ -207,9 +208,9 @@ def _claim(
     now: float,
 ) -> list[list[Job]]:
     """Assigns the files `short`, claims some for each wish and returns them. The object store is
-    asked while nothing is locked; `unread`: leases whose draw lists `assign_files` needs."""
-    for digest, promise in unread.items():
-        backend.draws.of_file(backend.objects, digest, promise)
+    asked while nothing is locked; `unread`: leases whose draw lists `assign_files` needs. A list
+    that cannot be read holds up only the files whose leases name it."""
+    backend.draws.of_files(backend.objects, unread)
     callers = {wish.validator for wish in wishes}
     with backend.store.begin() as connection:
         lock(connection, "assignments")
@@ -430,8 +431,8 @@ def _settle_short(
 
 
 def _jobs(backend: Backend, digests: Sequence[Digest], now: float) -> dict[Digest, Job]:
-    """Returns claimed files as validators get them, without those of which an object is
-    missing."""
+    """Returns claimed files as validators get them, without those of which an object is missing or
+    whose draw list cannot be read."""
     found: dict[Digest, Job] = {}
     if not digests:
         return found
@@ -443,10 +444,11 @@ def _jobs(backend: Backend, digests: Sequence[Digest], now: float) -> dict[Diges
         accepted = submissions.accepted_among(connection, makers)
         suspects = backend.drifting.among(connection, makers, now)
         suspects |= history.mismatching(connection, makers)
-        for digest in digests:
-            row, lease = rows[digest], promises[rows[digest].lease_digest].signed()
+        signed = {digest: promises[rows[digest].lease_digest].signed() for digest in digests}
+        drawn = backend.draws.of_files(backend.objects, signed)
+        for digest in drawn:
+            row, lease, listed = rows[digest], signed[digest], drawn[digest].listed
             try:
-                listed = backend.draws.of_file(backend.objects, digest, lease).listed
                 deadline = lease.lease.deadline
                 key = uploads.ask(deadline, row.sha256, lambda key: _present(backend, key))
             except NotFoundError as error:

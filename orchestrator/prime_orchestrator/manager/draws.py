@@ -9,7 +9,8 @@ See prime_core.draws for the objects and for why there are two secrets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_core import ids
@@ -26,6 +27,7 @@ from prime_core.errors import (
     MalformedError,
     NotFoundError,
     PolicyError,
+    UnavailableError,
     UntrustedError,
 )
 from prime_core.ids import Address, Digest
@@ -36,6 +38,8 @@ from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.store import Connection, chain
 from prime_orchestrator.store import draws as store_draws
 from prime_orchestrator.store.engine import Store
+
+log = logging.getLogger(__name__)
 
 EPOCHS_AHEAD = 8
 """How many epochs ahead a validator may commit, and so how long it may be offline before leases
@@ -150,6 +154,8 @@ class DrawBoard:
     _read: dict[Digest, DrawList] = field(default_factory=dict)
     _secrets: dict[Digest, Digest] = field(default_factory=dict)
     _of_files: dict[Digest, FileDraws] = field(default_factory=dict)
+    _unreadable: set[Digest] = field(default_factory=set)
+    _without: set[Digest] = field(default_factory=set)
 
     def current(
         self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
@@ -179,35 +185,68 @@ class DrawBoard:
         return listed.digest()
 
     def listed(self, objects: ObjectStore, lease: SignedLease) -> DrawList:
-        """Returns the list that a lease's salt commits to. Raises MalformedError if there is
-        none."""
-        if lease.opening is None:
-            raise MalformedError("the lease's salt commits to no draws")
-        return self.named(objects, lease.opening.draws)
+        """Returns the list that a lease's salt commits to. Raises MalformedError if there is none,
+        UnavailableError if it cannot be read."""
+        return self.named(objects, _list_of(lease))
 
     def named(self, objects: ObjectStore, name: Digest) -> DrawList:
-        """Returns the list with this digest."""
+        """Returns the list with this digest. Raises UnavailableError if its object is missing or
+        damaged, or cannot be read now, and logs this once."""
         listed = self._read.get(name)
-        if listed is None:
-            if len(self._read) > LISTED:
-                self._read.clear()
+        if listed is not None:
+            return listed
+        try:
             listed = DrawList.model_validate_json(read_object(objects, name))
-            self._read[name] = listed
+        except (NotFoundError, UnavailableError) as error:
+            if name not in self._unreadable:
+                log.error(
+                    "draw list %s cannot be read; files whose leases name it wait: %s", name, error
+                )
+            self._unreadable.add(name)
+            raise UnavailableError(f"draw list {name} cannot be read: {error}") from error
+        if name in self._unreadable:
+            self._unreadable.discard(name)
+            self._without.clear()
+        if len(self._read) > LISTED:
+            self._read.clear()
+        self._read[name] = listed
         return listed
 
-    def of_file(self, objects: ObjectStore, submission: Digest, lease: SignedLease) -> FileDraws:
-        """Returns what the lease of a submission says; `known` has it from now on. Raises
-        MalformedError if its salt commits to no draws."""
-        found = FileDraws(self.listed(objects, lease), lease.numeric_class())
+    def of_files(
+        self, objects: ObjectStore, promises: Mapping[Digest, SignedLease]
+    ) -> dict[Digest, FileDraws]:
+        """Returns what the leases of submissions say; `known` has it from now on. Leaves out those
+        whose list cannot be read; `without` has them. Raises MalformedError if the salt of one
+        commits to no draws."""
+        lists: dict[Digest, DrawList | None] = {}
+        found: dict[Digest, FileDraws] = {}
+        for submission, lease in promises.items():
+            name = _list_of(lease)
+            if name not in lists:
+                try:
+                    lists[name] = self.named(objects, name)
+                except UnavailableError:  # `named` has logged it
+                    lists[name] = None
+            listed = lists[name]
+            if listed is None:
+                self._without.add(submission)
+            else:
+                found[submission] = FileDraws(listed, lease.numeric_class())
         if len(self._of_files) > FILES_LISTED:
             self._of_files.clear()
-        self._of_files[submission] = found
+        if len(self._without) > FILES_LISTED:
+            self._without.clear()
+        self._of_files |= found
         return found
 
     def known(self, submissions: Iterable[Digest]) -> dict[Digest, FileDraws]:
-        """Returns what `of_file` lately returned for those of the submissions."""
+        """Returns what `of_files` lately returned for those of the submissions."""
         found = {submission: self._of_files.get(submission) for submission in submissions}
         return {submission: one for submission, one in found.items() if one is not None}
+
+    def without(self) -> frozenset[Digest]:
+        """Returns submissions that `of_files` lately left out."""
+        return frozenset(self._without)
 
     def secret(self, connection: Connection, second: Digest) -> Digest:
         """Returns the manager's secret for a list's `second`. Raises FatalError if it is lost."""
@@ -224,3 +263,9 @@ class DrawBoard:
         secret = ids.digest(self.random(32))
         commitment = _managers(context, epoch, secret).digest()
         return store_draws.second(connection, epoch, secret, commitment)
+
+
+def _list_of(lease: SignedLease) -> Digest:
+    if lease.opening is None:
+        raise MalformedError("the lease's salt commits to no draws")
+    return lease.opening.draws

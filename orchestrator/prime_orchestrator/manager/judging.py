@@ -38,7 +38,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from prime_core import tracing
@@ -103,7 +103,11 @@ from prime_verify.proofs.thresholds import shipped_digest
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
-"""Most files decided in one tick."""
+"""Most files decided in one tick, besides those that are tried again."""
+AGAIN_SECONDS = 10.0
+"""When a file is tried again of which something could not be read …"""
+AGAIN_AT_ONCE = 16
+"""… and most files tried again in one tick."""
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
 MAX_NAME = 512
@@ -323,7 +327,8 @@ def _once(ask: Callable[[], int]) -> Callable[[], int]:
 @dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
-    while it is not known."""
+    while it is not known. `_later`: files of which something could not be read, each with when to
+    try again; the first is the next."""
 
     store: Store
     objects: ObjectStore
@@ -331,13 +336,14 @@ class Judge:
     board: DrawBoard
     now: Callable[[], float]
     quorum: Callable[[], int]
+    _later: dict[Digest, float] = field(default_factory=dict, init=False)
 
     def tick(self) -> list[Digest]:
         """Decides the files whose opinions are complete; returns those that got a verdict. A file
-        of which something cannot be read now holds up no other. Raises UnavailableError if there is
-        such a file, and no other is decided."""
+        of which something cannot be read now holds up no other, and is tried again after
+        AGAIN_SECONDS. Raises UnavailableError if there is such a file, and no other is decided."""
         with self.store.read() as connection:
-            waiting = jobs.full(connection, AT_ONCE)
+            waiting = self._next(connection)
             if not waiting:
                 return []
             known = jobs.those(connection, waiting)
@@ -358,16 +364,19 @@ class Judge:
             lease = promises.get(row.lease_digest) if row is not None else None
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
+            first = self._later.pop(digest, None) is None
             try:
                 given = said.get(digest, [])
                 one = self._due(row, known[digest], lease.signed(), given, runs, quorum)
+                if digest in work:
+                    listed = self.board.listed(self.objects, lease.signed())
+                    one = replace(one, last=no_one_left(listed, work[digest], appointed))
             except UnavailableError as error:
-                log.warning("submission %s waits for its verdict: %s", digest, error)
+                if first:
+                    log.warning("submission %s waits for its verdict: %s", digest, error)
+                self._later[digest] = self.now() + AGAIN_SECONDS
                 unread = error
                 continue
-            if digest in work:
-                listed = self.board.listed(self.objects, lease.signed())
-                one = replace(one, last=no_one_left(listed, work[digest], appointed))
             due.append(one)
             size += sum(one.table_size for one in due[-1].found)
             if size >= TABLES_AT_ONCE:
@@ -377,6 +386,19 @@ class Judge:
         if unread is not None and not decided:
             raise unread
         return decided
+
+    def _next(self, connection: Connection) -> list[Digest]:
+        """Returns the oldest files whose opinions are complete, then some that are to be tried
+        again."""
+        limit = AT_ONCE + len(self._later)
+        full = jobs.full(connection, limit)
+        there, now = set(full), self.now()
+        if len(full) < limit:  # no other job is full
+            for digest in self._later.keys() - there:
+                del self._later[digest]
+        again = [digest for digest, at in self._later.items() if at <= now and digest in there]
+        new = [digest for digest in full if digest not in self._later]
+        return new[:AT_ONCE] + again[:AGAIN_AT_ONCE]
 
     def _due(
         self,

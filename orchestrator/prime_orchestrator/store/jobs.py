@@ -169,11 +169,15 @@ def full(connection: Connection, limit: int) -> list[Digest]:
 
 
 def short(
-    connection: Connection, limit: int, able: Collection[Address] | None = None
+    connection: Connection,
+    limit: int,
+    able: Collection[Address] | None = None,
+    but: Collection[Digest] = (),
 ) -> list[JobRow]:
-    """Returns open jobs that lack a validator: up to `limit` that one of `able` (None: anyone) has
-    not had yet, oldest first and shadow ones last, then up to `limit` of all at random. What waits
-    for absent validators so holds up no other file, and is looked at as well."""
+    """Returns open jobs that lack a validator: up to `limit`, not of `but`, that one of `able`
+    (None: anyone) has not had yet, oldest first and shadow ones last, then up to `limit` of all at
+    random. What waits for absent validators so holds up no other file, and is looked at as
+    well."""
     lacking = sa.select(schema.jobs).where(
         _jobs.status == "open",
         sa.or_(_jobs.needed.is_(None), _jobs.assigned < _jobs.needed),
@@ -186,6 +190,8 @@ def short(
             _work.status != "missed",
         )
         oldest = oldest.where(had.scalar_subquery() < len(able))
+    if but:
+        oldest = oldest.where(_jobs.submission_digest.not_in(list(but)))
     found: dict[Digest, JobRow] = {}
     for query in (oldest, lacking.order_by(sa.func.random())):
         for row in records(JobRow, connection.execute(query.limit(limit)).mappings().all()):
