@@ -12,9 +12,9 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 import judging_kit
 import sqlalchemy as sa
 from copy_kit import Copyist, one_problem
-from judges import Bench
+from judges import Bench, appoint
 from judging_kit import HONEST, LIAR, JudgedPool
-from money_kit import key
+from money_kit import VALIDATOR, key
 
 from prime_core import seeds
 from prime_core.encoding import sha256
@@ -152,6 +152,30 @@ def test_an_honest_file_that_is_sent_back_keeps_its_verdict_and_is_never_sent_ba
     assert (after.status, after.verdict, after.units) == ("accepted", row.verdict, row.units)
     assert after.repeated_rows == sum(its.values())
     assert of_file(panel, schema.credits, row.digest) == credit
+
+
+def test_a_review_for_which_no_validator_comes_ends_with_its_files_validity(
+    panel: JudgedPool,
+) -> None:
+    """The lease names one validator, and it is not appointed any more."""
+    mgr, validity = panel.mgr, panel.mgr.context.run.validity_seconds
+    row = panel.judged(Copyist(panel).original)
+    its = marks(read_rollout_file(panel.file(row)).rows)
+    credit = of_file(panel, schema.credits, row.digest)
+    with mgr.store.begin() as connection:
+        row_marks.remember(connection, OTHER, its, now=mgr.now())
+        assert reviews.send_back(connection, mgr.context, OTHER, its) == [row.digest]
+    appoint(mgr.store, mgr.context.pool, VALIDATOR.address, on=False)
+    assert panel.another(SECOND).claim() is None
+    for ago, ended in ((validity, []), (validity + 1, [row.digest]), (validity + 1, [])):
+        root_posted(panel, row, ago=ago)
+        assert reviews.end_late(mgr.store, mgr.context) == ended
+    with mgr.store.read() as connection:
+        assert jobs.counts(connection) == {}
+    after = mgr.row(row.digest)
+    assert (after.status, after.verdict) == ("accepted", row.verdict)
+    assert of_file(panel, schema.credits, row.digest) == credit
+    assert of_file(panel, schema.row_marks, row.digest) == []
 
 
 def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted_before(

@@ -25,7 +25,7 @@ from prime_core.ids import Digest
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager import suspicion, targets, uploads
+from prime_orchestrator.manager import reviews, suspicion, targets, uploads
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
@@ -155,13 +155,15 @@ class ManagerLoops:
         return self.archiver.tick()
 
     def money_tick(self) -> None:
-        """Reveals planted files, posts work roots, voids files not judged or rooted in time, drops
-        expired slashes and those of suspect classes, and posts reward roots. Reward roots come
-        last, since settling fails while the object of a table that others posted cannot be read."""
+        """Reveals planted files, posts work roots, voids files not judged or rooted in time, ends
+        late reviews, drops expired slashes and those of suspect classes, and posts reward roots.
+        Reward roots come last, since settling fails while the object of a table that others posted
+        cannot be read."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
         void_unjudged(self.store, self.context, self.now)
         void_unrooted(self.store, self.context, self.now, self.planted.accounts)
+        reviews.end_late(self.store, self.context)
         suspicion.give_up_slashes(self.store, self.context, self.now)
         drop_expired(self.store, self.context, self.now, self.planted.accounts)
         settle_epochs(self.store, self.objects, self.context, self.now)

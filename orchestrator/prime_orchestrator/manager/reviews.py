@@ -6,6 +6,7 @@ may have been accepted first.
     uphold      no fault was found: the verdict stands, and the file is never sent back again
     withdraw    a fault was found, or a row that is not work: verdict, pay and free groups are taken
                 back, and the file is judged like any other (judging.py says how many must agree)
+    end_late    no validator came while the file's validity lasted: the verdict stands
 
 Until `withdraw` the node loses nothing, and if no validator comes it never does. No file is sent
 back twice, so an attacker can cause at most one extra whole replay per file. Groups that a batch
@@ -35,7 +36,7 @@ from prime_orchestrator.store import (
     row_marks,
     submissions,
 )
-from prime_orchestrator.store.engine import lock
+from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,30 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
     row_marks.forget_file(connection, row.digest)
     log.warning("submission %s of %s is accepted no longer", row.digest, row.node)
     return True
+
+
+def end_late(store: Store, context: PoolContext) -> list[Digest]:
+    """Ends the reviews that wait for a validator, of files whose pay is final; returns the files.
+    Their leases may name none that is appointed."""
+    with store.read() as connection:
+        clock = chain_clock(connection)
+        if clock is None:
+            return []
+        rooted_before = clock.time - context.run.validity_seconds
+        late = jobs.late_reviews(connection, rooted_before)
+    if not late:
+        return []
+    with store.begin() as connection:
+        lock(connection, "assignments")
+        lock(connection, "row_marks")
+        jobs.lock_rows(connection, late)
+        still = set(jobs.late_reviews(connection, rooted_before))
+        ended = [digest for digest in late if digest in still]
+        jobs.finish(connection, ended)
+        for digest in ended:
+            row_marks.forget_file(connection, digest)
+            log.warning("the review of submission %s ended without a judgement", digest)
+    return ended
 
 
 def _final(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:

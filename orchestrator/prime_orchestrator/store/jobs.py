@@ -168,6 +168,23 @@ def full(connection: Connection, limit: int) -> list[Digest]:
     return [Digest(name) for name in connection.execute(query).scalars()]
 
 
+def late_reviews(connection: Connection, rooted_before: float) -> list[Digest]:
+    """Returns the accepted files whose jobs wait for a validator although their root was put on
+    chain before then (Unix seconds)."""
+    files, roots = schema.submissions.c, schema.roots.c
+    query = (
+        sa.select(_jobs.submission_digest)
+        .join(schema.submissions, files.digest == _jobs.submission_digest)
+        .join(schema.roots, roots.id == files.root_id)
+        .where(
+            _jobs.status.in_(("open", "quarantined")),
+            files.status == "accepted",
+            roots.posted_at < rooted_before,
+        )
+    )
+    return [Digest(digest) for digest in connection.execute(query).scalars()]
+
+
 def short(
     connection: Connection,
     limit: int,
