@@ -43,7 +43,7 @@ from prime_node.bridge_messages import (
 )
 from prime_node.revisions import Revisions
 from prime_node.spool import Spool, TaskUploads
-from prime_node.unpaid import UnpaidWork
+from prime_node.unpaid import UnpaidWork, tokens_in
 
 log = logging.getLogger("prime.node.lease_broker")
 SUBMIT_WAIT_SECONDS = 20.0
@@ -432,7 +432,8 @@ class LeaseBroker:
             signature=self._signer.sign(submission, self._domain),
         )
         with self._noting(hand_in.lease_digest, held):
-            worth = 0 if signed.lease.shadow else self._run.unjudged_worth(hand_in.tokens)
+            made = tokens_in(file.path, hand_in.tokens)
+            worth = 0 if signed.lease.shadow else self._run.unjudged_worth(made)
             self._spool.add(digest, body, signed, worth=worth)
         at_once = len(self._open.all())
         self._open.remove(hand_in.lease_digest)

@@ -6,6 +6,8 @@
 
 A reward root on chain that gives the node less in all than its own files earned is logged once.
 
+The worker, which the pool's operator chose, does not count the tokens alone: see `tokens_in`.
+
 A thread reads the chain: every CHECK_SECONDS while more than half of a limit is owed, otherwise
 every `calm_seconds`. While the chain cannot be read, the limits are unknown and work goes on.
 """
@@ -16,19 +18,22 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from prime_chain.amounts import prime
 from prime_chain.claims import fetch_info
 from prime_chain.client import BlockId
 from prime_chain.contracts import Claim
 from prime_core.encoding import merkle_verify, reward_leaf
-from prime_core.errors import PrimeError
+from prime_core.errors import MalformedError, PrimeError
 from prime_core.ids import Address
+from prime_core.rollout import SCHEMAS
 from prime_core.settlement import is_short, settled_until
 from prime_node.api import NodeApi
 from prime_node.link import Link
 from prime_node.spool import Spool
 from prime_node.watched import WatchedThread
+from prime_verify.pages import read_footer
 
 log = logging.getLogger("prime.node")
 CHECK_SECONDS = 30.0
@@ -73,6 +78,20 @@ def shortfall(cumulative: int, own: int) -> str:
         f"{prime(own)}, {prime(own - cumulative)} more: a slash holds or forfeits them, or the "
         "manager pays too little; see: prime-node rewards explain"
     )
+
+
+def tokens_in(file: Path, claimed: int) -> int:
+    """Returns how many tokens the model generated in a rollout file, of which the worker says
+    `claimed`. The footer states the number of output tokens; a validator finds the file malformed
+    if it is wrong. In a conversation they include the environment's, so the claim counts up to that
+    number. A claim about a file that is not readable stands: the file ends without pay."""
+    try:
+        footer = read_footer(file.read_bytes())
+        columns = list(SCHEMAS[footer.pairs["schema_version"]])
+        stated = footer.columns[columns.index("output_tokens")].values
+    except (MalformedError, LookupError):
+        return claimed
+    return min(claimed, stated) if "spans" in columns else stated
 
 
 class UnpaidWork:

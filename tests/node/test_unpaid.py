@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bridge_kit import Kit, hand_in, heartbeat_loop
+from made_up import made_up_row
 from node_world import MANAGER, NODE, TRAINER
 
 from devnet.deployed import TEST_PERIODS, Deployed, pool_config
@@ -19,6 +20,7 @@ from prime_chain.amounts import ETHER, prime
 from prime_core.encoding import merkle_proof, merkle_root, reward_leaf, sha256
 from prime_core.errors import UnavailableError
 from prime_core.messages import FileEnding, RewardInfo
+from prime_core.rollout import CONVERSATION_SCHEMA
 from prime_core.verdict import Reason
 from prime_node import config
 from prime_node.bridge_messages import Abandon, LeaseWish
@@ -26,8 +28,9 @@ from prime_node.link import Link
 from prime_node.overview import overview
 from prime_node.rewards import NodeRewards
 from prime_node.spool import Spool
-from prime_node.unpaid import Backing, BackingReader, UnpaidWork, objection
+from prime_node.unpaid import Backing, BackingReader, UnpaidWork, objection, tokens_in
 from prime_node.uploader import deliver
+from prime_verify.rollout_file import FileMetadata, write_rollout_file
 
 TOKENS = 7
 PRICE = 10
@@ -90,6 +93,24 @@ def delivered(kit: Kit) -> int:
 
 def asked(kit: Kit) -> Any:
     return kit.client.lease(LeaseWish(wait_seconds=0))
+
+
+def test_what_is_owed_is_counted_in_the_file_and_not_by_the_worker(kit: Kit) -> None:
+    made = FileMetadata(lease="0x" + "11" * 32, engine="plain/1", dtype="float32", device="cpu")
+    content = write_rollout_file([made_up_row(number) for number in range(4)], made)
+    for claimed in (0, 2**40 - 1):
+        (kit.folder / "made").write_bytes(content)
+        assert tokens_in(kit.folder / "made", claimed) == 4 * 5
+    unpaid, _ = limited(kit, Backing(0, 10 * ETHER), limit=None)
+    hand_in(kit, content, tokens=0)
+    (entry,) = kit.spool.waiting()
+    assert deliver(entry, kit.spool, kit.broker._api) is not None
+    assert unpaid.owed() == min(4 * 5 * PRICE, kit.world.backend.context.run.most_worth)
+
+    talk = replace(made, schema_version=CONVERSATION_SCHEMA)
+    rows = [replace(made_up_row(0, 9), spans=(2, 4, 3))]
+    (kit.folder / "talk").write_bytes(write_rollout_file(rows, talk))
+    assert [tokens_in(kit.folder / "talk", one) for one in (5, 99)] == [5, 9]
 
 
 def test_no_lease_is_asked_for_above_the_limit_and_work_resumes_when_paid(
