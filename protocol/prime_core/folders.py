@@ -38,9 +38,10 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def held_alone(folder: Path, who: str) -> Iterator[None]:
+def held_alone(folder: Path, who: str, option: str = "--data") -> Iterator[None]:
     """Holds an exclusive lock on `folder`. The lock is released when the process ends, even by a
-    crash. Raises UserError, naming the holder, if another `who` has it."""
+    crash. Raises UserError, naming the holder and the `option` that names the folder, if another
+    `who` has it."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -49,7 +50,7 @@ def held_alone(folder: Path, who: str) -> Iterator[None]:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
             raise UserError(
                 f"another {who} (process {holder}) works in {folder}",
-                hint="end it first, or name another --data for this one",
+                hint=f"end it first, or name another {option} for this one",
             ) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -379,6 +379,8 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     assert file.metadata.metadata[b"run"].decode() == pool.world.backend.context.run.digest()
     rows = file.read().to_pylist()
     assert [row["file"] for row in rows] == [first] * 4 + [second] * 4
+    environment = pool.world.backend.context.run.environment
+    assert {row["environment_digest"] for row in rows} == {environment.digest}
     assert [row["reward"] for row in rows] == [1, 0, 0, 0, 1, 0, 1, 0]
     assert {row["claimed_reward"] for row in rows} == {0.25}
     assert [row["group_state"] for row in rows[::2]] == ["trained", "dropped", "waiting", "waiting"]

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -294,12 +295,17 @@ def test_the_filter_takes_a_pool_s_accepted_rollouts_for_answers(tmp_path: Path)
     run, out, file = sums(tmp_path, 4), tmp_path / "kept.jsonl", tmp_path / "rollouts.parquet"
 
     def rows(
-        index: int, scores: list[int | None], verdict: str = "accepted", finish: str = "end"
+        index: int,
+        scores: list[int | None],
+        verdict: str = "accepted",
+        finish: str = "end",
+        digest: str = run.environment.digest,
     ) -> Any:
         for score in scores:
             parts = [] if score is None else [{"name": "task_micro", "value": score * MICRO}]
             yield {"problem_id": f"sum-{index}", "verdict": verdict, "reward": score,
-                   "reward_parts": parts, "finish_reason": finish}  # fmt: skip
+                   "reward_parts": parts, "finish_reason": finish,
+                   "environment_digest": digest}  # fmt: skip
 
     def write(*some: Any) -> None:
         table = pa.Table.from_pylist([row for own in some for row in own], schema=COLUMNS)
@@ -307,7 +313,8 @@ def test_the_filter_takes_a_pool_s_accepted_rollouts_for_answers(tmp_path: Path)
 
     write(rows(0, [1, 0, 1, None]), rows(1, [1, 1]), rows(2, [0]), rows(9, [0, 1]),
           rows(2, [1], "rejected"), rows(3, [0, 0, 1]), rows(1, [1, 0]),
-          rows(1, [0] * 9, finish="tool_limit"))  # fmt: skip
+          rows(1, [0] * 9, finish="tool_limit"),
+          rows(0, [0] * 9, digest=ZERO_DIGEST))  # fmt: skip
     filter_rollouts(file, run, Range(0.3, 0.7, 2), out)
     assert {task.problem_id: (task.metadata or {})["solve_rate"] for task in reopened(out)} == {
         "sum-0": pytest.approx(2 / 3),
@@ -324,10 +331,38 @@ def test_the_filter_takes_a_pool_s_accepted_rollouts_for_answers(tmp_path: Path)
     write(rows(9, [1]))
     with pytest.raises(UserError, match="no accepted rollout of the first 4 problems"):
         filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
+    write(rows(0, [1], digest=ZERO_DIGEST))
+    other = f"are of the environment {ZERO_DIGEST}, and the run pins {run.environment.digest}"
+    with pytest.raises(UserError, match=other):
+        filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
+    pq.write_table(pq.read_table(file).drop_columns("environment_digest"), file)
+    with pytest.raises(UserError, match="has no column 'environment_digest'"):
+        filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
     file.write_text("no Parquet file")
     with pytest.raises(UserError, match="is no export of rollouts"):
         filter_rollouts(file, run, Range(0.0, 1.0, 1), later)
     assert not later.exists()
+
+
+def test_a_plugin_that_raises_is_named_with_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out, file = sums(tmp_path, 2), tmp_path / "kept.jsonl", tmp_path / "rollouts.parquet"
+    same = {"verdict": "accepted", "finish_reason": "end"}
+    part = {"reward": 1.0, "reward_parts": [{"name": "task_micro", "value": MICRO}]}
+    row = {**same, **part, "problem_id": "sum-1", "environment_digest": run.environment.digest}
+    pq.write_table(pa.Table.from_pylist([row], schema=COLUMNS), file)
+    for kind, method, where in (
+        (TaskDataset, "problem", "problem 0"), (TaskDataset, "as_task", "problem sum-1"),
+        (Mathematics, "gold", "problem sum-1"), (Mathematics, "grade", "problem sum-1"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, Mock(side_effect=KeyError("a\nb")))
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            with pytest.raises(UserError, match=f"^{name} raised KeyError on {where}: ") as error:
+                filter_rollouts(file, run, Range(0.0, 1.0, 1), out)
+        assert "\n" not in str(error.value)
+        assert not out.exists()
 
 
 class DiedError(Exception):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from prime_core.errors import FatalError, PolicyError, UserError
+from prime_core.folders import held_alone
 from prime_core.gateway import Recording
 from prime_core.rollout import Rollout
 from prime_core.run import MICRO
@@ -38,7 +39,7 @@ from prime_trainer.cli import app
 from prime_trainer.config import ObjectiveSettings, Settings, load
 from prime_trainer.disk import whole_lines
 from prime_trainer.learner import make_learner
-from prime_trainer.local import POOL_ONLY, Local, Made, Options, local_run, run_local
+from prime_trainer.local import CHECKPOINTS, POOL_ONLY, Local, Made, Options, local_run, run_local
 from prime_trainer.metrics import describe_rows, read_lines
 from prime_trainer.observe import Observers, flat
 from prime_trainer.parallel import World
@@ -280,8 +281,11 @@ def test_a_mistake_that_ends_a_run_before_its_first_step_can_be_corrected(tmp_pa
     right = source.read_text()
     source.write_text(right.replace("train_size = 1000", "train_size = 100000"))
     options = Options(evaluate_every=0, threads=1)
+    watched = settings_for(out).model_copy(update={"tensorboard": out / "board"})
     with pytest.raises(PolicyError, match="The run wants 100000"):
-        run_local(source, settings_for(out), options, threading.Event())
+        run_local(source, watched, options, threading.Event())
+    assert list((out / "board").iterdir())
+    (out / "run.json").unlink()  # a start may end before it is written
     source.write_text(right)
     run_local(source, settings_for(out), options, threading.Event())
     assert read_run(out / "run.json").environment.train_size == 1000
@@ -289,6 +293,13 @@ def test_a_mistake_that_ends_a_run_before_its_first_step_can_be_corrected(tmp_pa
     (tmp_path / "own" / "run.json").touch()
     with pytest.raises(UserError, match="is not empty"):
         run_local(source, settings_for(tmp_path / "own"), options, threading.Event())
+    (tmp_path / "two" / CHECKPOINTS).mkdir(parents=True)
+    with (
+        held_alone(tmp_path / "two" / CHECKPOINTS, "trainer local"),
+        pytest.raises(UserError, match="works in") as error,
+    ):
+        run_local(source, settings_for(tmp_path / "two"), options, threading.Event())
+    assert "another --out" in error.value.hint
 
 
 def test_samples_of_a_step_are_shown_with_what_their_rewards_are_made_of(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from trainer_kit import full_state
 
 from prime_core.errors import UserError
 from prime_core.ids import ZERO_DIGEST, Step
+from prime_core.settings import load_settings
 from prime_trainer import objectives
 from prime_trainer.advantages import judge
-from prime_trainer.config import ObjectiveSettings
+from prime_trainer.config import ObjectiveSettings, Settings
 from prime_trainer.data import TrainingBatch
 from prime_trainer.learner import (
     backward,
@@ -289,6 +290,20 @@ def test_an_unknown_objective_is_one_sentence_with_the_known_ones(
     with pytest.raises(UserError, match="does not know") as caught:
         kit.learner(model, tmp_path, world, objective=ObjectiveSettings(name="no_such_objective"))
     assert all(name in caught.value.hint for name in REGISTRY)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_of_an_objective_that_is_not_finite_is_refused(tmp_path: Path, value: str) -> None:
+    """NaN passes no comparison, so a bound does not refuse it, and a loss of NaN trains nothing."""
+    numbers = [
+        name for name, one in ObjectiveSettings.model_fields.items()
+        if one.annotation in (float, float | None)
+    ]  # fmt: skip
+    assert "entropy" in numbers
+    for name in [*numbers, "parameters.slope"]:
+        (tmp_path / "trainer.toml").write_text(f"[objective]\n{name} = {value}\n")
+        with pytest.raises(UserError, match=f"'objective.{name}' is wrong: .*finite number"):
+            load_settings(Settings, {}, tmp_path / "trainer.toml")
 
 
 def test_another_objective_is_one_line_of_registry(

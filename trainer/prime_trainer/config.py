@@ -37,7 +37,7 @@ class ObjectiveSettings(BaseModel):
     """The loss: clip bounds (`clip` is ε, `delta` the two-sided bound δ), and weights of the KL and
     entropy terms (`kl` is β, `entropy` η)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]{0,31}$")
     """An entry of the registry (prime_trainer/objectives), which defines token weights and

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prime_core import encoding
-from prime_core.errors import FatalError, UnavailableError, UserError
+from prime_core.errors import FatalError, PrimeError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.run import MICRO, RunDefinition
 from prime_envs.base import Environment, Grade, Problem
 from prime_envs.environments.crowd import CrowdEnvironment
 from prime_envs.environments.tasks import TaskDataset
+from prime_envs.graders.base import Grader
 from prime_envs.registry import environment_for, load_environment
 from prime_envs.tasks import Task
 from prime_trainer.advantages import UNCOMPARED
@@ -82,7 +84,8 @@ def select(answered: Sequence[Answered], wanted: Range) -> list[Answered]:
 
 def task_of(problem: Problem, environment: Environment) -> Task:
     """The problem as a dataset row. Raises UserError if the environment does not provide one."""
-    task = environment.as_task(problem.index)
+    with _named(environment, f"problem {problem.problem_id}"):
+        task = environment.as_task(problem.index)
     if task is None:
         raise UserError(
             f"problem {problem.problem_id} of the environment {environment.name!r} cannot be a row "
@@ -97,7 +100,9 @@ def _require_rows(environment: Environment, count: int) -> None:
     Only the first of each part, below `count`, is tried."""
     for index in environment.firsts():
         if index < count:
-            task_of(environment.problem(index), environment)
+            with _named(environment, f"problem {index}"):
+                problem = environment.problem(index)
+            task_of(problem, environment)
     parts = environment.members()[1:]
     if any(isinstance(part, CrowdEnvironment) and part.header.grader for part in parts):
         raise UserError(
@@ -135,10 +140,11 @@ def read_back(file: Path, name: str, digest: Digest, run: RunDefinition) -> None
         for index in range(min(GRADED_AGAIN, len(environment))):
             task = environment.task(index)
             grader = environment.grader(task.task_type)
-            gold = grader.gold(task)
-            if gold is None:
-                continue
-            score = grader.grade(task, gold)
+            with _named(grader, f"problem {task.problem_id}"):
+                gold = grader.gold(task)
+                if gold is None:
+                    continue
+                score = grader.grade(task, gold)
             if score.task_micro < MICRO and not score.uncertain:
                 raise FatalError(
                     f"{task.problem_id} in {file.name}: its gold answer scores {score.task_micro} "
@@ -194,7 +200,8 @@ def filter_rollouts(
     rollouts: Path, run: RunDefinition, wanted: Range, out: Path, *, tasks: int | None = None
 ) -> None:
     """Does the same as `filter_tasks` with the accepted rows of `rollouts`, a Parquet file of
-    `orchestrator rollouts export --grade`, in place of samples drawn here.
+    `orchestrator rollouts export --grade`, in place of samples drawn here. Rows of another
+    environment or dataset than the run's, as before a revision, are left out.
 
     Raises UserError if that file cannot be read, was made without `--grade` or has no problem of
     the run, and the same errors as `filter_tasks`.
@@ -204,12 +211,13 @@ def filter_rollouts(
     environment = environment_for(run)
     try:
         _require_rows(environment, count)
-        grades = _grades_of(rollouts)
+        grades = _grades_of(rollouts, run.environment.digest)
         answered = []
         for index in range(count):
             if not grades:
                 break
-            problem = environment.problem(index)
+            with _named(environment, f"problem {index}"):
+                problem = environment.problem(index)
             if own := grades.pop(problem.problem_id, ()):
                 answered.append(Answered(problem, 0, tuple(own)))
         if not answered:
@@ -222,23 +230,31 @@ def filter_rollouts(
         environment.close()
 
 
-def _grades_of(rollouts: Path) -> dict[str, list[Grade]]:
+def _grades_of(rollouts: Path, wanted: Digest) -> dict[str, list[Grade]]:
     """Returns the grades of the accepted rows of an export, by problem, without rows that a limit
-    ended. Raises UserError."""
-    columns = ["verdict", "problem_id", "finish_reason", "reward", "reward_parts"]
+    ended. Only rows of the environment with the digest `wanted` count. Raises UserError."""
+    columns = [
+        "verdict", "environment_digest", "problem_id", "finish_reason", "reward", "reward_parts",
+    ]  # fmt: skip
     hint = "make it by `orchestrator rollouts export --grade`"
     if rollouts.is_dir():
         raise UserError(f"{rollouts} is a folder", hint=hint)
     found: dict[str, list[Grade]] = {}
-    accepted = 0
+    accepted, others = 0, set()
     try:
         with pq.ParquetFile(rollouts) as file:
+            missing = [name for name in columns if name not in file.schema_arrow.names]
+            if missing:
+                raise UserError(f"{rollouts} has no column {missing[0]!r}", hint=hint)
             for batch in file.iter_batches(columns=columns):
                 for row in batch.to_pylist():
-                    accepted += row["verdict"] == "accepted"
-                    if row["verdict"] != "accepted" or row["reward"] is None:
+                    if row["verdict"] != "accepted":
                         continue
-                    if row["finish_reason"] in UNCOMPARED:
+                    if row["environment_digest"] != wanted:
+                        others.add(str(row["environment_digest"]))
+                        continue
+                    accepted += 1
+                    if row["reward"] is None or row["finish_reason"] in UNCOMPARED:
                         continue
                     parts = {one["name"]: one["value"] for one in row["reward_parts"] or ()}
                     if "task_micro" in parts:
@@ -248,9 +264,32 @@ def _grades_of(rollouts: Path) -> dict[str, list[Grade]]:
         raise UserError(f"{rollouts} cannot be read: {error}", hint=hint) from error
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{rollouts} is no export of rollouts: {error}", hint=hint) from error
+    if others and not accepted:
+        raise UserError(
+            f"the accepted rollouts of {rollouts} are of the environment {min(others)}, and the "
+            f"run pins {wanted}",
+            hint="name the run definition or revision that they were made for by --run",
+        )
     if accepted and not found:
         raise UserError(f"{rollouts} has no grades", hint=hint)
     return found
+
+
+@contextmanager
+def _named(plugin: Environment | Grader, row: str) -> Iterator[None]:
+    """Raises UserError, naming the plugin and the row, where the code of an environment or grader
+    raises what is no PrimeError."""
+    try:
+        yield
+    except PrimeError:
+        raise
+    except Exception as error:  # a plugin may raise anything
+        kind = type(plugin)
+        raise UserError(
+            f"{kind.__module__}.{kind.__qualname__} raised {type(error).__name__} on {row}: "
+            f"{' '.join(str(error).split())[:200]}",
+            hint="correct that class, or leave the row out of the dataset",
+        ) from error
 
 
 def _count(run: RunDefinition, tasks: int | None) -> int:

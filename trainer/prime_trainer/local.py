@@ -219,7 +219,7 @@ def run_local(
     make_folder(out / CHECKPOINTS)
     threads = options.threads or torch.get_num_threads()
     with ExitStack() as stack:
-        stack.enter_context(held_alone(out / CHECKPOINTS, "trainer local"))
+        stack.enter_context(held_alone(out / CHECKPOINTS, "trainer local", "--out"))
         write_whole(out / "run.json", run.raw())
         world = stack.enter_context(joined_world())
         if world.size > 1:
@@ -242,11 +242,13 @@ def _new_run(source: Path, base: Path, out: Path) -> RunDefinition:
 
 
 def _failed_at_start(out: Path) -> bool:
-    """Whether the folder has only what a run writes before its first step or evaluation."""
-    names = {path.name for path in out.iterdir()}
-    return names == {"run.json", CHECKPOINTS} and {
-        path.name for path in (out / CHECKPOINTS).iterdir()
-    } <= {"lock"}
+    """Whether the folder has only what a run writes before its first step or evaluation: its
+    definition, the lock, and TensorBoard's files."""
+    files = {path.relative_to(out) for path in out.rglob("*") if not path.is_dir()}
+    own = {Path("run.json"), Path(CHECKPOINTS, "lock")}
+    return (out / CHECKPOINTS).is_dir() and all(
+        path.name.startswith("events.out.tfevents") for path in files - own
+    )
 
 
 def _run_to_resume(source: Path, base: Path, out: Path) -> RunDefinition:
