@@ -30,8 +30,9 @@ from prime_engine.variants import VARIANTS
 from prime_orchestrator.api import classes, leasing
 from prime_orchestrator.api import validators as api
 from prime_orchestrator.cli.classes import app
+from prime_orchestrator.manager import reviews
 from prime_orchestrator.manager.judging import Judgement, by_statistics, enough
-from prime_orchestrator.store import exact_classes, jobs, leases, nodes, schema
+from prime_orchestrator.store import exact_classes, jobs, leases, nodes, opinions, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify import build
 from prime_verify.audit import audit_slash
@@ -161,6 +162,12 @@ def test_a_mismatch_in_an_unproven_class_accuses_no_one(exact: ExactPool) -> Non
     good = exact.judge(exact.submit(panel.honest, HONEST))
     assert good.status == "accepted"
     assert exact.records() == {HONEST.address: (1, 0, True)}
+    with panel.mgr.store.begin() as connection:  # as after a review
+        assert reviews.withdraw(connection, panel.mgr.context, good)
+        opinions.forget(connection, good.digest)
+        assert jobs.reopen(connection, good.digest)
+    assert exact.judge(good).status == "accepted"
+    assert exact.records() == {HONEST.address: (1, 0, True)}, "it counts once"
     bad = exact.judge(exact.submit(exact.proved_by("old1_1e6")))
     assert (bad.status, bad.reason) == ("void", Reason.UNPROVEN_MISMATCH)
     assert _slashes(panel) == 0

@@ -32,12 +32,12 @@ def with_nodes(store: Store) -> Store:
 
 def judged(
     store: Store, node: int, validator: int, rows: int = 4, *, mismatched: bool = False,
-    explained: bool = False, longest: int = 9,
+    explained: bool = False, longest: int = 9, again: bool = False,
 ) -> SumRow:  # fmt: skip
     with store.begin() as connection:
         exact_classes.judged(
             connection, KEY, signer(node).address, validator=signer(validator).address, rows=rows,
-            longest=longest, mismatched=mismatched, explained=explained, now=1.0,
+            longest=longest, mismatched=mismatched, explained=explained, again=again, now=1.0,
         )  # fmt: skip
         (found,) = exact_classes.sums(connection, 8)
         assert exact_classes.totals(connection, KEY) == (found.files, found.mismatched)
@@ -52,6 +52,14 @@ def test_no_rows_count_that_only_one_validator_compared(either_store: Store) -> 
     assert judged(store, 3, 22, 6, longest=12) == SumRow(KEY, 4, 0, 0, 11, 12, 1)
     assert judged(store, 3, 22, 6) == SumRow(KEY, 5, 0, 0, 17, 12, 1), "without the first"
     assert judged(store, 1, 21, 200).rows == 212, "without the second"
+
+
+def test_a_file_that_is_decided_again_counts_once(either_store: Store) -> None:
+    store = with_nodes(either_store)
+    for validator in (20, 21):
+        found = judged(store, 1, validator, 10)
+    assert judged(store, 1, 20, 10, again=True) == found == SumRow(KEY, 2, 0, 0, 10, 9, 1)
+    assert judged(store, 1, 20, mismatched=True, again=True) == SumRow(KEY, 2, 1, 1, 0, 0, 0)
 
 
 def test_providers_count_with_enough_rows_each_and_once_for_all_their_nodes(

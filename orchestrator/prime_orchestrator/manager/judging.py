@@ -781,6 +781,7 @@ def _note_class(
         longest=max(lengths, default=0),
         mismatched=any(one.mismatches for one in agreed),
         explained=reason not in suspicion.ONLY_DIFFERS,
+        again=row.repeated_rows is not None,  # its acceptance was withdrawn
         now=now,
     )
     return numeric.key

@@ -165,12 +165,14 @@ def judged(
     longest: int,
     mismatched: bool,
     explained: bool,
+    again: bool = False,
     now: float,
 ) -> None:
     """Adds a judged file of an exact lease. The caller holds the lock on the node's row.
 
     `validator` compared `rows` rows, the longest of `longest` tokens. They are counted if the file
-    has no mismatch. `explained`: other evidence accompanies the mismatch.
+    has no mismatch. `explained`: other evidence accompanies the mismatch. `again`: the file was
+    accepted and counted before; only a mismatch is added.
     """
     query = sa.select(schema.class_records).where(_records.key == key, _records.node == node)
     before = record(RecordRow, connection.execute(query).mappings().first())
@@ -179,14 +181,14 @@ def judged(
     values = {
         "key": key,
         "node": node,
-        "files": old.files + 1,
+        "files": max(1, old.files + (not again)),
         "mismatched": old.mismatched + mismatched,
         "differed": old.differed + differed,
         "judged_at": now,
         "differed_at": now if differed else old.differed_at,
     }
     upsert(connection, schema.class_records, values)
-    if mismatched:
+    if mismatched or again:
         return
     own = sa.and_(_rows.key == key, _rows.node == node, _rows.validator == validator)
     counted = connection.execute(sa.select(_rows.rows, _rows.longest).where(own)).first()
