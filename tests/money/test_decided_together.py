@@ -14,14 +14,22 @@ from judges import appoint, bench, judge_of
 from money_kit import VALIDATOR, ManagerSide, key, open_manager
 from test_verdict_store import in_child, rows
 
+from prime_core.encoding import sha256
 from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
+from prime_core.settlement import Settlement
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import judging
 from prime_orchestrator.manager.draws import DrawBoard
-from prime_orchestrator.store import chain, jobs, opinions, schema
+from prime_orchestrator.manager.settlement import (
+    CHAIN_BLOCK,
+    CHAIN_TIME,
+    settle_epochs,
+    void_unjudged,
+)
+from prime_orchestrator.store import chain, jobs, meta, opinions, schema
 
 HONEST, OTHER = key(10), key(11)
 KEPT = (
@@ -162,6 +170,45 @@ def test_files_that_cannot_be_read_hold_up_no_verdict_and_are_tried_again(
     assert judge.tick() == []
     mgr.now.time += judging.AGAIN_SECONDS
     assert judge.tick() == old[:1]
+
+
+def test_an_orchestrator_that_was_away_for_long_decides_files_before_it_settles(
+    mgr: ManagerSide,
+) -> None:
+    """The opinions on two of three files were complete; those on one of the two cannot be read."""
+    files = [mgr.submit(HONEST) for _ in range(3)]
+    good, bad = accept(mgr), accept(mgr)
+    with mgr.store.read() as connection:
+        (given,) = opinions.of(connection, bad)
+    table = mgr.folder / "objects" / digest_key(Digest(given.signed().opinion.table))
+    table.write_bytes(b"damaged")
+    run, posted = mgr.context.run, int(mgr.now())
+    with mgr.store.begin() as connection:
+        root = sha256(b"root")
+        connection.execute(
+            sa.insert(schema.roots).values(
+                id=1, root=root, leaves_object=root, count=3, created_at=1.0, chain_seq=0,
+                epoch=posted // run.epoch_seconds, posted_at=posted, block=1,
+            )
+        )  # fmt: skip
+        connection.execute(sa.update(schema.submissions).values(root_id=1))
+        mgr.now.time += run.validity_seconds + 2 * run.epoch_seconds
+        meta.put(connection, CHAIN_BLOCK, "1")
+        meta.put(connection, CHAIN_TIME, str(int(mgr.now())))
+    judge = judge_of(mgr.backend)
+
+    def ended(expected: int) -> Settlement | None:
+        assert void_unjudged(mgr.store, mgr.context, mgr.now, judge.given_up()) == expected
+        return settle_epochs(mgr.store, mgr.objects, mgr.context, mgr.now)
+
+    assert ended(1) is None
+    assert judge.tick() == [good]
+    assert ended(0) is None
+    mgr.now.time += judging.GIVEN_UP_SECONDS
+    settlement = ended(1)
+    assert settlement is not None
+    states = {file.submission_digest: file.state for file in settlement.files}
+    assert states == {good: "paid", bad: "unjudged", files[2].digest: "unjudged"}
 
 
 def test_of_two_files_with_one_row_the_later_is_judged_again(mgr: ManagerSide) -> None:

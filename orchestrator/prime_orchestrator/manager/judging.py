@@ -108,6 +108,8 @@ AGAIN_SECONDS = 10.0
 """When a file is tried again of which something could not be read …"""
 AGAIN_AT_ONCE = 16
 """… and most files tried again in one tick."""
+GIVEN_UP_SECONDS = 3600.0
+"""After this long, settling does not wait for such a file any more."""
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
 MAX_NAME = 512
@@ -325,10 +327,18 @@ def _once(ask: Callable[[], int]) -> Callable[[], int]:
 
 
 @dataclass(frozen=True)
+class _Later:
+    """A file of which something could not be read: the first time, and when to try again."""
+
+    since: float
+    at: float
+
+
+@dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
-    while it is not known. `_later`: files of which something could not be read, each with when to
-    try again; the first is the next."""
+    while it is not known. `_later`: files of which something could not be read; the first is tried
+    again next."""
 
     store: Store
     objects: ObjectStore
@@ -336,7 +346,7 @@ class Judge:
     board: DrawBoard
     now: Callable[[], float]
     quorum: Callable[[], int]
-    _later: dict[Digest, float] = field(default_factory=dict, init=False)
+    _later: dict[Digest, _Later] = field(default_factory=dict, init=False)
 
     def tick(self) -> list[Digest]:
         """Decides the files whose opinions are complete; returns those that got a verdict. A file
@@ -364,7 +374,7 @@ class Judge:
             lease = promises.get(row.lease_digest) if row is not None else None
             if row is None or lease is None:
                 raise FatalError(f"a job names submission {digest}, which the store does not hold")
-            first = self._later.pop(digest, None) is None
+            before = self._later.pop(digest, None)
             try:
                 given = said.get(digest, [])
                 one = self._due(row, known[digest], lease.signed(), given, runs, quorum)
@@ -372,9 +382,11 @@ class Judge:
                     listed = self.board.listed(self.objects, lease.signed())
                     one = replace(one, last=no_one_left(listed, work[digest], appointed))
             except UnavailableError as error:
-                if first:
+                if before is None:
                     log.warning("submission %s waits for its verdict: %s", digest, error)
-                self._later[digest] = self.now() + AGAIN_SECONDS
+                now = self.now()
+                since = now if before is None else before.since
+                self._later[digest] = _Later(since, now + AGAIN_SECONDS)
                 unread = error
                 continue
             due.append(one)
@@ -387,6 +399,11 @@ class Judge:
             raise unread
         return decided
 
+    def given_up(self) -> list[Digest]:
+        """Returns files of which something could not be read for GIVEN_UP_SECONDS."""
+        known, until = list(self._later.items()), self.now() - GIVEN_UP_SECONDS
+        return [digest for digest, one in known if one.since <= until]
+
     def _next(self, connection: Connection) -> list[Digest]:
         """Returns the oldest files whose opinions are complete, then some that are to be tried
         again."""
@@ -396,7 +413,7 @@ class Judge:
         if len(full) < limit:  # no other job is full
             for digest in self._later.keys() - there:
                 del self._later[digest]
-        again = [digest for digest, at in self._later.items() if at <= now and digest in there]
+        again = [digest for digest, one in self._later.items() if one.at <= now and digest in there]
         new = [digest for digest in full if digest not in self._later]
         return new[:AT_ONCE] + again[:AGAIN_AT_ONCE]
 

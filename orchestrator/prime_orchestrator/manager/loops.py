@@ -161,7 +161,7 @@ class ManagerLoops:
         cannot be read."""
         reveal(self.store, self.context, self.planted, self.now)
         post_roots(self.store, self.objects, self.context, self.now, self.planted.accounts)
-        void_unjudged(self.store, self.context, self.now)
+        void_unjudged(self.store, self.context, self.now, self.judge.given_up())
         void_unrooted(self.store, self.context, self.now, self.planted.accounts)
         reviews.end_late(self.store, self.context)
         suspicion.give_up_slashes(self.store, self.context, self.now)

@@ -182,6 +182,8 @@ def _next_turn(connection: Connection, context: PoolContext, now: float) -> _Tur
         looked = _Looked(after=after, epoch=after)
     if due <= looked.epoch:
         return None
+    if submissions.any_undecided(connection, clock.time - run.validity_seconds):
+        return None  # the judge decides it first, or `void_unjudged` ends it
     with_work = roots.first_epoch(connection, looked.epoch, due)
     return _Turn(
         epoch=due if with_work is None else int(with_work),
@@ -583,9 +585,16 @@ def lock_files(connection: Connection, digests: Collection[Digest]) -> list[Dige
     return [row.digest for row in sorted(rows, key=lambda row: row.node)]
 
 
-def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) -> int:
+def void_unjudged(
+    store: Store,
+    context: PoolContext,
+    now: Callable[[], float],
+    given_up: Collection[Digest] = (),
+) -> int:
     """Voids submissions that have no verdict by the end of their root's validity, and returns how
-    many. Shadow submissions have no root; their validity starts on receipt.
+    many. Shadow submissions have no root; their validity starts on receipt. Those whose opinions
+    are complete are decided first, as after a long outage of the orchestrator, unless `given_up`
+    has them.
 
     This is the pool's fault: the node is neither paid nor punished. Their jobs end.
     """
@@ -595,8 +604,9 @@ def void_unjudged(store: Store, context: PoolContext, now: Callable[[], float]) 
             return 0
         validity = context.run.validity_seconds
         late = submissions.unjudged(
-            connection, rooted_before=clock.time - validity, shadow_before=now() - validity
-        )
+            connection, rooted_before=clock.time - validity, shadow_before=now() - validity,
+            given_up=given_up,
+        )  # fmt: skip
         for digest in lock_files(connection, late) if late else ():
             void(connection, digest, Reason.UNAVAILABLE, now())
         return len(late)

@@ -310,9 +310,16 @@ def withdraw(connection: Connection, digest: Digest) -> None:
     change(connection, digest, **empty, **dict.fromkeys(verdict))
 
 
-def unjudged(connection: Connection, *, rooted_before: float, shadow_before: float) -> list[Digest]:
+def unjudged(
+    connection: Connection,
+    *,
+    rooted_before: float,
+    shadow_before: float,
+    given_up: Collection[Digest] = (),
+) -> list[Digest]:
     """Returns the submissions without a verdict whose root was put on chain before `rooted_before`,
-    and shadow ones received before `shadow_before` (Unix seconds)."""
+    and shadow ones received before `shadow_before` (Unix seconds). Leaves out those whose opinions
+    are complete, unless `given_up` has them."""
     shadow = sa.and_(_submissions.shadow.is_(True), _submissions.received_at < shadow_before)
     query = (
         sa.select(_submissions.digest)
@@ -320,9 +327,32 @@ def unjudged(connection: Connection, *, rooted_before: float, shadow_before: flo
         .where(
             _submissions.status == "submitted",
             sa.or_(schema.roots.c.posted_at < rooted_before, shadow),
+            sa.or_(~_undecided(), _submissions.digest.in_(list(given_up))),
         )
     )
     return [Digest(digest) for digest in connection.execute(query).scalars()]
+
+
+def any_undecided(connection: Connection, rooted_before: float) -> bool:
+    """Whether a submission whose opinions are complete has no verdict, although its root was put on
+    chain before then (Unix seconds)."""
+    query = (
+        sa.select(_submissions.digest)
+        .join(schema.roots, schema.roots.c.id == _submissions.root_id)
+        .where(
+            _submissions.status == "submitted",
+            schema.roots.c.posted_at < rooted_before,
+            _undecided(),
+        )
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
+
+
+def _undecided() -> sa.ColumnElement[bool]:
+    """Whether a submission's job has all opinions and waits for the verdict."""
+    job = schema.jobs.c
+    return sa.exists().where(job.submission_digest == _submissions.digest, job.status == "full")
 
 
 def unrooted(
