@@ -250,9 +250,10 @@ class RunDefinition(Strict):
     canonical JSON as its bytes.
     """
 
-    schema_version: Literal[1, 2, 3, 4, 5] = 1
-    """5 for a run with `environment.parts`, else 4 with `conversation.gateway`, else 3 with
-    `conversation`, else 2 with `chat`; older programs would ignore them."""
+    schema_version: Literal[1, 2, 3, 4, 5, 6] = 1
+    """6 for a run with `detailed_tables`, else 5 with `environment.parts`, else 4 with
+    `conversation.gateway`, else 3 with `conversation`, else 2 with `chat`; older programs would
+    ignore them."""
     name: str = Field(max_length=64)
     base_model: DigestField
     """`result_digest` of the version-0 policy folder (prime_core.checkpoint)."""
@@ -282,6 +283,9 @@ class RunDefinition(Strict):
     requirements: Requirements = Requirements()
     cards: Cards | None = Field(default=None, exclude_if=lambda cards: cards is None)
     """None: cards are not proven; a node answers the older challenge of `speed`."""
+    detailed_tables: bool = Field(default=False, exclude_if=lambda detailed: not detailed)
+    """Verdict tables also hold the components of each row's reward, and whether a call's limit
+    ended the row (prime_core.verdict.VerdictRow)."""
     task: Task
     replay_rows_micro: int = Field(default=250_000, ge=0, le=MICRO)
     """Fraction of a file's rows drawn for replay (at least one row)."""
@@ -354,8 +358,8 @@ class RunDefinition(Strict):
     def _rows_fit(self) -> RunDefinition:
         if self.schema_version != self.least_schema:
             raise ValueError(
-                "schema_version is 5 with environment.parts, else 4 with conversation.gateway, "
-                "else 3 with conversation, else 2 with chat, else 1"
+                "schema_version is 6 with detailed_tables, else 5 with environment.parts, else 4 "
+                "with conversation.gateway, else 3 with conversation, else 2 with chat, else 1"
             )
         if self.death_seconds <= self.heartbeat_seconds:
             raise ValueError("death_seconds must exceed heartbeat_seconds")
@@ -369,6 +373,8 @@ class RunDefinition(Strict):
     @property
     def least_schema(self) -> int:
         """The `schema_version` that the definition's fields require."""
+        if self.detailed_tables:
+            return 6
         if self.environment.parts:
             return 5
         if self.conversation is not None:

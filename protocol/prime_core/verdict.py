@@ -280,7 +280,8 @@ class VerdictRow(Strict):
     ungraded: bool = Field(default=False, exclude_if=lambda raised: not raised)
     """The code of a plugin raised when it graded the row, which is paid and not trained on."""
     limited: bool = Field(default=False, exclude_if=lambda ended: not ended)
-    """The row ended because a call reached a limit (`tool_limit`): paid and not trained on."""
+    """The row ended because a call reached a limit (`tool_limit`): paid and not trained on. This
+    and `parts` are noted in runs with `detailed_tables`."""
     parts: dict[PartName, PartValue] = Field(
         default_factory=dict, max_length=MAX_PARTS, exclude_if=lambda parts: not parts
     )

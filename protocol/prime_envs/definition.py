@@ -90,6 +90,8 @@ def run_from(
             whole["schema_version"] = 3 if conversation.gateway is None else 4
         if parts:
             whole["schema_version"] = 5
+        if values.get("detailed_tables"):
+            whole["schema_version"] = 6
         run = RunDefinition.model_validate_json(json.dumps(whole))
         _check_cards(run, source)
         return run

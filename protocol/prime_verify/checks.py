@@ -292,9 +292,12 @@ def check_rewards(
     plan: Sequence[PlannedRow],
     environment: Environment,
     engine: Engine,
+    *,
+    detailed: bool = False,
 ) -> tuple[VerdictRow, ...]:
     """Recomputes every reward. A grade decided by a time limit, one that changes on the second
-    try, in other processes, or a row that could not be graded accuses no one.
+    try, in other processes, or a row that could not be graded accuses no one. `detailed`: the run's
+    `detailed_tables`.
 
     Raises RulingError: TAMPERED_REWARD.
     """
@@ -325,8 +328,8 @@ def check_rewards(
                 output_tokens=len(row.places),
                 observation_tokens=len(row.output_tokens) - len(row.places),
                 ungraded=grade.ungraded,
-                limited=row.finish_reason == "tool_limit",
-                parts=_parts_of(grade),
+                limited=detailed and row.finish_reason == "tool_limit",
+                parts=_parts_of(grade) if detailed else {},
             )
         )
     return tuple(table)
@@ -350,7 +353,9 @@ def _check_replies(case: Case) -> None:
 
 def _check_rewards(case: Case) -> None:
     """Sets `case.table`."""
-    case.table = check_rewards(case.file.rows, case.plan, case.environment, case.engine)
+    case.table = check_rewards(
+        case.file.rows, case.plan, case.environment, case.engine, detailed=case.run.detailed_tables
+    )
 
 
 CHECKS = (

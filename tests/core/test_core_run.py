@@ -51,7 +51,7 @@ def test_an_older_peer_reads_a_later_run_and_passes_its_bytes_on(tmp_path: Path)
 
 
 def test_a_run_of_a_later_schema_is_refused_with_the_upgrade_command() -> None:
-    later = json.loads(RUN.raw()) | {"schema_version": 6}
+    later = json.loads(RUN.raw()) | {"schema_version": 7}
     with pytest.raises(MalformedError, match="pip install --upgrade"):
         RunDefinition.parse(json.dumps(later).encode())
 

@@ -168,7 +168,8 @@ def parties(tmp_path: Path, objects: Callable[[str], ObjectStore] | None = None)
     for one in (manager, folder):
         one.mkdir()
     listener, url = listen()
-    mgr = open_manager(manager, run=small_run())
+    detailed = small_run().model_copy(update={"detailed_tables": True, "schema_version": 6})
+    mgr = open_manager(manager, run=detailed)
     mgr.now = RealClock()
     mgr.audience = url
     folder_of_objects = DirectoryStore(manager / "objects", url, b"s" * 32)

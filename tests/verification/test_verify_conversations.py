@@ -203,7 +203,15 @@ def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
     finding = both.judge(file)
     assert finding.outcome is Outcome.ACCEPTED, finding
     assert finding.units == sum(len(row.model_tokens) for row in rows_of(file))
-    assert [row.limited for row in finding.table] == [row in ended for row in rows_of(file)]
+    assert not any(row.limited or row.parts for row in finding.table)
+    noted = talking.run.model_copy(update={"detailed_tables": True, "schema_version": 6})
+    detailed = type(talking)(noted, broken, talking.engine)
+    longer = detailed.honest(0)
+    finding = detailed.judge(longer)
+    at_limit = [row.finish_reason == "tool_limit" for row in rows_of(longer)]
+    assert any(at_limit)
+    assert [row.limited for row in finding.table] == at_limit
+    assert all(row.parts["turns"] for row in finding.table)
     for judge, one in ((talking, file), (both, honest)):
         found = judge.judge(one)
         assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS), found
