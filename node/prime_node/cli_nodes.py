@@ -36,10 +36,13 @@ Consent = Annotated[Path, typer.Argument(help="File that `node consent` wrote at
 def consent(
     settings: Settings,
     out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
-    days: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = CONSENT_DAYS,
+    days: Annotated[
+        int, typer.Option(help="How long it is good for.", min=1, max=3650)
+    ] = CONSENT_DAYS,
 ) -> None:
     """At the node: sign that this machine belongs to --provider. For `node add` or `node move`."""
     from prime_core.errors import UserError
+    from prime_core.given import write_given
     from prime_core.node import NodeConsent
     from prime_node.nodes import sign_consent
     from prime_node.wallet import named_provider, open_wallet
@@ -59,7 +62,7 @@ def consent(
     if out is None:
         typer.echo(text)
     else:
-        out.write_text(text + "\n")
+        write_given(out, f"{text}\n".encode())
         typer.echo(f"the consent is in {out}; at the owner: prime-node node add {out}")
 
 
@@ -145,7 +148,7 @@ def revoke(
     settings: Settings,
     node: Node = None,
     before: Annotated[
-        int | None, typer.Option(help="Unix seconds; by default now: every session so far.")
+        int | None, typer.Option(help="Unix seconds; by default now: every session so far.", min=0)
     ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,

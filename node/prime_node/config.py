@@ -64,7 +64,7 @@ class Settings(ChainSettings):
     deployment: UserPath | None = None
     """Deployment JSON; by default the shipped file of the pool's chain, else, on a test network
     only, what the orchestrator names."""
-    pool: int | None = None
+    pool: int | None = Field(default=None, ge=0, lt=1 << 63)
     """Pool number; by default the one the orchestrator serves."""
     wallet: UserPath | None = None
     """The node's keystore (v3)."""

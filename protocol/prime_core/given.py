@@ -1,7 +1,8 @@
-"""Reads the files that a user names on a command line or in settings."""
+"""Reads and writes the files that a user names on a command line or in settings."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from prime_core.errors import UserError
@@ -40,3 +41,16 @@ def read_given(
     if len(raw) > limit:
         raise UserError(f"{path} is not a valid {what}: it exceeds {limit} bytes", hint=hint)
     return bytes(raw)
+
+
+def write_given(path: Path, content: bytes) -> None:
+    """Writes the file of an option --out. Raises UserError if there is no such folder, or it may
+    not be written; OSError if the disk is full (see command_line.run)."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file with --out"
+        ) from error

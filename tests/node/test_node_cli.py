@@ -161,6 +161,8 @@ def test_missing_wallet_orchestrator_and_rpc_are_named(wallet: tuple[str, ...]) 
     fails(64, "no wallet is named", "join", *NOWHERE)
     fails(64, "there is no keystore at", "join", *NOWHERE, "--wallet", "/nonexistent/k.json")
     fails(64, "no RPC endpoint is named", "stake", "show", *wallet, *url)
+    for number in ("-1", "9" * 80):
+        fails(64, "the setting 'pool' is wrong", "leave", *wallet, *NOWHERE, "--pool", number)
 
 
 def test_orchestrator_that_does_not_answer(wallet: tuple[str, ...]) -> None:

@@ -162,6 +162,9 @@ def test_a_missing_consent_or_another_owners_is_one_sentence(owner: Owner, tmp_p
     assert "is not a signed consent" in owner.refused("node", "add", str(tmp_path / "none.json"))
     assert "no signed consent" in owner.refused("node", "add", str(tmp_path / "missing.json"))
     assert "no owner is named" in owner.refused("node", "consent", wallet=NODE)
+    for place in (tmp_path, tmp_path / "none" / "consent.json"):
+        words = ("node", "consent", "--provider", OWNER.address, "--out", str(place))
+        assert f"{place} cannot be written" in owner.refused(*words, wallet=NODE)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from prime_core.calibration import CalibrationStatement
 from prime_core.command_line import Json, PasswordFd, PasswordFile, command
 from prime_core.deployment import Deployment
 from prime_core.errors import UnavailableError, UserError
+from prime_core.given import write_given
 from prime_core.logs import log_to_stderr
 from prime_core.storage.base import put_object
 from prime_core.storage.directory import DirectoryStore
@@ -108,7 +109,7 @@ def calibrate(
         )
     if signer is not None and domain is not None:
         found = found.sign(signer, domain, int(time.time()))
-    out.write_bytes(found.canonical())  # its SHA-256 is its name
+    write_given(out, found.canonical())  # its SHA-256 is its name
     if objects is not None:
         put_object(DirectoryStore(objects), found.canonical())
     by = found.signed.signer if found.signed else None

@@ -30,6 +30,7 @@ import typer
 
 from prime_core.command_line import Json, command
 from prime_core.errors import UserError
+from prime_core.given import write_given
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_orchestrator.cli.storage import StoreOptions, with_database
@@ -79,12 +80,7 @@ def classes(
             if not needs[one.key]
         )
         made = kept.model_copy(update={"proven": listed, "signed": None})
-        try:
-            out.write_bytes(made.canonical())
-        except OSError as error:
-            raise UserError(
-                f"{out} cannot be written: {error.strerror}", hint="name another file with --out"
-            ) from error
+        write_given(out, made.canonical())
         written = {"calibration": str(out), "proven": len(listed)}
     if json_output:
         shown = [asdict(one) | {"facts": facts, "lacking": needs[one.key]} for one, facts in found]

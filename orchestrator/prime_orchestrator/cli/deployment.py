@@ -21,6 +21,7 @@ from prime_core.command_line import Json, PasswordFd, PasswordFile, Quorum, grou
 from prime_core.deployment import Deployment, Periods
 from prime_core.errors import NotFoundError, UserError
 from prime_core.folders import make_folder
+from prime_core.given import write_given
 from prime_core.ids import ZERO_ADDRESS, Address, address
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def sources(
     """Write the compiler's standard-JSON input. An explorer verifies the contracts with it."""
     from prime_chain.deployment_check import standard_input
 
-    out.write_bytes(standard_input(ROOT))
+    write_given(out, standard_input(ROOT))
     typer.echo(f"the input is in {out}; name a contract as contracts/src/Pools.sol:Pools")
 
 

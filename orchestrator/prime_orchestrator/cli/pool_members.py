@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from prime_chain.chain_session import ChainSession, Done, PoolNumber, sends_transactions
 from prime_core import ids
 from prime_core.errors import UserError
-from prime_core.given import read_given
+from prime_core.given import read_given, write_given
 from prime_core.node import Invite
 from prime_core.signing import SignatureField, Strict
 from prime_core.verdict import SignedOpinion
@@ -64,7 +64,7 @@ def invite(
     signature = signer.sign(statement, session.deployment.domain_of(statement))
     signed = SignedInvite(invite=statement, signature=signature)
     if out is not None:
-        out.write_text(signed.model_dump_json(indent=2) + "\n")
+        write_given(out, f"{signed.model_dump_json(indent=2)}\n".encode())
     said = f"the invite is in {out}" if out is not None else signed.model_dump_json(indent=2)
     return Done(signed.model_dump(mode="json"), said)
 

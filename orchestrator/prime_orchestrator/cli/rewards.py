@@ -18,7 +18,7 @@ from prime_core.command_line import AllowPrivate, Json, Quorum, group
 from prime_core.deployment import Deployment
 from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError
-from prime_core.given import read_given
+from prime_core.given import read_given, write_given
 from prime_core.ids import Digest, Signature
 from prime_core.settlement import read_settlement
 from prime_core.times import utc
@@ -171,7 +171,7 @@ def settle_epoch(
     ):
         found = rebuilder.settle(epoch, HttpSource(records).submission, as_of_block)
     head, pages = found.published()
-    out.write_bytes(head)
+    write_given(out, head)
     for page in pages:
         out.with_name(f"{out.name}.{sha256(page)}").write_bytes(page)
     facts = {
