@@ -30,7 +30,7 @@ from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.run import MICRO, RunDefinition
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.task import SignedLease, SubmissionStatus
-from prime_core.verdict import Evidence, Reason, VerdictTable
+from prime_core.verdict import Evidence, Reason, VerdictRow, VerdictTable
 from prime_envs.base import Environment, Grade, texts_of
 from prime_envs.registry import environment_for
 from prime_envs.samples import openai_messages
@@ -119,7 +119,8 @@ class Sample:
     """One row of a file. `reward` by the verdict table (None: not accepted, or not graded),
     `claimed` the node's; `prompt` is None and `turns` empty without a tokenizer; `turns` are the
     texts of the model and the environment in turn, `spans` their lengths
-    (prime_core.rollout.SCHEMAS); `parts` and `reason` of a row that was graded again."""
+    (prime_core.rollout.SCHEMAS); `parts` by the verdict table (prime_core.verdict.VerdictRow), or
+    of a row that was graded again, which has a `reason`, too."""
 
     row: int
     group: int
@@ -320,9 +321,8 @@ def why_gone(objects: ObjectStore, archived: ArchivedFile | None) -> str:
 
 def read_file(
     objects: ObjectStore, row: SubmissionRow, deadline: int
-) -> tuple[RolloutFile, list[float | None]]:
-    """Returns a submission's file, and its rows' rewards from the verdict table (None: not
-    accepted, or not graded).
+) -> tuple[RolloutFile, list[VerdictRow | None]]:
+    """Returns a submission's file, and its rows in the verdict table (None: not accepted).
 
     Args: `deadline` of its lease. Raises NotFoundError if the file or table is missing from the
     store, UntrustedError if the bytes differ, FileError if the file does not parse, MalformedError
@@ -334,11 +334,16 @@ def read_file(
         return file, [None] * len(file.rows)
     table = VerdictTable.model_validate_json(read_object(objects, row.verdict_table))
     load_rollouts(data, table)
-    return file, [None if one.ungraded else one.reward_micro / MICRO for one in table.rows]
+    return file, [*table.rows]
+
+
+def reward_of(one: VerdictRow | None) -> float | None:
+    """The reward of a row in a verdict table; None if it is in none, or was not graded."""
+    return None if one is None or one.ungraded else one.reward_micro / MICRO
 
 
 def samples(
-    file: RolloutFile, rewards: Sequence[float | None], numbers: Sequence[int], tokenizer: Any
+    file: RolloutFile, judged: Sequence[VerdictRow | None], numbers: Sequence[int], tokenizer: Any
 ) -> list[Sample]:
     """Returns the rows `numbers` of a file, with texts decoded by `tokenizer` unless it is None.
     Raises UserError if there is no such row."""
@@ -361,10 +366,11 @@ def samples(
                 output_tokens=row.output_tokens,
                 finish=row.finish_reason,
                 claimed=row.reward,
-                reward=rewards[number],
+                reward=reward_of(one := judged[number]),
                 prompt=prompt,
                 turns=turns,
                 spans=row.spans,
+                parts={} if one is None else one.parts,
             )
         )
     return found
@@ -461,8 +467,8 @@ def grade_evaluation(
     environment = environment_for(run)
     try:
         for one, lease in found:
-            file, rewards = read_file(objects, one, lease.lease.deadline)
-            asked = samples(file, rewards, range(len(file.rows)), tokenizer)
+            file, judged = read_file(objects, one, lease.lease.deadline)
+            asked = samples(file, judged, range(len(file.rows)), tokenizer)
             again = grades(asked, one, lease, run, environment, tokenizer)
             for sample, grade in zip(asked, again, strict=True):
                 problem = (lease.heldout or 0) + sample.group
@@ -705,7 +711,7 @@ def _wanted(
 def _record_batch(
     reader: _Reader, row: SubmissionRow, known: FileFacts, lease: SignedLease, runs: RunHistory
 ) -> pa.RecordBatch:
-    file, rewards = read_file(reader.objects, row, lease.lease.deadline)
+    file, judged = read_file(reader.objects, row, lease.lease.deadline)
     tokenizer = reader.tokenizer
     run = None if tokenizer is None else runs.of_lease(lease.lease)
     graded: list[Grade | None] = [None] * len(file.rows)
@@ -723,7 +729,7 @@ def _record_batch(
         "step": row.step,
     }
     lines = []
-    for one, reward, grade in zip(file.rows, rewards, graded, strict=True):
+    for one, found, grade in zip(file.rows, judged, graded, strict=True):
         group = state.get(one.group)
         prompt, turns = _texts(one, tokenizer)
         lines.append(
@@ -741,9 +747,9 @@ def _record_batch(
                 "output_tokens": one.output_tokens,
                 "logprobs": one.logprobs,
                 "finish_reason": one.finish_reason,
-                "reward": reward,
+                "reward": reward_of(found),
                 "claimed_reward": one.reward,
-                "reward_parts": None if grade is None else _named(grade.parts),
+                "reward_parts": _parts_of(found, grade),
                 "reward_reason": None if grade is None else grade.reason,
                 "prompt": prompt,
                 "output": None if prompt is None else "".join(turns),
@@ -763,5 +769,9 @@ def _record_batch(
     return pa.RecordBatch.from_pylist(lines, schema=COLUMNS)
 
 
-def _named(parts: Mapping[str, int]) -> list[dict[str, Any]]:
+def _parts_of(judged: VerdictRow | None, grade: Grade | None) -> list[dict[str, Any]] | None:
+    """Components of a row's reward: as graded again, else as the verdict table holds them."""
+    if grade is None and (judged is None or not judged.parts):
+        return None
+    parts = grade.parts if grade is not None else judged.parts if judged is not None else {}
     return [{"name": name, "value": value} for name, value in parts.items()]

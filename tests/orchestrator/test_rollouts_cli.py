@@ -104,6 +104,7 @@ class Pool:
                     )
                 ),
                 ungraded=right is None,
+                parts={} if right is None else {"task_micro": MICRO * right},
             )
             for row, right in zip(plan, answers, strict=False)
         ]  # fmt: skip
@@ -278,6 +279,8 @@ def test_a_file_is_shown_with_texts_rewards_and_verdict(pool: Pool, tmp_path: Pa
     assert (right["reward"], right["claimed"], right["reason"]) == (1.0, 0.25, "reversed")
     assert (right["parts"]["task_micro"], wrong["parts"]["task_micro"]) == (MICRO, 0)
 
+    judged = pool.json("show", name)["samples"]
+    assert [one["parts"] for one in judged] == [{"task_micro": MICRO}, *[{"task_micro": 0}] * 3]
     text = pool.run("show", name[2:12], "--model", str(MODEL), "--row", "0", "--grade")
     assert f"02|{word}>..={word[::-1]}\n" in text
     assert "reward 1.000 (task_micro 1000000, length 2, target 2; reversed)" in text
@@ -383,6 +386,8 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
     assert {row["environment_digest"] for row in rows} == {environment.digest}
     assert [row["reward"] for row in rows] == [1, 0, 0, 0, 1, 0, 1, 0]
     assert {row["claimed_reward"] for row in rows} == {0.25}
+    parts = [part for row in rows for part in row["reward_parts"]]
+    assert [one["value"] for one in parts] == [MICRO * row["reward"] for row in rows]
     assert [row["group_state"] for row in rows[::2]] == ["trained", "dropped", "waiting", "waiting"]
     assert (rows[0]["batch_step"], rows[0]["staleness"], rows[2]["batch_step"]) == (0, 0, None)
     assert rows[0]["output"] == f"..={rows[0]['prompt'][3:-1][::-1]}"

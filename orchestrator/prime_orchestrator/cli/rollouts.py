@@ -147,13 +147,13 @@ def show(
         damage, rows, samples = rollouts.why_gone(kept, archived), 0, []
         if not damage:
             try:
-                parsed, rewards = rollouts.read_file(kept, found, lease.lease.deadline)
+                parsed, judged = rollouts.read_file(kept, found, lease.lease.deadline)
             except FileError as error:
                 damage = str(error)
             else:
                 rows = len(parsed.rows)
                 chosen = range(min(rows, most)) if row is None else [row]
-                samples = rollouts.samples(parsed, rewards, chosen, tokenizer)
+                samples = rollouts.samples(parsed, judged, chosen, tokenizer)
         if grade:
             run = runs.of_lease(lease.lease)
             environment = environment_for(run)
