@@ -37,6 +37,7 @@ from prime_trainer.benchmark_tasks import (
     read_problems,
 )
 from prime_trainer.cli import app
+from prime_trainer.livecodebench import CodeTest, Harness, program_in
 from prime_trainer.sampling import Sampling
 
 ROWS = Path(__file__).parent / "benchmarks"
@@ -125,6 +126,87 @@ def test_every_test_of_a_program_is_run(opened: dict[str, Benchmark]) -> None:
         assert one.score(problem(one, 0), wrong).task_micro == 0, number
 
 
+STDIN = (
+    CodeTest("1 2\n", "3\n"),
+    CodeTest("", "0.50\n\nyes"),
+    CodeTest("", "1 2\n3"),
+)
+CALLS = (
+    CodeTest("", [[1, 2]], "f", ([1, 2],)),
+    CodeTest("", {"1": 2}, "f", ()),
+    CodeTest("", 0.3, "f", ()),
+    CodeTest("", 1, "f", ()),
+)
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[Harness]:
+    found = Harness()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("test", "program", "right"),
+    [
+        (STDIN[0], "print(sum(map(int, input().split())))", True),
+        (STDIN[0], "print(sum(map(int, sys.stdin.read().split())))\nexit(1)", True),
+        (STDIN[0], "if __name__ == '__main__':\n    print(3)", True),
+        (STDIN[0], "if __name__ == '__main__':\n    print(3)\nx = 1", False),
+        (STDIN[0], "n = 0\ndef f():\n    global n\n    n += 3\n    print(n)\nf()", False),
+        (STDIN[0], "print(3)\nraise ValueError", False),
+        (STDIN[0], "print('3.0')", True),
+        (STDIN[0], "print('3.0000001')", False),
+        (STDIN[0], "print(3 if len(str(10**5000)) == 5001 else 0)", True),
+        (STDIN[0], "def f(n):\n    return n and 1 + f(n - 1)\nprint(3 if f(9000) else 0)", True),
+        (STDIN[0], "prin(3", False),
+        (STDIN[0], "import os", False),
+        (STDIN[1], "print(' .5 \\n \\n yes \\n\\n')", True),
+        (STDIN[1], "print('.5\\nyes')", False),
+        (STDIN[1], "print('.5\\n\\nYes')", False),
+        (STDIN[2], "print('1.0   2.0\\n3')", True),
+        (STDIN[2], "print('1 2 3')", False),
+        (CALLS[0], "def f(n):\n    return [n]", True),
+        (CALLS[0], "class Solution:\n    def f(self, n: List[int]):\n        return [n]", True),
+        (CALLS[0], "class Solution:\n    pass\ndef f(n):\n    return [n]", False),
+        (CALLS[0], "def f(n):\n    return (n,)", True),
+        (CALLS[0], "def f(n):\n    return [tuple(n)]", False),
+        (CALLS[0], "def f(n):\n    return [n]\nif __name__ == '__main__':\n    f(input())", True),
+        (CALLS[0], "def f(n):\n    return deque([n])", False),
+        (CALLS[0], "def f(n):\n    exit()", False),
+        (CALLS[1], "def f():\n    return Counter({'1': 2})", True),
+        (CALLS[1], "def f():\n    return {1: 2}", False),
+        (CALLS[2], "def f():\n    return 0.1 + 0.2", False),
+        (CALLS[2], "def f():\n    return 3 / 10", True),
+        (CALLS[3], "def f():\n    return 1.0", True),
+        (CALLS[3], "def f():\n    return True", True),
+        (CALLS[3], "def f():\n    return '1'", False),
+        (CALLS[3], "def f():\n    return {1}", False),
+    ],
+)
+def test_programs_are_scored_by_the_rules_of_livecodebench(
+    test: CodeTest, program: str, right: bool, harness: Harness
+) -> None:
+    score = harness.score([test], f"```python\n{program}\n```")
+    assert score.task_micro == MICRO * right, score.reason
+    assert score.parts == {"tests": 1, "passed": int(right)}
+
+
+def test_the_program_is_between_the_last_two_fences(harness: Harness) -> None:
+    program, other = "```py\nprint(3)\n```", "```text\nhello\n```"
+    assert program_in(f"a\n{other}\nb\n  {program}\nc") == "print(3)"
+    assert program_in(f"{program}\n{other}") == "hello"
+    assert program_in("```\nprint(3)") == ""
+    assert harness.score(STDIN[:1], "print(3)").parts == {"tests": 1, "passed": 0}
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_too_long_for_a_test_fails(harness: Harness) -> None:
+    score = harness.score(STDIN[:1], "```\nprint(3)\nwhile True: pass\n```")
+    assert (score.task_micro, score.uncertain) == (0, True)
+    assert "ran out of processor time" in score.reason
+
+
 def test_a_choice_is_the_last_letter_and_the_order_is_seeded(opened: dict[str, Benchmark]) -> None:
     one = benchmark("gpqa-diamond", opened)
     asked = problem(one, 0)
@@ -195,7 +277,12 @@ class Attack:
         ("gsm8k", changed("gsm8k", answer="-5"), "'answer' does not end in '#### ' and a number"),
         ("ifeval", changed("ifeval", instruction_id_list=["a:b"]), "no instruction 'a:b'"),
         ("ifeval", changed("ifeval", kwargs=[{}]), "'kwargs' is not one object for each"),
-        ("livecodebench-v5", changed("livecodebench-v5", metadata="{}"), "not a function's name"),
+        ("livecodebench-v5", changed("livecodebench-v5", metadata="{}"), "has no func_name"),
+        (
+            "livecodebench-v5",
+            changed("livecodebench-v5", metadata=json.dumps({"func_name": "a b"})),
+            "not a function's name",
+        ),
         (
             "livecodebench-v5",
             changed("livecodebench-v5", public_test_cases="[]", private_test_cases=""),
@@ -217,7 +304,7 @@ class Attack:
             "unpacks to no text",
         ),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_malformed_row_is_named(
     name: str, text: str, said: str, opened: dict[str, Benchmark], tmp_path: Path

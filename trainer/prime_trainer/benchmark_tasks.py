@@ -12,14 +12,10 @@ regard to case, spaces and underscores.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import os
-import pickle
+import platform
 import re
 import sys
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -30,9 +26,7 @@ from prime_core import encoding, seeds
 from prime_core.errors import MalformedError, UserError
 from prime_core.run import MICRO
 from prime_envs.base import Grade, Problem, TaskScore
-from prime_envs.graders.code import PythonCode
 from prime_envs.rows import Bounds, read_rows
-from prime_envs.sandbox.client import ProgramLimits
 from prime_envs.subprocess_grader import (
     GraderLimits,
     GradingCrashError,
@@ -40,7 +34,8 @@ from prime_envs.subprocess_grader import (
     SubprocessGrader,
     require_module,
 )
-from prime_envs.tasks import Task, load_json, require_text
+from prime_envs.tasks import require_text
+from prime_trainer.livecodebench import RULES, Harness, tests_of
 
 VARIABLE = "PRIME_LM_EVAL_PYTHON"
 """Names the interpreter that has lm-evaluation-harness (scripts/setup_lm_eval.sh)."""
@@ -49,18 +44,6 @@ MAX_TEXT = 1 << 18
 CPU_SECONDS = 10.0
 MEMORY_BYTES = 8 << 30
 """Address space of the child that scores."""
-MAX_TESTS_BYTES = 512 << 20
-"""Unpacked tests of one LiveCodeBench problem."""
-PROGRAM_LIMITS = ProgramLimits(cpu_seconds=6.0, memory_mb=1024)
-"""Of one test of LiveCodeBench, whose own harness also allows 6 s."""
-_STARRED = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
-    "statistics", "itertools", "functools", "operator", "io", "sys", "json", "typing", "builtins",
-)  # fmt: skip
-PRELUDE = "".join(
-    [*(f"from {name} import *\n" for name in _STARRED), *(f"import {name}\n" for name in _STARRED)]
-)
-"""LiveCodeBench's harness makes the same names available to every program."""
 _DEGREES = re.compile(r"(\d{1,3})\s*(?:\^\\circ|\^\{\\circ\}|°)?")
 _GSM8K_ANSWER = re.compile(r"#### -?[\d,]*\.?\d+$")
 
@@ -320,14 +303,14 @@ class LiveCodeBench(Benchmark):
     """Columns: `question_content`, `starter_code`, `public_test_cases`, `private_test_cases`, and
     `metadata` with `func_name` where tests are calls. A test is {input, output, testtype}; a list
     of them may be JSON text, and the private ones the dataset's packed text (base64, zlib, pickle).
-    A program passes if it passes all tests."""
+    Scored by the benchmark's own rules (livecodebench.py)."""
 
     name = "livecodebench-v5"
     whole = 880
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._code = PythonCode(limits=PROGRAM_LIMITS, most_tests=None, prelude=PRELUDE)
+        self._harness = Harness()
 
     def problem(self, row: Row, number: int) -> Problem:
         asked, starter = row.text("question_content", "question"), row.get("starter_code") or ""
@@ -340,89 +323,22 @@ class LiveCodeBench(Benchmark):
             else "Read from standard input and write to standard output. Give the whole program in "
             "one fenced block at the end:\n\n```python\n# your program\n```"
         )
-        metadata = {
-            "where": row.where,
-            "public": row.get("public_test_cases"),
-            "private": row.get("private_test_cases"),
-            "about": row.get("metadata"),
-        }
+        columns = ("public_test_cases", "private_test_cases", "metadata")
+        metadata = {"where": row.where, **{name: row.get(name) for name in columns}}
         prompt = f"Write a Python program that solves this problem.\n\n{asked}\n\n{how}"
-        problem = Problem(str(number), number, prompt, "", metadata)
-        self._code.require(_with_tests(problem))
-        return problem
+        tests_of(metadata, row.where)  # they are unpacked again for each answer: they are large
+        return Problem(str(number), number, prompt, "", metadata)
 
     def score(self, problem: Problem, response: str) -> TaskScore:
-        return self._code.grade(_with_tests(problem), response)
+        tests = tests_of(problem.metadata, str(problem.metadata["where"]))
+        return self._harness.score(tests, response)
 
     def versions(self) -> dict[str, str]:
-        return {"prime-open sandbox": f"python {self._code.pins()['python']}"}
+        python = ".".join(platform.python_version_tuple()[:2])
+        return {"LiveCodeBench's rules": RULES, "prime-open sandbox": f"python {python}"}
 
     def close(self) -> None:
-        self._code.close()
-
-
-def _with_tests(problem: Problem) -> Task:
-    """The problem as a row of a dataset, with all its tests unpacked. Raises MalformedError."""
-    row, where = problem.metadata, str(problem.metadata["where"])
-    about = row["about"]
-    if isinstance(about, str):
-        about = load_json(about, f"{where}: metadata") if about.strip() else {}
-    function = about.get("func_name") if isinstance(about, dict) else None
-    tests = [*_tests(row["public"], f"{where}: public_test_cases"),
-             *_tests(row["private"], f"{where}: private_test_cases")]  # fmt: skip
-    cases = []
-    for test in tests:
-        if not isinstance(test, dict) or not all(
-            isinstance(test.get(name), str) for name in ("input", "output")
-        ):
-            raise MalformedError(f"{where}: a test has no text as input and output")
-        kind = test.get("testtype", "stdin")
-        if kind not in ("stdin", "functional"):
-            raise MalformedError(f"{where}: a test of type {str(kind)[:40]!r}")
-        call = {"type": "function_call", "fn_name": function} if kind == "functional" else {}
-        cases.append({"input": test["input"], "output": test["output"], **call})
-    return Task(
-        problem_id=problem.problem_id, task_type="verifiable_code", prompt=problem.prompt,
-        verification_info={"test_cases": cases}, where=where,
-    )  # fmt: skip
-
-
-def _tests(value: Any, where: str) -> list[Any]:
-    """A list of tests, or its text. Raises MalformedError."""
-    if isinstance(value, str) and value.strip():
-        plain = value.lstrip().startswith(("[", "{"))
-        value = load_json(value if plain else _unpacked(value, where), where)
-    if value in (None, ""):
-        return []
-    if not isinstance(value, list):
-        raise MalformedError(f"{where} is not a list of tests")
-    return value
-
-
-class _TextOnly(pickle.Unpickler):
-    """Unpickles plain values: classes and functions, which can run code, are refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _unpacked(text: str, where: str) -> str:
-    """The JSON text in the dataset's packing: base64, zlib, pickle. Raises MalformedError."""
-    try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
-        if not unpacker.eof:
-            raise MalformedError(f"{where} is cut off, or unpacks to more than 512 MiB")
-        found = _TextOnly(io.BytesIO(data)).load()
-    except MalformedError:
-        raise
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise MalformedError(f"{where} cannot be unpacked: {error}") from error
-    except Exception as error:  # a broken pickle may raise anything
-        raise MalformedError(f"{where} cannot be unpacked: {type(error).__name__}") from error
-    if not isinstance(found, str):
-        raise MalformedError(f"{where} unpacks to no text")
-    return found
+        self._harness.close()
 
 
 BENCHMARKS: Mapping[str, type[Benchmark]] = {

@@ -82,16 +82,9 @@ class PythonCode(Grader):
         self,
         sandbox: Sandbox | None = None,
         limits: ProgramLimits | None = None,
-        *,
-        most_tests: int | None = MAX_TESTS,
-        prelude: str = "",
     ) -> None:
-        """`most_tests`: more are thinned out (None: all are run). `prelude` runs before every
-        program; if it is empty, PRELUDE runs before functions."""
         self._sandbox = sandbox or Sandbox()
         self._limits = limits or ProgramLimits()
-        self._most_tests = most_tests
-        self._prelude = prelude
 
     def close(self) -> None:
         self._sandbox.close()
@@ -109,7 +102,7 @@ class PythonCode(Grader):
         return f"```python\n{solution}\n```"
 
     def grade(self, task: Task, output_text: str) -> TaskScore:
-        tests = unit_tests(task, self._most_tests)
+        tests = unit_tests(task)
         counted = {"tests": len(tests), "passed": 0}
         source = python_code(final_section(output_text))
         if source is None:
@@ -142,7 +135,7 @@ class PythonCode(Grader):
             stdin=test.stdin,
             function=test.function,
             arguments=test.arguments,
-            prelude=self._prelude or (PRELUDE if test.function else ""),
+            prelude=PRELUDE if test.function else "",
         )
         return self._sandbox.run(program, self._limits)
 
@@ -328,8 +321,8 @@ def _parts(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
 # --- reading tests -------------------------------------------------------------------------------
 
 
-def unit_tests(task: Task, most: int | None = MAX_TESTS) -> list[Test]:
-    """The task's tests, thinned out to `most`. Raises MalformedError with file and row."""
+def unit_tests(task: Task) -> list[Test]:
+    """The task's tests, thinned out to MAX_TESTS. Raises MalformedError with file and row."""
     info = dict(task.verification_info)
     language = info.get("language")
     if language not in (None, "", "python", "python3"):
@@ -345,7 +338,7 @@ def unit_tests(task: Task, most: int | None = MAX_TESTS) -> list[Test]:
         raise MalformedError(f"{task.where}: test_cases are missing: the task has no answer")
     if not tests:
         raise MalformedError(f"{task.where}: there is no test, so every program would pass")
-    return tests if most is None else thinned(tests, most)
+    return thinned(tests)
 
 
 def thinned(tests: Sequence[Test], most: int = MAX_TESTS) -> list[Test]:
