@@ -22,6 +22,7 @@ from prime_chain.keystore import create_keystore
 from prime_core.errors import UserError
 from prime_core.gateway import Cassette
 from prime_core.given import read_given
+from prime_core.ids import ZERO_DIGEST
 from prime_core.settlement import read_settlement
 from prime_envs.definition import read_toml
 from prime_node.nodes import read_consent
@@ -78,7 +79,7 @@ BY_FUNCTION: dict[str, Callable[[Path], object]] = {
     "file (consent)": read_consent,
     "lease": read_lease,
     "cassette": Cassette.read,
-    "rollouts": _grades_of,
+    "rollouts": lambda path: _grades_of(path, ZERO_DIGEST),
     "source (run)": read_toml,
     "planted_secret": read_secret,
     "sign": load_calibration,
