@@ -91,6 +91,8 @@ def tokens_in(file: Path, claimed: int) -> int:
         stated = footer.columns[columns.index("output_tokens")].values
     except (MalformedError, LookupError):
         return claimed
+    if stated < 0:  # also malformed
+        return claimed
     return min(claimed, stated) if "spans" in columns else stated
 
 

@@ -418,7 +418,7 @@ class RunDefinition(Strict):
 
     def unjudged_worth(self, tokens: int) -> int:
         """What a file without a verdict, with so many generated tokens, counts as owed, in wei."""
-        return min(self.worth(tokens, 0), self.most_worth)
+        return max(0, min(self.worth(tokens, 0), self.most_worth))
 
     def covered(self, stake: int) -> int:
         """The work at risk that `stake` covers; both in wei."""

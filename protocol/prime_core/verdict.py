@@ -330,11 +330,10 @@ class VerdictTable(Strict):
         return encoding.canonical_json(self.model_dump(mode="json"))
 
     def holds(self, found: tuple[VerdictRow, ...]) -> bool:
-        """Whether the rows are `found`. Fields that no verdict depends on are not compared: tables
-        of earlier releases lack them."""
-        beyond = {"limited": False, "parts": {}}
-        return [row.model_copy(update=beyond) for row in self.rows] == [
-            row.model_copy(update=beyond) for row in found
+        """Whether the rows are `found`, but for their `parts`, which a grader may count in another
+        way where it gives the same reward."""
+        return [row.model_copy(update={"parts": {}}) for row in self.rows] == [
+            row.model_copy(update={"parts": {}}) for row in found
         ]
 
 

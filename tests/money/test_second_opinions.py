@@ -539,7 +539,7 @@ def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(
     assert panel.mgr.row(row.digest).validator == SECOND.address
 
 
-@pytest.mark.parametrize("lie", ["rows", "file", "none", "calibration", "large"])
+@pytest.mark.parametrize("lie", ["rows", "fields", "file", "none", "calibration", "large"])
 def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     panel: JudgedPool, lie: str
 ) -> None:
@@ -549,6 +549,8 @@ def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     rows = court_rows(panel, job)
     if lie == "rows":
         rows = rows[:-1]
+    if lie == "fields":  # a program of protocol 1 could not read them
+        rows = [*rows[:-1], rows[-1].model_copy(update={"parts": {"task_micro": 1}})]
     signed = panel.validator.opinion(job, Reason.NONE, rows)
     if lie == "large":  # the trainer would not fetch it
         padding = {"padding": "0" * MAX_TABLE_BYTES}

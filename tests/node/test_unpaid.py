@@ -30,6 +30,7 @@ from prime_node.rewards import NodeRewards
 from prime_node.spool import Spool
 from prime_node.unpaid import Backing, BackingReader, UnpaidWork, objection, tokens_in
 from prime_node.uploader import deliver
+from prime_verify.pages import read_footer
 from prime_verify.rollout_file import FileMetadata, write_rollout_file
 
 TOKENS = 7
@@ -95,7 +96,9 @@ def asked(kit: Kit) -> Any:
     return kit.client.lease(LeaseWish(wait_seconds=0))
 
 
-def test_what_is_owed_is_counted_in_the_file_and_not_by_the_worker(kit: Kit) -> None:
+def test_what_is_owed_is_counted_in_the_file_and_not_by_the_worker(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = FileMetadata(lease="0x" + "11" * 32, engine="plain/1", dtype="float32", device="cpu")
     content = write_rollout_file([made_up_row(number) for number in range(4)], made)
     for claimed in (0, 2**40 - 1):
@@ -106,6 +109,12 @@ def test_what_is_owed_is_counted_in_the_file_and_not_by_the_worker(kit: Kit) -> 
     (entry,) = kit.spool.waiting()
     assert deliver(entry, kit.spool, kit.broker._api) is not None
     assert unpaid.owed() == min(4 * 5 * PRICE, kit.world.backend.context.run.most_worth)
+
+    with monkeypatch.context() as patch:  # a number that a footer can state, and no file has
+        footer = read_footer(content)
+        columns = tuple(replace(one, values=-(2**60)) for one in footer.columns)
+        patch.setattr("prime_node.unpaid.read_footer", lambda _: replace(footer, columns=columns))
+        assert tokens_in(kit.folder / "made", 7) == 7
 
     talk = replace(made, schema_version=CONVERSATION_SCHEMA)
     rows = [replace(made_up_row(0, 9), spans=(2, 4, 3))]

@@ -157,6 +157,8 @@ def pool(
         budgets=BUDGETS,
         environment=environment_ref("reverse", {}, BUDGETS, train_size=100, heldout_size=10),
         groups_per_batch=10_000,  # it leases as long as files come in
+        detailed_tables=True,
+        schema_version=6,
     )
     world.publish(0)
     with store.begin() as connection:

@@ -291,11 +291,12 @@ def test_rollouts_take_their_reward_from_the_verdict_table() -> None:
     assert [tuple(r.output_tokens) for r in rollouts] == [r.output_tokens for r in ROWS]
 
 
-def test_an_auditor_takes_tables_of_releases_that_noted_less() -> None:
+def test_an_auditor_compares_all_of_a_row_but_its_parts() -> None:
     table = _verdict_table(ROWS)
     found = tuple(row.model_copy(update={"parts": {"turns": 2}}) for row in table.rows)
     assert table.holds(found)
-    assert not table.holds((*found[:-1], found[-1].model_copy(update={"reward_micro": 1})))
+    for other in ({"reward_micro": 1}, {"limited": True}):
+        assert not table.holds((*found[:-1], found[-1].model_copy(update=other)))
 
 
 def test_a_table_of_another_file_is_refused() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+log = logging.getLogger("prime.node.docker")
 KEPT_FREE = 2 << 30
 """Bytes of the engine's disk that a pull leaves free."""
 _POLL_SECONDS = 0.1
@@ -25,7 +28,7 @@ class DiskGuard:
         self._thread = threading.Thread(target=self._watch, name="prime-disk", daemon=True)
 
     def __enter__(self) -> DiskGuard:
-        if self._folder.is_dir():
+        if os.path.isdir(self._folder):  # noqa: PTH112 - False, too, for a parent that is closed
             self._thread.start()
         return self
 
@@ -41,7 +44,12 @@ class DiskGuard:
 
     def _watch(self) -> None:
         while True:
-            if shutil.disk_usage(self._folder).free < KEPT_FREE:
+            try:
+                free = shutil.disk_usage(self._folder).free
+            except OSError as error:
+                log.warning("the engine's disk is not watched during the pull: %s", error)
+                return
+            if free < KEPT_FREE:
                 self.full = True
                 self._end()
                 return

@@ -209,9 +209,10 @@ class CallService:
         self._rates: OrderedDict[Digest, Bucket] = OrderedDict()
         self._at_once: Counter[str] = Counter()
         """Calls being answered, by lease and by tool."""
-        self._outages: OrderedDict[tuple[int, Digest], tuple[float, UnavailableError]]
-        self._outages = OrderedDict()
-        """By step and request: until when there is no answer, and why."""
+        self._outages: OrderedDict[
+            tuple[int, Digest], tuple[float, type[UnavailableError], str]
+        ] = OrderedDict()
+        """By step and request: until when there is no answer, and the error's kind and words."""
         self.metrics = CallMetrics()
         self.threads = MOST_AT_ONCE_OF_TOOL * len(tools) + SPARE_THREADS
         """How many threads may call `answer` at once: so many that slow tools hold up no other."""
@@ -268,9 +269,9 @@ class CallService:
             raise UnavailableError(f"the gateway's settings have no tool {call.tool}")
         key = step, call.request()
         with self._limits_lock:
-            until, why = self._outages.get(key, (0.0, UnavailableError()))
+            until, kind, why = self._outages.get(key, (0.0, UnavailableError, ""))
         if self._clock.monotonic() < until:
-            raise type(why)(str(why))
+            raise kind(why)
         try:
             with self.metrics.seconds.labels(call.tool).time():
                 text = answer_of(upstream, call.arguments, most)
@@ -281,7 +282,8 @@ class CallService:
                 )
             with self._limits_lock:
                 self._outages.pop(key, None)
-                self._outages[key] = self._clock.monotonic() + OUTAGE_SECONDS, error
+                until = self._clock.monotonic() + OUTAGE_SECONDS
+                self._outages[key] = until, type(error), str(error)
                 if len(self._outages) > MAX_OUTAGES:
                     self._outages.popitem(last=False)
             raise

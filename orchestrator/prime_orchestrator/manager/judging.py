@@ -724,6 +724,8 @@ def check_table(
         if table.rows:
             raise MalformedError("only an accepting opinion counts rows")
         return
+    if not run.detailed_tables and any(one.limited or one.parts for one in table.rows):
+        raise MalformedError("the table has fields that only runs with detailed_tables have")
     if len(table.rows) != run.rows_per_lease:
         raise MalformedError(f"a file of this run has {run.rows_per_lease} rows")
     for place, one in enumerate(table.rows):
