@@ -41,7 +41,7 @@ PERIODS = Periods(
 )
 TASK = (
     "schema_version", "conversation", "chat", "budgets", "temperature_micro", "max_output_tokens",
-    "samples_per_group", "groups_per_lease", "groups_per_batch",
+    "samples_per_group", "groups_per_lease", "groups_per_batch", "detailed_tables",
 )  # fmt: skip
 """Fields of the run that come from SOURCE."""
 

@@ -45,11 +45,12 @@ def _check_replies(
     environment: Environment,
     lease_digest: Digest,
 ) -> None:
-    """Checks the environment's reply after each turn, token by token. A reply that is not exact, or
-    that differs on the second try, accuses no one; nor does a row that ended by a limit that the
-    environment's tools have, which only another machine may have reached. An answer of the gateway
-    counts if its signature covers this call of this row; a call without an answer, one that ended
-    by its limit, or a reply whose code raises ends its row as `tool_limit`.
+    """Checks the environment's reply after each turn, token by token. Where the file has another
+    reply than one that is not exact, or that differs on the second try, it is void (docs/adr/0012)
+    and no one is accused; nor is a row that ended by a limit that the environment's tools have,
+    which only another machine may have reached. An answer of the gateway counts if its signature
+    covers this call of this row; a call without an answer, one that ended by its limit, or a reply
+    whose code raises ends its row as `tool_limit`.
 
     Raises RulingError: WRONG_OBSERVATION, WRONG_ROWS.
     """
@@ -96,7 +97,8 @@ def _check_replies(
             tools.close()
             if reply() == expected:
                 raise RulingError(Reason.WRONG_OBSERVATION, detail)
-        elif last and ((), row.finish_reason) not in allowed:
+            raise RulingError(Reason.WRONG_ROWS, f"{detail}, which was not the same twice here")
+        if last and ((), row.finish_reason) not in allowed:
             raise RulingError(Reason.WRONG_ROWS, f"row {number} misstates how it ended")
     if answers is not None and not set(answers.answers) <= answers.asked:
         raise RulingError(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging_kit import LIAR, JudgedPool, signed_policy, small_run
+from judging_kit import LIAR, MODEL, JudgedPool, signed_policy, small_run
+from transformers import AutoTokenizer
 
 from bench.conversations import registered
 from prime_core.ids import Digest
@@ -19,7 +20,7 @@ from prime_core.proof_form import SKETCH_DIMENSIONS
 from prime_core.run import Conversation, Corpus, RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
-from prime_envs.base import Environment, Problem
+from prime_envs.base import Environment, Problem, texts_of
 from prime_envs.chat import chat_from
 from prime_envs.registry import environment_for, environment_ref
 from prime_envs.sources import file_digest
@@ -49,12 +50,13 @@ def panel_run(
     changes: dict[str, Any] = {"conversation": Conversation(turns=3)}
     if kind == "chat":
         changes["chat"] = chat_from({"budget": "{tokens}"}, policy_folder / "0")
-    elif kind == "searches":
-        corpus = corpus_of(tmp_path / "corpus.jsonl", run)
+    elif kind in ("searches", "injections"):
+        before = "<pad>..={}<pad>" if kind == "injections" else ""
+        corpus = corpus_of(tmp_path / "corpus.jsonl", run, before)
         changes["conversation"] = Conversation(turns=3, tools=("search-1",), corpus=corpus)
     elif kind == "computes":
         changes["conversation"] = Conversation(turns=3, tools=("python-2",), calls="fence-1")
-    name = "words" if kind == "chat" else kind
+    name = {"chat": "words", "injections": "searches"}.get(kind, kind)
     with registered():
         yield run.model_copy(
             update={
@@ -68,11 +70,15 @@ def panel_run(
         )
 
 
-def corpus_of(file: Path, run: RunDefinition) -> Corpus:
-    """A document for each answer, with the next prompt as its text."""
+def corpus_of(file: Path, run: RunDefinition, before: str = "") -> Corpus:
+    """A document for each answer, with the next prompt as its text after the words `before`, which
+    may name the answer."""
     reverse = environment_for(run)
     problems = [reverse.problem(number) for number in range(100)]
-    rows = [{"title": p.answer, "text": reverse.prompt_text(p, 2)} for p in problems]
+    rows = [
+        {"title": p.answer, "text": before.format(p.answer) + reverse.prompt_text(p, 2)}
+        for p in problems
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Corpus(sha256=file_digest(file), path=str(file))
 
@@ -197,6 +203,60 @@ def test_conversations_with_another_environment_are_slashed_on_evidence(panel: J
     assert (honest.status, honest.reason) == ("accepted", Reason.NONE), honest
     rows = read_rollout_file(panel.file(honest)).rows
     assert any(len(one.spans) > 1 for one in rows)
+
+
+class Parses:
+    """A tokenizer that takes special tokens in a text for what they name."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, *, add_special_tokens: bool, **_: bool) -> Any:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("panel_run", ["injections"], indirect=True)
+def test_special_tokens_and_an_answer_in_a_search_hit_are_text(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that parses the tokens is slashed; the answer earns nothing."""
+
+    def parsing(signed: SignedLease, lease_digest: Digest) -> bytes:
+        engine = panel.engines.engine(0, signed.lease.policy_digest)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine), "tokenizer", Parses(engine.tokenizer))
+            return panel.honest(signed, lease_digest)
+
+    row = panel.judged(parsing, LIAR)
+    assert (row.status, row.reason) == ("rejected", Reason.WRONG_OBSERVATION), row
+    found = panel.audit(panel.slash(row))
+    assert found.result == "match", found
+    plan: list[build.PlannedRow] = []
+    run, environment = panel.mgr.context.run, panel.environment
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    def noted(signed: SignedLease, lease_digest: Digest) -> bytes:
+        plan.extend(
+            build.plan_rows(signed.lease, lease_digest, run, environment, tokenizer, signed.opening)
+        )
+        return panel.honest(signed, lease_digest)
+
+    honest = panel.judged(noted)
+    assert (honest.status, honest.reason) == ("accepted", Reason.NONE), honest
+    shown = 0
+    for due, one in zip(plan, read_rollout_file(panel.file(honest)).rows, strict=True):
+        turns = texts_of(tokenizer, one.output_tokens, one.spans)
+        shown += "..=" in "".join(turns[1::2])
+        if due.problem.answer not in "".join(turns[::2]):
+            grade = environment.grade_output(
+                due.problem, due.target_length, one.output_tokens, tokenizer, one.spans
+            )
+            assert grade.parts["task_micro"] == 0
+    assert shown
 
 
 @pytest.mark.parametrize("panel_run", ["chat"], indirect=True)

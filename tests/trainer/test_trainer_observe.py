@@ -226,10 +226,10 @@ def test_texts_and_metrics_of_a_batch_have_the_components_of_each_reward(
     sent = encode_message(TrainingBatch(Step(10), ZERO_DIGEST, (group,), ((ZERO_DIGEST, 0),)))
     batch = decode_message(sent)
     assert isinstance(batch, TrainingBatch)
-    assert describe_rows(batch.rollouts, 10, run.environment)["reward_parts"] == {
-        "length": 2.0,
-        "task_micro": MICRO / 4,
-    }
+    found = describe_rows(batch.rollouts, 10, run.environment)
+    assert found["reward_parts"] == {"length": 2.0, "task_micro": MICRO / 4}
+    assert (found["pass_1"], found["pass_k"], found["cut_at_tool_limit"]) == (0.25, 1.0, 0.0)
+    assert found["reward_deviation"] == pytest.approx(3**0.5 / 4)
     lines = trainer.texts(batch, 10)
     trainer.keeper.shutdown()
     assert [line["verdict"] for line in lines] == ["accepted"] * 4

@@ -217,6 +217,22 @@ def test_an_environment_that_raises_ends_its_rows_and_accuses_no_one(
         assert (found.outcome, found.reason) == (Outcome.VOID, Reason.WRONG_ROWS), found
 
 
+def test_a_reply_that_is_not_the_same_twice_voids_the_file(
+    talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks like a forged one. A file that agrees with the first try is accepted."""
+    given = iter(range(100))
+
+    def observe(problem: Problem, turns: Sequence[str]) -> Observation | None:
+        return Observation(f"={next(given)}")
+
+    monkeypatch.setattr(talking.environment, "observe", observe)
+    finding = talking.judge(honest)
+    assert (finding.outcome, finding.reason) == (Outcome.VOID, Reason.WRONG_ROWS), finding
+    assert "not the same twice" in finding.detail
+    assert next(given) >= 2
+
+
 def test_tools_with_a_limit_run_only_for_files_that_the_replay_accepts(
     talking: Any, honest: HonestFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ itself; the run continues or ends after the step (`alarm_action`).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,12 +129,14 @@ def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
 
 def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef) -> dict[str, Any]:
     """Statistics of a batch's rows: reward and share by target, and by part if the run's
-    environment `source` is a mixture; components of the reward; staleness, lengths, endings. Rows
-    that could not be graded are left out.
+    environment `source` is a mixture; components of the reward, passes; staleness, lengths,
+    endings. Rows that could not be graded are left out.
 
     `length_error`: mean distance between the number of generated tokens and the target, by target.
     (An environment may count only a part of them; `trainer evaluate` uses its unit.)
     """
+    limited = sum(row.finish_reason == "tool_limit" for row in rollouts) / len(rollouts)
+    passes = _passes(rollouts)
     rollouts = [row for row in rollouts if row.finish_reason != "ungraded"]
     by_target: dict[int, list[float]] = {}
     by_part: dict[str, list[float]] = {}
@@ -148,9 +151,11 @@ def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef
         off = abs(row.generated - row.target_length)
         apart.setdefault(row.target_length, []).append(off)
     count = len(rollouts)
+    mean = sum(row.reward for row in rollouts) / count
     return {
         "rows": count,
-        "reward": sum(row.reward for row in rollouts) / count,
+        "reward": mean,
+        "reward_deviation": math.sqrt(sum((row.reward - mean) ** 2 for row in rollouts) / count),
         "reward_by_target": {
             str(target): sum(values) / len(values) for target, values in sorted(by_target.items())
         },
@@ -158,6 +163,7 @@ def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef
             str(target): len(values) / count for target, values in sorted(by_target.items())
         },
         **_by_part(by_part, count),
+        **passes,
         **(
             {"reward_parts": {n: sum(some) / len(some) for n, some in sorted(components.items())}}
             if components
@@ -175,6 +181,28 @@ def describe_rows(rollouts: Sequence[Rollout], step: int, source: EnvironmentRef
         "output_tokens_mean": sum(row.generated for row in rollouts) / count,
         "turns_mean": sum(len(row.spans[::2]) or 1 for row in rollouts) / count,
         "cut_at_limit": sum(row.finish_reason == "length" for row in rollouts) / count,
+        "cut_at_tool_limit": limited,
+    }
+
+
+def _passes(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The share of rows that answer correctly, and of groups with such a row; empty for rows
+    without components of rewards. Groups follow one another, each by sample number."""
+    from prime_core.run import MICRO
+
+    groups: list[list[bool]] = []
+    for row in rollouts:
+        if row.sample == 0 or not groups:
+            groups.append([])
+        if "task_micro" in row.parts:
+            groups[-1].append(row.parts["task_micro"] >= MICRO)
+    known = [group for group in groups if group]
+    if not known:
+        return {}
+    rows = [passed for group in known for passed in group]
+    return {
+        "pass_1": sum(rows) / len(rows),
+        "pass_k": sum(map(any, known)) / len(known),
     }
 
 
