@@ -50,7 +50,8 @@ SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
 ALL_TAKEN = "%d leases are open, as many as this node may hold"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
-"""Seconds between lease requests. The orchestrator sets the minimum; we slow down to 2 s."""
+"""Seconds between lease requests. The orchestrator sets the minimum, up to a minute; we slow down
+to 2 s. The last: while no request could be granted."""
 CLOCK_SECONDS = 30.0
 """Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2
@@ -287,7 +288,7 @@ class LeaseBroker:
                     return offer
                 reason = offer.reason
                 asked = max(SHORTEST_PAUSE, offer.retry_after_ms / 1000)
-                pause = min(LONGEST_PAUSE, max(asked, min(pause * 1.5, SLOWEST_ASKING)))
+                pause = max(asked, min(pause * 1.5, SLOWEST_ASKING))
             left = end - self._now()
             if left <= 0:
                 return LeaseOffer(lease=None, reason=reason)

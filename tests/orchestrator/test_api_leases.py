@@ -12,6 +12,7 @@ from prime_core.encoding import sha256
 from prime_core.messages import LeaseAnswer
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
+from prime_orchestrator.api import leasing
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager.standing import PATIENCE
 from prime_orchestrator.store import leases, nodes, schema, submissions
@@ -85,8 +86,11 @@ def _beat_all(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_work_is_given_out_until_the_lead_is_full(make_world: MakeWorld) -> None:
+def test_work_is_given_out_until_the_lead_is_full(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4 groups a batch, 2 a lease, 70 % informative: 9 leases reach the 3 batches of the lead."""
+    monkeypatch.setattr(leasing, "IDLE_ASK_MS", 400)
     world = make_world()
     world.publish(0)
     answers = [ask(world, world.member(number)) for number in range(1, 12)]
@@ -94,7 +98,7 @@ def test_work_is_given_out_until_the_lead_is_full(make_world: MakeWorld) -> None
     assert steps == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     refused = answers[-1]
     assert refused.lease is None
-    assert refused.retry_after_ms > 0
+    assert [one.retry_after_ms for one in answers[9:]] == [500, 800], "the more, the less often"
     assert "under way" in refused.reason
 
 

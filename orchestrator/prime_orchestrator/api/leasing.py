@@ -37,7 +37,11 @@ from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
 WAIT_MS = 500
-"""How long a node waits before it asks again."""
+"""How long a node waits before it asks again, at least."""
+MOST_WAIT_MS = 60_000
+IDLE_ASK_MS = 5
+"""Where there is enough work: milliseconds for each idle node, so that all of them together ask 200
+times a second. A new policy ends their wait."""
 NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""
@@ -113,7 +117,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
     if node.address in backend.planted.accounts:
         view.write()  # it counts the leases of the last hour
         if not backend.planted.may_lease(view.connection, node.address, now):
-            return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=scheduler.ENOUGH)
+            return _enough(view)
     asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
     supply = view.supply.reserved(view.idle) if view.open.get(node.address) else view.supply
     choice = scheduler.decide(asker, supply, rules_of(backend))
@@ -225,10 +229,18 @@ def _uncovered(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     )
 
 
+def _enough(view: PoolView) -> LeaseAnswer:
+    """The answer where enough work is under way."""
+    wait = min(MOST_WAIT_MS, max(WAIT_MS, IDLE_ASK_MS * view.idle))
+    return LeaseAnswer(lease=None, retry_after_ms=wait, reason=scheduler.ENOUGH)
+
+
 def _answer(
     view: PoolView, node: NodeRow, choice: Grant | Wait, request: LeaseRequest, pool: int
 ) -> LeaseAnswer:
     if isinstance(choice, Wait):
+        if choice.reason == scheduler.ENOUGH:
+            return _enough(view)
         return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
     if reason := view.waits_for(choice.step):
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=reason)
