@@ -513,7 +513,10 @@ class LeaseBroker:
                 answer.require(call, lease_digest, gateway.key)
             except PrimeError as error:
                 held.silence += self._now() - began
-                log.warning("the gateway at %s gave no answer: %s", gateway.url, error)
+                log.warning(
+                    "the gateway at %s gave no answer to %s (group %d, sample %d, turn %d): %s",
+                    gateway.url, call.tool, *call.place, error,
+                )  # fmt: skip
                 return CallAnswer(answer=None, reason=str(error)[:512])
         return CallAnswer(answer=answer)
 

@@ -315,6 +315,10 @@ class Environment(ABC):
                 return Reply(unanswered=True)
             return Reply(self._said(answer.text, ended_by, tokenizer), answer=answer)
         if said.limit == "reached":
+            log.warning(
+                "problem %s, turn %d: the call reached a limit of its tool, so the row ends as "
+                "tool_limit", problem.problem_id, len(turns) - 1,
+            )  # fmt: skip
             return Reply(exact=said.exact, unanswered=True)
         words = self._said(said.text, ended_by, tokenizer)
         return Reply(words, said.exact, near_limit=said.limit == "near")
