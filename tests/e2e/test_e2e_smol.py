@@ -27,7 +27,7 @@ differ."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not (SMOLLM / "ready").exists(), reason="no SmolLM2 (scripts/setup_smollm.sh)")
 def test_a_real_model_trains_on_a_network_and_an_8_bit_attacker_is_slashed(tmp_path: Path) -> None:
     require_anvil()
