@@ -16,7 +16,6 @@ from docker_images import build, import_root
 
 from prime_core.errors import PolicyError, UserError
 from prime_core.task import Task
-from prime_node.runtime import disk
 from prime_node.runtime.base import Mounts, WorkerOptions
 from prime_node.runtime.docker import (
     OUTBOX_MB,
@@ -381,7 +380,7 @@ def test_a_pull_that_does_not_end_is_broken_off_at_the_owners_limit(
 def test_a_pull_leaves_some_of_the_engines_disk_free(
     engine: docker.DockerClient, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    monkeypatch.setattr(disk, "KEPT_FREE", 1 << 60)
+    monkeypatch.setattr("prime_node.runtime.docker.KEPT_FREE", 1 << 60)
     registry = Registry(silent=silent)
     try:
         runtime = DockerRuntime("test", public_only=False)

@@ -25,6 +25,7 @@ from prime_engine.base import Generation, GenerationRequest
 from prime_engine.batch import RowSet
 from prime_engine.tiny import write_tiny_model
 from prime_envs.base import Problem
+from prime_envs.graders.code import Test as CodeTest
 from prime_envs.sources import file_digest
 from prime_trainer import benchmark as module
 from prime_trainer.benchmark import Asked, Report, count_problems, report_table, run_benchmark
@@ -37,7 +38,7 @@ from prime_trainer.benchmark_tasks import (
     read_problems,
 )
 from prime_trainer.cli import app
-from prime_trainer.livecodebench import CodeTest, Harness, program_in
+from prime_trainer.livecodebench import Harness, program_in
 from prime_trainer.sampling import Sampling
 
 ROWS = Path(__file__).parent / "benchmarks"

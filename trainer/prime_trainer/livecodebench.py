@@ -18,15 +18,14 @@ import io
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.run import MICRO
 from prime_envs.base import TaskScore
-from prime_envs.graders.code import ENDINGS, MAX_SOURCE, MAX_TEST_BYTES
-from prime_envs.sandbox.client import Program, ProgramLimits, ProgramOutcome, Sandbox
+from prime_envs.graders.code import MAX_SOURCE, MAX_TEST_BYTES, Test, failure_of
+from prime_envs.sandbox.client import Program, ProgramLimits, Sandbox
 from prime_envs.tasks import load_json
 
 RULES = "1"
@@ -75,16 +74,6 @@ def {call}(*arguments):
 keys."""
 
 
-@dataclass(frozen=True)
-class CodeTest:
-    """One test: standard input and the expected output, or a function's arguments and result."""
-
-    stdin: str = ""
-    expected: Any = ""
-    function: str | None = None
-    arguments: tuple[Any, ...] = ()
-
-
 class Harness:
     """Runs programs in one sandbox. `close` ends its processes."""
 
@@ -94,7 +83,7 @@ class Harness:
     def close(self) -> None:
         self._sandbox.close()
 
-    def score(self, tests: Sequence[CodeTest], response: str) -> TaskScore:
+    def score(self, tests: Sequence[Test], response: str) -> TaskScore:
         """1 if the response's program passes all tests, else 0. Where the sandbox failed, the
         program counts as `ungraded`."""
         counted = {"tests": len(tests), "passed": 0}
@@ -116,7 +105,7 @@ class Harness:
             except UnavailableError as error:
                 parts = {**counted, "ungraded": 1}
                 return TaskScore(0, f"test {number}: {error}", uncertain=True, parts=parts)
-            if failure := _failure(test, outcome):
+            if failure := failure_of(test, outcome, same_output, same_result):
                 why = f"test {number} of {len(tests)}: {failure}"
                 return TaskScore(0, why, uncertain=outcome.uncertain(LIMITS), parts=counted)
             counted["passed"] = number
@@ -149,22 +138,6 @@ def _runnable(source: str, function: str | None) -> str:
     whole.body[0].body = others or whole.body[0].body
     whole.body[:0] = imports
     return ast.unparse(whole)
-
-
-def _failure(test: CodeTest, outcome: ProgramOutcome) -> str:
-    """What is wrong with a run; "" if it passed."""
-    if outcome.status in ENDINGS:
-        return ENDINGS[outcome.status]
-    if outcome.status == "failed":
-        last = outcome.error.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
-        return f"it failed: {last[0][:120]}"
-    if test.function is None:
-        return "" if same_output(outcome.output, test.expected) else "another output"
-    try:
-        result = load_json(outcome.result, "the result")
-    except MalformedError:
-        return "it returned nothing that can be compared"
-    return "" if same_result(result, test.expected) else "another result"
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -210,7 +183,7 @@ def same_result(found: Any, expected: Any) -> bool:
 # --- reading tests -------------------------------------------------------------------------------
 
 
-def tests_of(row: Mapping[str, Any], where: str) -> list[CodeTest]:
+def tests_of(row: Mapping[str, Any], where: str) -> list[Test]:
     """All tests of a row: of `public_test_cases`, then of `private_test_cases`. Raises
     MalformedError, which begins with `where`."""
     about = row["metadata"]
@@ -229,7 +202,7 @@ def tests_of(row: Mapping[str, Any], where: str) -> list[CodeTest]:
     return found
 
 
-def _test(value: Any, function: str | None, where: str) -> CodeTest:
+def _test(value: Any, function: str | None, where: str) -> Test:
     texts = [value.get(name) if isinstance(value, dict) else None for name in ("input", "output")]
     given, expected = texts
     if not isinstance(given, str) or not isinstance(expected, str):
@@ -242,11 +215,11 @@ def _test(value: Any, function: str | None, where: str) -> CodeTest:
     if function is None:
         if kind == "functional":
             raise MalformedError(f"{where}: a test is a call, and metadata has no func_name")
-        return CodeTest(given, expected)
+        return Test(given, expected)
     what = f"{where}: a test's"
     lines = [line for line in given.split("\n") if line.strip()]
     arguments = tuple(load_json(line, f"{what} argument") for line in lines)
-    return CodeTest("", load_json(expected, f"{what} output"), function, arguments)
+    return Test("", load_json(expected, f"{what} output"), function, arguments)
 
 
 def _cases(value: Any, where: str) -> list[Any]:

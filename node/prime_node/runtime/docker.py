@@ -21,11 +21,15 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import docker
@@ -42,7 +46,6 @@ from prime_core.task import IMAGE_VARIABLE, Task
 from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
 from prime_node.fingerprint import read_gpus
-from prime_node.runtime import disk
 from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
 
 log = logging.getLogger("prime.node.docker")
@@ -66,7 +69,9 @@ MAPS_USERS = ("name=rootless", "name=userns")
 DOCKER_HUB = ("docker.io", "index.docker.io")
 PULL_SILENCE_SECONDS = 600
 """Without a word about a pull the engine is given up."""
-_POLL_SECONDS = 0.5
+KEPT_FREE = 2 << 30
+"""Bytes of the engine's disk that a pull leaves free."""
+_POLL_SECONDS, _DISK_POLL_SECONDS = 0.5, 0.1
 _LOOKS_FOR_CAUSE = 2
 """How often the state of a killed container is read again: Docker may set OOMKilled late."""
 
@@ -180,6 +185,49 @@ class _Puller(docker.APIClient):
         if connection is not None and connection.sock is not None:
             with contextlib.suppress(OSError):  # the engine was faster
                 connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _DiskGuard:
+    """Watches the disk of `folder` from entry to exit. Once less than KEPT_FREE bytes are free,
+    sets `full` and calls `end`. A folder that is not on this machine is not watched.
+
+    An engine reports compressed sizes, so how much a layer unpacks to shows on the disk only."""
+
+    def __init__(self, folder: Path, end: Callable[[], None]) -> None:
+        self.full = False
+        self._folder = folder
+        self._end = end
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="prime-disk", daemon=True)
+
+    def __enter__(self) -> _DiskGuard:
+        if os.path.isdir(self._folder):  # noqa: PTH112 - False, too, for a parent that is closed
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                free = shutil.disk_usage(self._folder).free
+            except OSError as error:
+                log.warning("the engine's disk is not watched during the pull: %s", error)
+                return
+            if free < KEPT_FREE:
+                self.full = True
+                self._end()
+                return
+            if self._stop.wait(_DISK_POLL_SECONDS):
+                return
 
 
 class DockerRuntime:
@@ -325,7 +373,7 @@ class DockerRuntime:
         # A client of its own: closing it ends the request, and with that the engine's pull.
         puller = self._new_puller(min(PULL_SILENCE_SECONDS, most))
         pull = partial(puller.pull, repository, tag=digest, stream=True, decode=True)
-        guard = disk.DiskGuard(Path(self._engine().info()["DockerRootDir"]), puller.hang_up)
+        guard = _DiskGuard(Path(self._engine().info()["DockerRootDir"]), puller.hang_up)
         try:
             with contextlib.closing(pull()) as progress, guard:
                 for event in progress:
@@ -352,7 +400,7 @@ class DockerRuntime:
             puller.close()
         if guard.full:
             raise PolicyError(
-                f"less than {disk.KEPT_FREE / 2**30:g} GiB were free on the Docker engine's disk "
+                f"less than {KEPT_FREE / 2**30:g} GiB were free on the Docker engine's disk "
                 f"while the image {image} was pulled; free some space, then start this node again"
             )
 

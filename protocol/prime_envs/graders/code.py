@@ -16,7 +16,7 @@ import builtins
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class PythonCode(Grader):
             except UnavailableError as error:
                 return TaskScore(0, f"test {number}: {error}", uncertain=True, parts=counted)
             slow = slow or outcome.uncertain(self._limits)
-            failure = _failure(test, outcome)
+            failure = failure_of(test, outcome, same_output, same_value)
             if failure:
                 return TaskScore(
                     0, f"test {number} of {len(tests)}: {failure}",
@@ -140,9 +140,15 @@ class PythonCode(Grader):
         return self._sandbox.run(program, self._limits)
 
 
-def _failure(test: Test, outcome: ProgramOutcome) -> str:
-    """What is wrong with a run; "" if it passed. Never reveals the expected output, because
-    attackers could read the reason to learn the tests."""
+def failure_of(
+    test: Test,
+    outcome: ProgramOutcome,
+    same_output: Callable[[str, str], bool],
+    same_value: Callable[[Any, Any], bool],
+) -> str:
+    """Returns what is wrong with a run; "" if it passed. `same_output` compares the output with the
+    expected one, `same_value` a function's result. The text never contains the expected output,
+    because attackers could learn the tests from it."""
     if outcome.status in ENDINGS:
         return ENDINGS[outcome.status]
     if outcome.status == "failed":
