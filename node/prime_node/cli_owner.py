@@ -104,10 +104,12 @@ def open_link(settings: Settings) -> Link:
             if known is None:
                 raise UserError(
                     str(error),
-                    hint="to do without the orchestrator, add --deployment FILE and --pool N",
+                    hint="to work without the orchestrator, add --deployment FILE and --pool N",
                     exit_code=error.exit_code,
                 ) from error
-            typer.echo(f"{printable(str(error))}; pool {known.pool} is taken as known", err=True)
+            typer.echo(
+                f"{printable(str(error))}; using the saved facts of pool {known.pool}", err=True
+            )
             info = known
     return connect(settings, info)
 

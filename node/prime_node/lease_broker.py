@@ -50,8 +50,9 @@ SUBMIT_WAIT_SECONDS = 20.0
 PAUSED = "the orchestrator gives no work now"
 ALL_TAKEN = "%d leases are open, as many as this node may hold"
 SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
-"""Seconds between lease requests. The orchestrator sets the minimum, up to a minute; we slow down
-to 2 s. The last: while no request could be granted."""
+"""Seconds between lease requests. The pause grows from the first to the second value, or is what
+the orchestrator asks for if that is longer (at most a minute). The third applies while this node
+cannot take a lease and sends no request."""
 CLOCK_SECONDS = 30.0
 """Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2

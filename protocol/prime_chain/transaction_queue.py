@@ -245,17 +245,18 @@ class TransactionQueue:
         return kept
 
     def begin_act(self, act: str) -> None:
-        """Notes an act under way, besides those that `end_acts` has not ended."""
+        """Records that an act has begun."""
         with self._writing() as db:
             db.execute("INSERT INTO sender_meta VALUES (?, '')", (f"act/{act}",))
 
     def end_acts(self, command: str) -> None:
-        """Forgets the acts under way whose names begin with `command` and a hyphen."""
+        """Removes the command's recorded acts: those named `command`, a hyphen, and a suffix."""
         with self._writing() as db:
             db.execute("DELETE FROM sender_meta WHERE key LIKE ?", (f"act/{command}-%",))
 
     def done_in_acts(self, command: str, since: float) -> list[Intent]:
-        """Intents of such acts under way that were confirmed at `since` or later, in order."""
+        """Returns the intents of the command's recorded acts that were confirmed at `since` (Unix
+        seconds) or later, in order."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT intents.* FROM intents JOIN sender_meta"

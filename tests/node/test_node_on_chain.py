@@ -137,7 +137,7 @@ def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain)
     chain.world.stop_api()
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 69, again.stderr
-    assert f"pool {chain.pool} is taken as known" in again.stderr
+    assert f"using the saved facts of pool {chain.pool}" in again.stderr
     assert "its sessions were not ended" in again.stderr
     chain.world.start_api()
     subprocess.run(command, capture_output=True, check=True)

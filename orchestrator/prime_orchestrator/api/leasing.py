@@ -37,11 +37,11 @@ from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
 WAIT_MS = 500
-"""How long a node waits before it asks again, at least."""
+"""Minimum time before a node asks again."""
 MOST_WAIT_MS = 60_000
 IDLE_ASK_MS = 5
-"""Where there is enough work: milliseconds for each idle node, so that all of them together ask 200
-times a second. A new policy ends their wait."""
+"""Milliseconds of waiting per idle node while enough work is under way. It limits all idle nodes
+together to about 200 requests a second. A new policy ends the wait."""
 NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""

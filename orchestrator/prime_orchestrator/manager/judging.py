@@ -103,13 +103,13 @@ from prime_verify.proofs.thresholds import shipped_digest
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
-"""Most files decided in one tick, besides those that are tried again."""
+"""Maximum number of new files decided in one tick."""
 AGAIN_SECONDS = 10.0
-"""When a file is tried again of which something could not be read …"""
+"""Delay before a file is retried if one of its objects could not be read."""
 AGAIN_AT_ONCE = 16
-"""… and most files tried again in one tick."""
+"""Maximum number of files retried in one tick."""
 GIVEN_UP_SECONDS = 3600.0
-"""After this long, settling does not wait for such a file any more."""
+"""Settling stops waiting for a file that has been unreadable for this long."""
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
 MAX_NAME = 512
@@ -328,7 +328,7 @@ def _once(ask: Callable[[], int]) -> Callable[[], int]:
 
 @dataclass(frozen=True)
 class _Later:
-    """A file of which something could not be read: the first time, and when to try again."""
+    """An unreadable file: when it first failed (`since`) and when to retry it (`at`)."""
 
     since: float
     at: float
@@ -337,8 +337,7 @@ class _Later:
 @dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
-    while it is not known. `_later`: files of which something could not be read; the first is tried
-    again next."""
+    while it is not known. `_later`: unreadable files, the next one to retry first."""
 
     store: Store
     objects: ObjectStore
@@ -400,13 +399,13 @@ class Judge:
         return decided
 
     def given_up(self) -> list[Digest]:
-        """Returns files of which something could not be read for GIVEN_UP_SECONDS."""
+        """Returns the files that have been unreadable for GIVEN_UP_SECONDS."""
         known, until = list(self._later.items()), self.now() - GIVEN_UP_SECONDS
         return [digest for digest, one in known if one.since <= until]
 
     def _next(self, connection: Connection) -> list[Digest]:
-        """Returns the oldest files whose opinions are complete, then some that are to be tried
-        again."""
+        """Returns the oldest new files whose opinions are complete, then the files due for a
+        retry."""
         limit = AT_ONCE + len(self._later)
         full = jobs.full(connection, limit)
         there, now = set(full), self.now()
