@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_core import encoding
-from prime_core.errors import MalformedError, PrimeError, UserError
+from prime_core.errors import MalformedError, PolicyError, PrimeError, UserError
 from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -258,8 +261,15 @@ class Environment(ABC):
 
         If the code of a plugin raises, that is logged, and the problem is UNASKED: its prompt is
         one character, and its answers are not graded. Lack of memory and errors of the system are
-        raised, like those of environments built in, and those of prompt_tokens.
+        raised, like those of environments built in, and those of prompt_tokens. Raises PolicyError
+        if the tokenizer hides the calls of the run's tools (tools.hidden_mark).
         """
+        if self.conversation is not None:
+            added = tokenizer.added_tokens_decoder.values()
+            special = [token.content for token in added if token.special]
+            if hidden := tools.hidden_mark(self.conversation, special):
+                why = tools.hidden_calls(hidden, self.conversation)
+                raise PolicyError(f"the policy cannot be used: {why}")
         try:
             problem = self.problem(index)
             return problem, tuple(self.prompt_tokens(problem, target_length, tokenizer))

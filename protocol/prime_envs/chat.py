@@ -470,6 +470,30 @@ def _template_in(folder: Path) -> tuple[str | None, dict[str, str], str]:
     return None, special, others[0] if others else ""
 
 
+def special_tokens_in(folder: Path) -> set[str]:
+    """The special tokens of a model folder's tokenizer, read without transformers. Raises UserError
+    if a file of the tokenizer cannot be read."""
+    found: list[Any] = []
+    try:
+        for name in (SETTINGS_FILE, "tokenizer.json", "special_tokens_map.json"):
+            if not (folder / name).is_file():
+                continue
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            added = [
+                *config.get("added_tokens", ()),
+                *config.get("added_tokens_decoder", {}).values(),
+            ]
+            found += [token for token in added if token.get("special")]
+            found += [token for key, token in config.items() if key.endswith("_token")]
+            for key in ("additional_special_tokens", "extra_special_tokens"):
+                more = config.get(key) or ()
+                found += more.values() if isinstance(more, dict) else more
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
+    texts = (token.get("content") if isinstance(token, dict) else token for token in found)
+    return {text for text in texts if isinstance(text, str)}
+
+
 def _only(found: Any) -> str | None:
     """Selects one template: the one named "default" if there are several."""
     if isinstance(found, list):

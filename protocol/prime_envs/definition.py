@@ -16,10 +16,10 @@ from prime_core.ids import Digest
 from prime_core.known_cards import KNOWN
 from prime_core.run import Conversation, EnvironmentPart, LengthBudgets, RunDefinition
 from prime_envs.base import Environment
-from prime_envs.chat import chat_from
+from prime_envs.chat import chat_from, special_tokens_in
 from prime_envs.lengths import budgets_from
 from prime_envs.registry import environment_class, environment_ref
-from prime_envs.tools import load_tools
+from prime_envs.tools import hidden_calls, hidden_mark, load_tools
 
 PROMPT_SHARE = 20
 """A prompt's token is paid the price of a generated one divided by this, unless the TOML says."""
@@ -78,6 +78,7 @@ def run_from(
             parts=parts,
         )
         chat = chat_from(values.get("chat"), model, conversation)
+        _require_visible_calls(conversation, model)
         whole = {
             **{name: value for name, value in values.items() if name != "chat"},
             "budgets": shaped,
@@ -118,6 +119,18 @@ def _require_tables(values: Mapping[str, Any], source: Path) -> None:
                 f"{source} is not a run: {name} is {value!r}, which is not a table",
                 hint="see docs/examples/run.toml",
             )
+
+
+def _require_visible_calls(conversation: Conversation | None, model: Path) -> None:
+    """Raises UserError if the model's tokenizer hides the calls of the run's tools."""
+    if conversation is None:
+        return
+    if hidden := hidden_mark(conversation, special_tokens_in(model)):
+        raise UserError(
+            f"{model} cannot be used: {hidden_calls(hidden, conversation)}",
+            hint='set "special": false for it in tokenizer.json and tokenizer_config.json, or '
+            "choose another conversation.calls",
+        )
 
 
 def _check_cards(run: RunDefinition, source: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, TypeVar
@@ -79,6 +79,33 @@ def first_call(text: str, conversation: Conversation) -> ToolCall | None:
     if conversation.calls == "fence-1":
         return _fenced_call(text, tool_word(conversation.tools[0])) if conversation.tools else None
     return _tagged_call(text, [tool_word(name) for name in conversation.tools])
+
+
+def hidden_mark(conversation: Conversation, special: Iterable[str]) -> str | None:
+    """Returns the special token that a call of the run is written with; None if there is none.
+
+    `special` are a tokenizer's special tokens. The text of a turn is decoded without them, so such
+    a call would not be seen.
+    """
+    if conversation.calls == "hermes-1":
+        marks = ["<tool_call>", "</tool_call>"]
+    elif conversation.calls == "fence-1":
+        marks = ["```"] if conversation.tools else []
+    else:
+        words = [tool_word(name) for name in conversation.tools]
+        marks = [mark for word in words for mark in (f"<{word}>", f"</{word}>")]
+    for one in filter(None, special):
+        if any(one in mark or mark in one for mark in marks):
+            return one
+    return None
+
+
+def hidden_calls(mark: str, conversation: Conversation) -> str:
+    """What is wrong with a tokenizer for which `hidden_mark` returned `mark`."""
+    return (
+        f"its tokenizer marks {mark!r} as a special token, and calls of the kind "
+        f"{conversation.calls} are read from text without special tokens, so none would be seen"
+    )
 
 
 def answer(

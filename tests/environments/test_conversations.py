@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,21 +17,23 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from prime_core import encoding
-from prime_core.errors import UnavailableError, UserError
+from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.gateway import Gateway, GatewayAnswer
-from prime_core.ids import Address, Signature
+from prime_core.ids import ZERO_DIGEST, Address, Signature
 from prime_core.run import Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
 from prime_engine.base import Generation
 from prime_envs import tools
 from prime_envs.base import Problem, Reply
 from prime_envs.chat import messages_of, render, reply_frame, require_stable
+from prime_envs.definition import run_from
 from prime_envs.environments.guess import Guess
 from prime_envs.samples import openai_messages
 from prime_envs.tools import Observation, calculator, first_call, load_tools
 from prime_trainer.talk import Answering, Talk
 from prime_verify.calibrate import synthetic_run
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 BUDGETS = LengthBudgets(targets=(10,), penalty_micro=0)
 TAGS = Conversation(turns=4, tools=("calculator-1", "notes-1"))
 HERMES = Conversation(turns=4, tools=("calculator-1", "notes-1"), calls="hermes-1")
@@ -374,6 +378,47 @@ def chatml_tokenizer() -> Any:
 
 
 CHARACTERS = chatml_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("calls", "mark"),
+    [("hermes-1", "<tool_call>"), ("tag-1", "</calculator>"), ("fence-1", "```python")],
+)
+def test_a_tokenizer_that_hides_calls_is_refused(tmp_path: Path, calls: Any, mark: str) -> None:
+    """A turn's text has no special tokens, so a call written with one would never be seen."""
+    tool = "python-1" if calls == "fence-1" else "calculator-1"
+    environment, tokenizer = chatting_guess(), chatml_tokenizer()
+    environment.conversation = Conversation(turns=4, tools=(tool,), calls=calls)
+    values: dict[str, Any] = {
+        "name": "x", "budgets": {"targets": [4], "penalty_micro": 0}, "chat": {},
+        "environment": {"name": "reverse", "train_size": 10, "heldout_size": 0},
+        "conversation": {"turns": 2, "tools": [tool], "calls": calls},
+    }  # fmt: skip
+    example = tomllib.loads((EXAMPLES / "run.toml").read_text())
+
+    def made() -> Any:
+        tokenizer.save_pretrained(tmp_path)
+        return run_from(example | values, tmp_path / "run.toml", tmp_path, ZERO_DIGEST)
+
+    environment.ask(0, 10, tokenizer)
+    assert made().conversation.tools == (tool,)
+    tokenizer.add_tokens([mark])  # a token of its own is fine, as long as it is not special
+    environment.ask(0, 10, tokenizer)
+    made()
+    tokenizer = chatml_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    words = f"marks '{mark}' as a special token, and calls of the kind {calls} are read from"
+    with pytest.raises(PolicyError, match=words):
+        environment.ask(0, 10, tokenizer)
+    with pytest.raises(UserError, match=words) as error:
+        made()
+    assert str(tmp_path) in str(error.value)
+    environment.conversation = Conversation(turns=4)
+    environment.ask(0, 10, tokenizer)
+    for text in (tmp_path / "tokenizer.json", tmp_path / "special_tokens_map.json"):
+        text.unlink(missing_ok=True)  # the settings alone name it too
+    with pytest.raises(UserError, match=words):
+        run_from(example | values, tmp_path / "run.toml", tmp_path, ZERO_DIGEST)
 
 
 def chatting_guess() -> Guess:
