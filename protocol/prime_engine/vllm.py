@@ -60,9 +60,11 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 """Environment required before vLLM is imported: the model runner version, the engine in this
-process, 1 GiB of key-value cache on a CPU, no sampler of another package (rows are greedy)."""
+process, 1 GiB of key-value cache on a CPU, no sampler of another package (rows are greedy), and
+standard output left to the command's result."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
 GENERATES_ONLY = "the vLLM engine has no proof pass: its files are judged by statistics"

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var/engines/vllm/bin/python"))
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "protocol", ROOT / "trainer")))
 MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)]
 
@@ -25,10 +26,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [PYTHON, script, ROOT / "devnet" / "model", tmp_path_factory.mktemp("altered")],
         capture_output=True, text=True, check=False, timeout=280,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protocol'}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout)  # vLLM writes to standard error only
     return result
 
 
@@ -36,6 +37,12 @@ def test_its_rows_are_the_plain_engines_and_the_same_every_time(found: dict[str,
     assert found["name"] == ["vllm/1", "float32", "cpu"]
     for name in ("same_rows", "same_ends", "same_again", "same_greedy"):
         assert all(found[name]), name
+
+
+def test_evaluation_and_filter_find_the_same_on_both_engines(found: dict[str, Any]) -> None:
+    """Its figures, the answers that are kept, and the filtered dataset."""
+    assert found["evaluated"] == [True, True, True]
+    assert found["mean_reward"] > 0
 
 
 def test_a_replay_by_the_plain_engine_finds_nothing(found: dict[str, Any]) -> None:

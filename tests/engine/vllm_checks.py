@@ -10,13 +10,20 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from prime_core import encoding
 from prime_core.errors import PrimeError
+from prime_core.ids import ZERO_DIGEST
+from prime_core.run import RunDefinition
 from prime_engine.base import GenerationRequest, ReplayRequest
+from prime_envs.definition import read_toml, run_from
+from prime_trainer.difficulty import Range, filter_tasks
+from prime_trainer.evaluate import evaluate
+from prime_trainer.sampling import Sampling
 from prime_verify.engines import load_engine
 
 REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 40, 7 * i - 50) for i in range(24)]
@@ -37,6 +44,41 @@ def refusal(act: Any) -> str:
     except PrimeError as error:
         return str(error)
     return ""
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SUMS = EXAMPLES / "sums-tasks.jsonl"
+
+
+def example(model: Path, **environment: Any) -> RunDefinition:
+    """The devnet's run, with this environment."""
+    file = EXAMPLES / "run-devnet.toml"
+    return run_from(read_toml(file) | {"environment": environment}, file, model, ZERO_DIGEST)
+
+
+class Loaded(Sampling):
+    """Samples with an engine that is loaded already, and stays so."""
+
+    engines: ClassVar[dict[str, Any]] = {}
+
+    def load(self, model: Path) -> Any:
+        engine = self.engines[self.engine]
+        engine.close = lambda: None
+        return engine
+
+
+def evaluated_and_filtered(trained: Path, scratch: Path, engine: str) -> list[Any]:
+    """What `trainer evaluate` and `trainer filter` find with this engine."""
+    sampling = Loaded(engine, answers=scratch / f"answers-{engine}")
+    run = example(trained, name="reverse", train_size=100, heldout_size=50)
+    found = evaluate(trained, run, problems=12, seed=3, samples=3, sampling=sampling)
+    data = {"sha256": encoding.sha256(SUMS.read_bytes()), "path": str(SUMS)}
+    sums = example(trained, name="tasks", arguments=data, train_size=8, heldout_size=0)
+    out = scratch / f"{engine}.jsonl"
+    for _ in filter_tasks(trained, sums, Range(0, 1, 3), out, sampling=sampling):
+        pass
+    kept = [path.read_text().splitlines()[1:] for path in sorted(sampling.answers.iterdir())]
+    return [found.as_json(), kept, out.read_text()]
 
 
 def main() -> None:
@@ -82,6 +124,14 @@ def main() -> None:
     found["states_equal"] = min(
         float((g.states == r.states).mean()) for g, r in zip(made, replays, strict=True)
     )
+    Loaded.engines = {"vllm": engine, "plain": plain}
+    of_vllm, of_plain = (
+        evaluated_and_filtered(trained, scratch, name) for name in ("vllm", "plain")
+    )
+    found["evaluated"] = [a == b for a, b in zip(of_vllm, of_plain, strict=True)]
+    found["mean_reward"] = of_vllm[0]["mean_reward"]
+    for one in (engine, plain):
+        del one.close
     found["bad_prompt"] = refusal(lambda: engine.generate([GenerationRequest((), 3, None)], 1.0))
     found["too_long"] = refusal(lambda: engine.generate([GenerationRequest((3,), 9999, None)], 1.0))
     found["replay"] = refusal(lambda: engine.replay([], 1.0))
