@@ -43,6 +43,8 @@ class Observation:
 
 TOOL_ERROR = "error: "
 """Part of every answer to a call that failed."""
+TOOL_ERRORS = (TOOL_ERROR, "Error executing tool ")
+"""The same of all tools: those of verifiers tasksets answer as an MCP server does."""
 Tool = Callable[[Sequence[Arguments]], Observation]
 """Arguments of the row's calls of this tool so far → the message after the last call."""
 

@@ -377,3 +377,7 @@ def test_tools_of_another_author_train_through_the_verifiers_adapter(
         shown = ["?" * len(text.replace("\n", "")) for text in said]
         assert sample["turns"][1::2] == shown[: len(sample["turns"]) // 2]
     assert max(len(sample["turns"]) for sample in samples) >= 5
+    (line,) = read_lines(tmp_path / "out" / "metrics.jsonl")
+    replies = sum(len(sample["turns"]) // 2 for sample in samples)
+    assert line["tool_calls"] == replies / len(samples)
+    assert "tool_success" in line

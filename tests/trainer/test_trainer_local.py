@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -25,9 +26,10 @@ from prime_core.errors import FatalError, PolicyError, UserError
 from prime_core.folders import held_alone
 from prime_core.gateway import Recording
 from prime_core.rollout import Rollout
-from prime_core.run import MICRO
+from prime_core.run import MICRO, Conversation
 from prime_core.run_file import read_run
 from prime_core.waiting import StoppedError
+from prime_engine.tiny import character_tokenizer
 from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
 from prime_envs.registry import BUILT_IN, environment_for
@@ -188,19 +190,36 @@ def test_a_step_counts_the_tools_answers(tmp_path: Path, world: World) -> None:
     line = local.step()
     assert line["tool_calls"] == 0, "this model knows no tool"
     assert "tool_success" not in line
-    tokenizer, rows = load_engine(DEMO, threads=1).tokenizer, []
-    answers = ["2", f"{TOOL_ERROR}a number is missing"]
-    for texts in (["a", answers[0], "b"], ["a", answers[1], "b", answers[0], "c"], ["d"]):
-        spans = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        output = [token for span in spans for token in span]
-        rows.append(
-            Rollout(
-                "reverse-0", 0, 0, [1], output, [0.0] * len(output), 8, "end", 0, 1.0,
-                tuple(map(len, spans)) if len(spans) > 1 else (),
-            )
-        )  # fmt: skip
-    assert tool_figures(rows, tokenizer) == {"tool_calls": 1.0, "tool_success": 2 / 3}
     local.close()
+
+
+def test_replies_to_calls_are_counted_and_those_that_are_errors() -> None:
+    """Also of a verifiers taskset, whose tools the run does not name."""
+    signs = string.ascii_letters + string.digits + string.punctuation + " "
+    tokenizer = character_tokenizer(signs, end="\n")
+    own = Conversation(turns=3, tools=("calculator-1",))
+    tasksets = Conversation(turns=3, calls="hermes-1")
+    for conversation, call, error in (
+        (own, "<calculator>1+1</calculator>", f"{TOOL_ERROR}a number is missing"),
+        (tasksets, '<tool_call>{"name": "add"}</tool_call>', "Error executing tool add: no b"),
+        (tasksets, "<tool_call>{</tool_call>", f"{TOOL_ERROR}no JSON"),
+    ):
+        rows = [
+            rollout_of(texts, tokenizer)
+            for texts in ([call, "2", "b"], [call, error, call, "2", "c"], ["b", error, "c"], ["d"])
+        ]
+        found = tool_figures(rows, conversation, tokenizer)
+        assert found == {"tool_calls": 0.75, "tool_success": pytest.approx(2 / 3)}
+    talk = Conversation(turns=3)
+    assert tool_figures(rows, None, tokenizer) == tool_figures(rows, talk, tokenizer) == {}
+
+
+def rollout_of(texts: Sequence[str], tokenizer: Any) -> Rollout:
+    """A row whose spans are these texts, the model's first."""
+    spans = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    output = [token for span in spans for token in span]
+    lengths = tuple(map(len, spans)) if len(spans) > 1 else ()
+    return Rollout("reverse-0", 0, 0, [1], output, [0.0] * len(output), 8, "end", 0, 1.0, lengths)
 
 
 def test_a_mixture_s_reward_is_stated_for_each_part(tmp_path: Path, world: World) -> None:

@@ -342,9 +342,8 @@ class Local:
             self.leases, self.waiting = before
             raise
         line = train_step(self.learner, batch, watch) | made.figures(self.run.samples_per_group)
-        if self.run.conversation is not None and self.run.conversation.tools:
-            rollouts = [rollout for _, rollout, _ in made.rows]
-            line |= tool_figures(rollouts, self.engine.tokenizer)
+        rollouts = [rollout for _, rollout, _ in made.rows]
+        line |= tool_figures(rollouts, self.run.conversation, self.engine.tokenizer)
         line["alarms"] = alarms_of(line, self.settings)
         for alarm in line["alarms"]:
             log.warning("alarm at step %d: %s", batch.step, alarm)

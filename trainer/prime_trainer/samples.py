@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from prime_core.errors import UserError
 from prime_core.printing import printable
 from prime_core.rollout import Rollout
-from prime_core.run import RunDefinition
+from prime_core.run import Conversation, RunDefinition
 from prime_envs.base import texts_of
 from prime_envs.samples import Style, openai_messages, reward_text, sample_text
-from prime_envs.tools import TOOL_ERROR
+from prime_envs.tools import TOOL_ERRORS, first_call
 from prime_trainer.disk import whole_lines, writing
 from prime_trainer.metrics import read_lines
 
@@ -76,17 +76,24 @@ def append_samples(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def tool_figures(rollouts: Sequence[Rollout], tokenizer: Any) -> dict[str, float]:
-    """Metrics of what the environment said between the turns of the model: replies per row, and
-    the share of them that report no error."""
-    said = [
-        text
-        for rollout in rollouts
-        for text in texts_of(tokenizer, rollout.output_tokens, rollout.spans)[1::2]
-    ]
+def tool_figures(
+    rollouts: Sequence[Rollout], conversation: Conversation | None, tokenizer: Any
+) -> dict[str, float]:
+    """Metrics of the replies to calls of tools, the run's own and those of a verifiers taskset:
+    calls answered per row, and the share of answers that report no error. Empty for a run without
+    tools."""
+    if conversation is None or not (conversation.tools or conversation.calls == "hermes-1"):
+        return {}
+    said = []
+    for rollout in rollouts:
+        texts = texts_of(tokenizer, rollout.output_tokens, rollout.spans)
+        for turn, reply in zip(texts[::2], texts[1::2], strict=False):
+            if first_call(turn, conversation) is not None:
+                said.append(reply)
     found = {"tool_calls": len(said) / max(1, len(rollouts))}
     if said:
-        found["tool_success"] = sum(TOOL_ERROR not in text for text in said) / len(said)
+        failed = sum(any(sign in text for sign in TOOL_ERRORS) for text in said)
+        found["tool_success"] = 1 - failed / len(said)
     return found
 
 

@@ -264,8 +264,8 @@ class Trainer:
             if self.world.leads and tracing.on():
                 self._trace(found, began, time.time())
             talk = self.learner.run.conversation
-            if self.world.leads and talk is not None and talk.tools:
-                line |= tool_figures(found.rollouts, self.tokenizer)
+            if self.world.leads and talk is not None:
+                line |= tool_figures(found.rollouts, talk, self.tokenizer)
             line["alarms"] = alarms_of(line, self.learner.settings)
         else:
             log.error("batch %d is skipped: %s", found.step, found.why)
