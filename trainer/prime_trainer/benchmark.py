@@ -24,13 +24,13 @@ from prime_core.run import Chat, RunDefinition
 from prime_engine.base import Discard, Engine, GenerationRequest
 from prime_engine.batch import BatchEngine, RowSet
 from prime_envs.base import MAX_OUTPUT_CHARACTERS, Grade, Problem, decode_output
-from prime_envs.chat import THINK, messages_of
+from prime_envs.chat import THINK, prompt_of, prompt_tokens
 from prime_envs.graders.answers import final_section
 from prime_envs.shares import Interval, pass_at_k, share
 from prime_envs.sources import file_digest
 from prime_trainer.benchmark_tasks import Benchmark, read_problems
 from prime_trainer.sampling import ROWS, Answered, Kept, Sampling, keep, sampling_seed
-from prime_trainer.talk import chat_of, rendered_text
+from prime_trainer.talk import chat_of
 
 SOURCE = "technical report of INTELLECT-2, arXiv 2505.07291"
 PUBLISHED = {
@@ -117,14 +117,20 @@ class _Prompts:
     budget: int | None
 
     def of(self, problem: Problem) -> tuple[tuple[int, ...], bool]:
-        """(tokens, whether the template has opened the thinking). Raises UserError if the model's
-        positions leave no room for an answer."""
-        question = problem.prompt
-        tokenizer, text, opened = self.engine.tokenizer, question, False
-        if self.chat is not None:
-            text = rendered_text(tokenizer, messages_of(self.chat, question, self.budget or 0))
+        """(tokens, whether the template has opened the thinking). Special tokens in the problem
+        are ordinary text, as in training. Raises UserError if the model's positions leave no room
+        for an answer, and the same errors as chat.prompt_tokens."""
+        tokenizer, opened = self.engine.tokenizer, False
+        if self.chat is None:
+            found = tokenizer.encode(
+                problem.prompt, add_special_tokens=False, split_special_tokens=True
+            )
+        else:
+            target = self.budget or 0
+            found = prompt_tokens(self.chat, problem.prompt, target, tokenizer)
+            text = prompt_of(self.chat, problem.prompt, target, tokenizer)
             opened = text.rstrip().endswith(THINK)
-        tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+        tokens = tuple(found)
         if len(tokens) >= self.engine.positions:
             raise UserError(
                 f"problem {problem.index + 1} takes {len(tokens)} tokens, and the model has "
