@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -353,6 +355,49 @@ def test_a_migration_gives_up_where_another_transaction_keeps_a_table(
     store.migrate()
     _check_schema(store)
     store.close()
+
+
+@pytest.mark.postgres
+def test_an_index_is_made_after_the_commit_and_again_after_a_failure(
+    empty_postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a new migration declares it. Two processes migrate at once; the first try has failed."""
+    folder = tmp_path / "migrations"
+    shutil.copytree(migrate.FOLDER, folder)
+    made = "CREATE UNIQUE INDEX CONCURRENTLY IF NOT EXISTS things_value ON things (value)"
+    (folder / "versions" / "9999_index.py").write_text(
+        "from alembic import op\n"
+        f"revision, down_revision = '9999', {migrate.head()!r}\n"
+        f"AFTER_COMMIT = ({made!r},)\n"
+        "def upgrade() -> None:\n"
+        "    op.execute('CREATE TABLE things (value integer)')\n"
+        "    op.execute('INSERT INTO things VALUES (1), (1)')\n"
+    )
+    valid = "SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass('things_value')"
+
+    def index(store: Store) -> list[bool]:
+        with store.read() as connection:
+            return list(connection.execute(sa.text(valid)).scalars())
+
+    monkeypatch.setattr(migrate, "FOLDER", folder)
+    cached = (migrate.revisions, migrate.after_commit)
+    for one in cached:
+        one.cache_clear()
+    stores = [open_store(empty_postgres) for _ in range(2)]
+    try:
+        with pytest.raises(sa.exc.IntegrityError):
+            stores[0].migrate()
+        assert index(stores[0]) == [False]
+        with stores[0].begin() as connection:
+            connection.execute(sa.text("DELETE FROM things"))
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(Store.migrate, stores))
+        assert index(stores[0]) == [True]
+    finally:
+        for store in stores:
+            store.close()
+        for one in cached:
+            one.cache_clear()
 
 
 def test_an_exception_undoes_the_whole_transaction(either_store: Store) -> None:

@@ -108,13 +108,13 @@ class Store:
             yield connection
 
     def migrate(self) -> None:
-        """Migrates the schema to the newest revision, in one transaction; safe if several processes
-        start at once.
+        """Migrates the schema to the newest revision, in one transaction, then runs what may not
+        run in it; safe if several processes start at once.
 
         Raises UserError if PostgreSQL's database does not hold Unicode, ConflictError if a
         transaction of another program keeps a table for LOCK_SECONDS; nothing has changed then.
         """
-        from prime_orchestrator.store.migrate import upgrade
+        from prime_orchestrator.store.migrate import after_commit, finish, upgrade
 
         with self.begin() as connection:
             lock(connection, "migrate")  # however long another process migrates
@@ -131,6 +131,13 @@ class Store:
                     f"{LOCK_SECONDS:.0f} s; end every `serve`, backup and export of this database, "
                     "then run `orchestrator store migrate`"
                 ) from error
+        if self.is_sqlite or not after_commit():
+            return
+        with (
+            _reachable(self.engine),
+            self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
+        ):
+            finish(connection)
 
     def close(self) -> None:
         self.engine.dispose()

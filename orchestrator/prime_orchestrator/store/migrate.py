@@ -2,22 +2,34 @@
 
 `serve` runs them at startup; `orchestrator store migrate` runs them on demand. A test checks that
 the migrated schema equals `schema.metadata` on both databases.
+
+A migration may declare `AFTER_COMMIT`, statements for PostgreSQL that must not run in its
+transaction (docs/adr/0022):
+
+    AFTER_COMMIT = ("CREATE INDEX CONCURRENTLY IF NOT EXISTS name ON table (column)",)
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import time
+import zlib
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 
 from prime_core.errors import FatalError
 
 FOLDER = Path(__file__).parent / "migrations"
+POLL_SECONDS = 0.2
+_LOCK = zlib.crc32(b"prime/after-migrate")
+_INDEX = re.compile(r"CREATE (?:UNIQUE )?INDEX CONCURRENTLY IF NOT EXISTS (\w+) ON ")
+_INVALID = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name) AND NOT indisvalid")
 
 
 def _config(connection: Connection | None = None) -> Config:
@@ -57,3 +69,31 @@ def upgrade(connection: Connection, to: str = "head") -> None:
         )
     if found != head():
         command.upgrade(_config(connection), to)
+
+
+@functools.cache
+def after_commit() -> tuple[str, ...]:
+    """Returns what the migrations declare as `AFTER_COMMIT`, the oldest first."""
+    scripts = tuple(ScriptDirectory.from_config(_config()).walk_revisions())[::-1]
+    return tuple(one for script in scripts for one in getattr(script.module, "AFTER_COMMIT", ()))
+
+
+def finish(connection: Connection) -> None:
+    """Runs the statements of `after_commit` on a connection to PostgreSQL that commits each one.
+
+    They run at every start, so they must do nothing where they have run before. One process at a
+    time runs them. An invalid index, which a broken `CREATE INDEX CONCURRENTLY` leaves, is dropped
+    and made again.
+    """
+    # To wait inside PostgreSQL would hold a snapshot, for which CONCURRENTLY waits in turn.
+    while not connection.execute(text("SELECT pg_try_advisory_lock(:n)"), {"n": _LOCK}).scalar():
+        time.sleep(POLL_SECONDS)
+    try:
+        for statement in after_commit():
+            if (index := _INDEX.match(statement)) is not None:
+                name = index[1]
+                if connection.execute(_INVALID, {"name": name}).first() is not None:
+                    connection.execute(text(f"DROP INDEX CONCURRENTLY IF EXISTS {name}"))
+            connection.exec_driver_sql(statement)
+    finally:
+        connection.execute(text("SELECT pg_advisory_unlock(:n)"), {"n": _LOCK})
