@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say about the wheel.
 
 It is built in a fresh folder, so that nothing of an earlier build or of a dirty tree gets in, with
-one time stamp, so that equal sources give equal bytes. The example runs come from docs/examples.
+one time stamp, so that equal sources give equal bytes. The example runs come from docs/examples,
+their small model from devnet/model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EXAMPLES = "prime_orchestrator/examples"
 
 
 class BuildPy(build_py):
-    """Copies the example runs next to the orchestrator's modules."""
+    """Copies the example runs and their small model next to the orchestrator's modules."""
 
     def run(self) -> None:
         super().run()
@@ -29,6 +30,9 @@ class BuildPy(build_py):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted((ROOT / "docs" / "examples").glob("*.*")):
             shutil.copyfile(file, target / file.name)
+        (target / "model").mkdir(exist_ok=True)
+        for file in sorted((ROOT / "devnet" / "model").iterdir()):
+            shutil.copyfile(file, target / "model" / file.name)
 
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315619200")  # 1980-01-02, the first day a zip can name

@@ -144,6 +144,7 @@ def test_the_wheel_holds_our_packages_and_their_data_and_nothing_else(wheel: Pat
             "prime_orchestrator/store/migrations/versions",
         ),
         ("docs/examples", "prime_orchestrator/examples"),
+        ("devnet/model", "prime_orchestrator/examples/model"),
     ):
         files = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]
         assert files
