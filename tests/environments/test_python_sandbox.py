@@ -120,7 +120,6 @@ def test_names_stay_for_the_rows_next_program_and_for_no_other_row() -> None:
     ],
 )
 def test_a_limit_is_a_count_and_ends_the_row(program: str) -> None:
-    assert last(program) == COUNTED
     assert last("print(1)", program) == COUNTED
     assert last("print(1)") == Observation("1"), "the next row is a new one"
 

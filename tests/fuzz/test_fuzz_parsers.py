@@ -461,6 +461,8 @@ def bounded_memory() -> Iterator[None]:
 
 PARSERS = table(Path(tempfile.mkdtemp(prefix="prime-fuzz-")))
 EXAMPLES, OF_A_MODEL = 120, 25
+OF_LARGE_MODELS = {"evidence", "settlement", "settlement's file", "opinions", "index of policies"}
+"""Parsers of which one example takes longer to make than to read. The soak run makes more."""
 NOT_TIMED = settings(
     deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
@@ -470,7 +472,8 @@ NOT_TIMED = settings(
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_only_the_declared_error_comes_out(parser: Parser, request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--fuzz-seconds")
-    examples = OF_A_MODEL if isinstance(parser.read, MethodType) else EXAMPLES
+    model = isinstance(parser.read, MethodType) or parser.name in OF_LARGE_MODELS
+    examples = OF_A_MODEL if model else EXAMPLES
 
     def attempts(number: int, examples: int) -> None:
         @seed(number)

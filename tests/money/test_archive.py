@@ -475,7 +475,9 @@ class Mixed:
         return self.mgr.row(row.digest)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)]
+)
 def test_files_of_every_kind_are_archived_once_over_and_all_else_says_the_same(
     pool: ManagerSide, tmp_path: Path, seed: int
 ) -> None:

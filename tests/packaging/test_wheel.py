@@ -62,9 +62,10 @@ print("logged")
 """
 PROGRAMS = [
     ("node,torch", "prime-node", ("doctor", "--runtime", "process")),
-    ("orchestrator", "orchestrator", ("store", "migrate", "--data", "store")),
     ("trainer,families", "trainer", TRAIN),
+    ("orchestrator", "orchestrator", ("store", "migrate", "--data", "store")),
 ]
+"""Those with torch first, and after test_verify and test_validator: it is installed once."""
 PARTS = [
     ("rollout-base", "prime-broadcast", ("diff", MODEL, MODEL), "identical True"),
     ("rollout-base,python-tool", "python", ("-c", PYTHON_TOOL), "answer 42"),
@@ -241,6 +242,15 @@ def test_verify(install: Install, tmp_path: Path) -> None:
     assert installed.example("prime_verify").startswith("ACCEPTED")
 
 
+def test_validator(install: Install) -> None:
+    installed = install("validator")
+    assert re.search(r"\d+\.\d+", installed.run("validator", "--version"))
+    said = installed.run("validator", *DOCTOR, code=1)
+    assert "ok    torch" in said
+    assert "ok    folder" in said
+    assert "FAIL  pool: 127.0.0.1:9 does not answer" in said
+
+
 @pytest.mark.parametrize(("extra", "program", "words"), PROGRAMS)
 def test_a_programs_extra_is_enough_for_it(
     install: Install, extra: str, program: str, words: tuple[object, ...]
@@ -257,15 +267,6 @@ def test_an_optional_part_works_with_its_extra_alone(
     install: Install, extra: str, program: str, words: tuple[object, ...], said: str
 ) -> None:
     assert said in install(extra).run(program, *words)
-
-
-def test_validator(install: Install) -> None:
-    installed = install("validator")
-    assert re.search(r"\d+\.\d+", installed.run("validator", "--version"))
-    said = installed.run("validator", *DOCTOR, code=1)
-    assert "ok    torch" in said
-    assert "ok    folder" in said
-    assert "FAIL  pool: 127.0.0.1:9 does not answer" in said
 
 
 def test_base(install: Install, tmp_path: Path) -> None:
