@@ -62,7 +62,7 @@ PERIODS = Periods(
 ORCHESTRATORS = ("orchestrator-1", "orchestrator-2")
 APART = "validator-3"
 """The validator that reaches everything through proxies of its own, and can be partitioned."""
-SMALL_DISKS = ("validator-2", "relay", "trainer", "nodes/honest-1")
+SMALL_DISKS = ("orchestrator-2", "validator-2", "relay", "trainer", "nodes/honest-1")
 DISK_BYTES = 256 << 20
 CLOCKS = ("orchestrator-1", "validator", "trainer", "relay", "honest-2")
 CLOCK_STEP = 600
@@ -72,7 +72,7 @@ LYING: tuple[RpcKind, ...] = (
 )  # fmt: skip
 KINDS = (
     "kill-orchestrator", "kill-validator", "kill-trainer", "kill-relay", "kill-agent", "kill-swarm",
-    "postgres-crash", "s3-down", "rpc-down", "rpc-lies", "disk-full", "no-descriptors",
+    "postgres-crash", "kill-s3", "s3-down", "rpc-down", "rpc-lies", "disk-full", "no-descriptors",
     "clock-step", "partition", "loss-and-delay",
 )  # fmt: skip
 PER_SWARM = 25
@@ -404,6 +404,7 @@ class Faults:
             "kill-agent": lambda: self._kill(kind, ("honest-1", "honest-2")),
             "kill-swarm": lambda: self._kill(kind, tuple(network.swarms)),
             "postgres-crash": self._postgres,
+            "kill-s3": self._s3,
             "s3-down": lambda: self._cut(kind, "S3", network.s3_wire),
             "rpc-down": self._rpc_down,
             "rpc-lies": self._rpc_lies,
@@ -429,6 +430,10 @@ class Faults:
     def _postgres(self) -> Fault:
         database = self._network.database
         return Fault("postgres-crash", "postgres", database.crash, database.start)
+
+    def _s3(self) -> Fault:
+        server = self._network.s3
+        return Fault("kill-s3", "S3", server.kill, server.start)
 
     def _cut(self, kind: str, target: str, *ports: int) -> Fault:
         wires = self._network.wires

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,14 +22,43 @@ ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
 START_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
 class S3Server:
-    """Where it is reached, what a program needs in its environment to use it, and its process's
-    id."""
+    """A running server: where it is reached, and what a program needs in its environment to use
+    it."""
 
-    url: str
-    environment: dict[str, str]
-    process: int
+    def __init__(self, url: str, command: list[str], log: Path) -> None:
+        self.url = url
+        self.environment = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        self._command = command
+        self._log = log
+        self.start()
+
+    @property
+    def process(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the process on its folder, and waits until it answers. Raises RuntimeError if it
+        does not within START_SECONDS."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=end_with_parent,
+            )
+        try:
+            _wait(self.url, self._process, self._log)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """Ends the process by SIGKILL. Its data stay, as far as it has written them."""
+        self._process.kill()
+        self._process.wait()
 
 
 def find_weed() -> Path | None:
@@ -74,16 +102,9 @@ def s3_server(weed: Path, folder: Path) -> Iterator[S3Server]:
         **dict(ports),
     }
     command = [str(weed), "-logtostderr=true", "server"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *(f"-{name}={value}" for name, value in options.items())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            preexec_fn=end_with_parent,
-        )
+    command += [f"-{name}={value}" for name, value in options.items()]
+    server = S3Server(url, command, folder / "log")
     try:
-        _wait(url, process, folder / "log")
         client = boto3.client(
             "s3", endpoint_url=url, region_name="us-east-1",
             aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
@@ -91,11 +112,9 @@ def s3_server(weed: Path, folder: Path) -> Iterator[S3Server]:
         client.create_bucket(Bucket=BUCKET)
         client.create_bucket(Bucket=PUBLIC)
         client.close()
-        credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-        yield S3Server(url, credentials, process.pid)
+        yield server
     finally:
-        process.kill()  # it takes 25 s to end by itself, and nothing of it is kept
-        process.wait()
+        server.kill()  # it takes 25 s to end by itself, and nothing of it is kept
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
