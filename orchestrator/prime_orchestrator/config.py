@@ -70,7 +70,7 @@ class Settings(ChainSettings):
     """The same server as nodes, validators and the trainer reach it; by default s3_endpoint."""
     s3_region: str = "us-east-1"
     deployment: UserPath | None = None
-    pool: int | None = Field(default=None, ge=0)
+    pool: int | None = Field(default=None, ge=0, lt=1 << 63)
     run: UserPath | None = None
     """The run definition: canonical JSON whose SHA-256 is the pool's run digest."""
     wallet: UserPath | None = None

@@ -50,7 +50,9 @@ Mode = Literal["send", "dry-run", "calldata"]
 
 Rpc = Annotated[list[str], typer.Option("--rpc", help="RPC endpoint; repeat for more.")]
 File = Annotated[Path, typer.Option("--deployment", help="Deployment JSON.")]
-PoolNumber = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
+PoolNumber = Annotated[
+    int, typer.Option("--pool", help="Number of the pool.", min=0, max=(1 << 63) - 1)
+]
 Amount = Annotated[str, typer.Option(help="Whole tokens, e.g. 5000 or 12.5.")]
 
 _FLAGS: dict[str, tuple[Any, Any]] = {

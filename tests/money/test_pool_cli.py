@@ -175,3 +175,10 @@ def test_amounts_are_positive_and_exact(text: str) -> None:
     with pytest.raises(UserError):
         parse_amount(text)
     assert parse_amount("12.5") == 125 * TOKEN // 10
+
+
+def test_a_number_that_no_pool_has_is_refused_in_one_sentence() -> None:
+    done = CliRunner().invoke(app, ["show", "--pool", str(1 << 256)])
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+    assert "Invalid value for '--pool'" in done.output

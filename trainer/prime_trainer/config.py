@@ -92,7 +92,7 @@ class Settings(ChainSettings):
     """The run definition; by default fetched from the orchestrator with its digest checked."""
     deployment: UserPath | None = None
     """Together with `rpc`: the pool's facts are checked on chain before training."""
-    pool: int | None = Field(default=None, ge=0)
+    pool: int | None = Field(default=None, ge=0, lt=1 << 63)
     """If set, refuse to work for any other pool."""
     wallet: UserPath | None = None
     """Keystore (v3) of the pool's trainer."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prime_chain.rewards import Rebuilder
 
 app = group("Reward roots: list those on chain, rebuild one from events and published objects.")
-Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0)]
+Pool = Annotated[int, typer.Option("--pool", help="Number of the pool.", min=0, max=(1 << 63) - 1)]
 Server = Annotated[
     str, typer.Option("--orchestrator", help="URL that serves the run definition and the objects.")
 ]

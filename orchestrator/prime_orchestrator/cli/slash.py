@@ -30,7 +30,9 @@ app = group(
     "Slash proposals: list, carry out, judge, cancel; appeals for unpaid files; void reward roots."
 )
 Proposal = Annotated[str, typer.Argument(help="Digest of the submission that it is about.")]
-OnlyPool = Annotated[int | None, typer.Option("--pool", help="Only this pool's.", min=0)]
+OnlyPool = Annotated[
+    int | None, typer.Option("--pool", help="Only this pool's.", min=0, max=(1 << 63) - 1)
+]
 
 
 @app.command("list")
