@@ -34,7 +34,7 @@ LATENCY_SECONDS = 10
 def rows(quick: bool, database: Database) -> list[Row]:
     """The rows of heartbeats; empties the database."""
     with serving(database) as servers:
-        nodes = _seat(servers.pool, 500 if quick else 10_000)
+        nodes = seat(servers.pool, 500 if quick else 10_000)
         return asyncio.run(_measure(servers, nodes, quick))
 
 
@@ -81,7 +81,7 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _seat(pool: seats.Pool, count: int) -> list[SessionKey]:
+def seat(pool: seats.Pool, count: int) -> list[SessionKey]:
     """Active nodes with a session each; the keys of their sessions."""
     pool.clock[0] = now = int(time.time())
     pool.seat(count, honest=True)

@@ -3,9 +3,9 @@
 `connections`: held open at once by two API processes. Each one answers a request when it is opened
 and another one after all are open. Clients are two processes with 200 loopback addresses. Each API
 process has a SQLite store of its own: what is measured is the server. All other rows: see
-heartbeats.py, work.py, growth.py, settling.py and watching.py. A rate is 2 ÷ CPU seconds per
-operation of the API processes and PostgreSQL; the generator, validators' replay and the S3 server
-are not counted.
+heartbeats.py, refusals.py, work.py, growth.py, settling.py and watching.py. A rate is 2 ÷ CPU
+seconds per operation of the API processes and PostgreSQL; the generator, validators' replay and the
+S3 server are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import growth, heartbeats, seats, settling, watching, work
+from bench import growth, heartbeats, refusals, seats, settling, watching, work
 from bench.form import Row
 from bench.servers import Database, Place, end, line, postgres, start, start_api
 from prime_core.errors import UserError
@@ -28,6 +28,7 @@ REQUEST = b"GET /healthz HTTP/1.1\r\nHost: bench\r\n\r\n"
 PACKAGES = ("uvicorn", "httptools", "uvloop", "fastapi", "sqlalchemy", "psycopg", "boto3")
 ROWS: dict[str, Callable[[bool, Database], list[Row]]] = {
     "heartbeats_s": heartbeats.rows,
+    "lease_refused_us": refusals.rows,
     "rollout_path_s_dir": lambda quick, database: work.path_rows(quick, database, "dir"),
     "rollout_path_s_s3": lambda quick, database: work.path_rows(quick, database, "s3"),
     "verdicts_s_1": lambda quick, database: work.verdict_rows(quick, database, 1),

@@ -1,0 +1,84 @@
+"""What refused leases cost while enough work is under way, with 10,000 live nodes.
+
+`lease_refused_us`: CPU time of two API processes and PostgreSQL per refused lease, at the 500
+requests a second that so many idle nodes make together. `lease_refused_most_us`: the same where all
+connections always wait for an answer, so that the servers gather more requests in a transaction.
+Requests are signed before the clock starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from bench.form import Row
+from bench.heartbeats import CONNECTIONS, seat
+from bench.servers import Client, Database, Servers, connect, serving, signed_post
+from bench.work import definition
+from prime_core.errors import FatalError
+from prime_core.messages import LeaseAnswer, LeaseRequest
+from prime_core.transport.signatures import SessionKey
+from prime_orchestrator import scheduler
+from prime_orchestrator.store import schema
+
+RATE = 500.0
+"""Requests a second."""
+GROUPS = 8
+"""Groups of a batch: few leases are enough work."""
+
+
+def rows(quick: bool, database: Database) -> list[Row]:
+    """The rows of refused leases; empties the database."""
+    run = definition().model_copy(update={"groups_per_batch": GROUPS, "death_seconds": 600})
+    with serving(database, run) as servers:
+        nodes = seat(servers.pool, 500 if quick else 10_000)
+        with servers.pool.backend.store.begin() as connection:
+            connection.execute(sa.update(schema.nodes).values(kept=10.0))
+        return asyncio.run(_measure(servers, nodes, 400 if quick else 4_000))
+
+
+async def _measure(servers: Servers, nodes: Sequence[SessionKey], count: int) -> list[Row]:
+    clients = await connect(servers.ports, min(CONNECTIONS, count))
+    askers = iter(nodes)
+    while _answer((await _ask(clients[:1], [next(askers)], 0.0))[0]).lease is not None:
+        pass
+    found: list[Row] = []
+    for name, rate in (("lease_refused", RATE), ("lease_refused_most", 0.0)):
+        before = servers.cpu_seconds()
+        answers = await _ask(clients, nodes[-count:], rate)
+        after = servers.cpu_seconds()
+        for one in map(_answer, answers):
+            if one.lease is not None or one.reason != scheduler.ENOUGH:
+                raise FatalError(f"a request was not refused as expected: {one.reason}")
+        api, database = (1e6 * (late - early) / count
+                         for early, late in zip(before, after, strict=True))  # fmt: skip
+        load = f"at {rate:.0f} requests a second" if rate else f"over {len(clients):,} connections"
+        found += [
+            Row(f"{name}_us", api + database, f"µs of CPU {load}, {len(nodes):,} nodes"),
+            Row(f"{name}_postgres_us", database, "µs of it in PostgreSQL"),
+        ]
+    for client in clients:
+        client.close()
+    return found
+
+
+def _answer(raw: bytes) -> LeaseAnswer:
+    return LeaseAnswer.model_validate_json(raw)
+
+
+async def _ask(clients: Sequence[Client], nodes: Sequence[SessionKey], rate: float) -> list[bytes]:
+    """Answers to a request of each node, at `rate` a second; 0: each as soon as its connection is
+    free."""
+    body = LeaseRequest(policy_version=0).model_dump_json().encode()
+    requests = [signed_post(key, "/v1/leases", body) for key in nodes]
+    start = time.monotonic()
+
+    async def one(at: int) -> bytes:
+        if rate:
+            await asyncio.sleep(start + at / rate - time.monotonic())
+        return await clients[at % len(clients)].ask(requests[at])
+
+    return await asyncio.gather(*(one(at) for at in range(len(requests))))
