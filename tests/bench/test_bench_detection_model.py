@@ -73,7 +73,7 @@ def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return _llama(tmp_path / "llama")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_kind_of_attack_runs_on_a_folder_given_by_path(
     small_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

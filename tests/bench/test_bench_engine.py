@@ -30,7 +30,7 @@ def test_shares_of_the_plain_engine_are_shares() -> None:
     assert 0 < found["prefill_share"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=MISSING)
 def test_four_leases_at_once_need_fewer_steps_than_one_after_another() -> None:
     found = asked("slots", "vllm", DEVNET, quick=True)

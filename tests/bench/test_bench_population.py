@@ -17,7 +17,7 @@ def test_rates_of_lies_are_the_recorded_ones() -> None:
     assert kinds["other_prompts"].row is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_small_population_trains_and_catches_no_honest_node(tmp_path: Path) -> None:
     world = population_world.simulate(tmp_path, 60, 4.0)
     assert world.published[1:]

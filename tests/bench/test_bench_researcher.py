@@ -53,7 +53,7 @@ def test_problems_for_trl_are_those_of_the_run(tmp_path: Path) -> None:
     assert {line["target"] for line in lines} == {2, 6, 10, 14}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_round_of_trainer_local_is_measured_by_part(tmp_path: Path) -> None:
     found = researcher.our_round(tmp_path / "out", researcher.WARM_UP + 1)
     assert found.rows >= 128

@@ -6,7 +6,7 @@ import pytest
 
 from bench import settling
 
-pytestmark = [pytest.mark.postgres, pytest.mark.slow]
+pytestmark = [pytest.mark.postgres, pytest.mark.soak]
 
 
 def test_an_epoch_is_settled_rebuilt_and_claimed() -> None:

@@ -10,7 +10,7 @@ import pytest
 from docker_engine import docker_engine
 from e2e_kit import ROOT, devnet, findings, processes_of, require_anvil, run
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 def test_three_nodes_train_three_steps_in_containers(tmp_path: Path) -> None:

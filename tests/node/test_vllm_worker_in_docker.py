@@ -34,7 +34,7 @@ MISSING = "vLLM is not installed: scripts/setup_vllm.sh"
 COMMAND = ("python", "-m", "prime_node.worker", "--engine", "vllm")
 pytestmark = [
     pytest.mark.docker,
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason=MISSING),
 ]

@@ -302,7 +302,7 @@ def test_reasoning_gym_trains_by_its_own_scorer(
     assert len({sample["reward"] for sample in samples}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_package_of_prosody_graders_trains_through_the_verifiers_adapter(
     tmp_path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
