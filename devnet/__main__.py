@@ -87,7 +87,7 @@ SOAKS = {
         ("bench", "attacks", "--json"),
     ),
     "tests": (
-        "the tests that are too long for make test-all (30 minutes)",
+        "the tests that are too long for make test-all (45 minutes)",
         ("pytest", "-rfEs", "-m", "soak", "--durations=0"),
     ),
     "lies": ("every lie on whole networks, and what came of it", ("devnet", "lies", "--json")),

@@ -20,7 +20,7 @@ from prime_chain import events
 from prime_core.batch import SignedBatch
 from prime_core.messages import Status
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_sigkill_of_orchestrator_validator_and_trainer_loses_and_repeats_nothing(

@@ -14,7 +14,7 @@ from prime_core.verdict import Reason
 SIX = {"learned", "liars_slashed", "paid", "replayed", "fresh", "delivered"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_each_kind_of_node_ends_as_it_should(tmp_path: Path) -> None:
     require_anvil()
