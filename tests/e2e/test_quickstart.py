@@ -37,7 +37,7 @@ def transactions(chain: Anvil, wallet: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.forge
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
     require_anvil()
     folder, port = tmp_path / "pool", free_port()
@@ -55,7 +55,7 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
 
         def typed(*more: str, code: int) -> list[dict[str, Any]]:
             done = subprocess.run(
-                [*words, *more], capture_output=True, text=True, timeout=300, check=False
+                [*words, *more], capture_output=True, text=True, timeout=600, check=False
             )
             assert done.returncode == code, done.stdout + done.stderr
             return [json.loads(line) for line in done.stdout.splitlines()]
