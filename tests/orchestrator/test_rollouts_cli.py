@@ -415,25 +415,26 @@ def test_an_export_holds_the_accepted_rows_as_the_trainer_gets_them(
         right = row["file"] == lie or row["reward"] == 1.0
         assert parts == {"task_micro": MICRO * right, "length": 2, "target": 2}
         assert bool(row["reward_reason"])
-    if "PRIME_LM_EVAL_PYTHON" in os.environ:  # an environment that has Hugging Face's datasets
-        script = (
-            "import sys, datasets\n"
-            "rows = datasets.load_dataset('parquet', data_files=sys.argv[1:], split='train')\n"
-            "rows.to_json(sys.argv[1] + '.jsonl')\n"
-        )
-        quiet = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-        subprocess.run(
-            [os.environ["PRIME_LM_EVAL_PYTHON"], "-c", script, str(out / "rollouts.parquet")],
-            check=True, env={**os.environ, **quiet},
-        )  # fmt: skip
-        lines = (out / "rollouts.parquet.jsonl").read_text().splitlines()
-        loaded = [json.loads(line) for line in lines]
-        for name in sorted(set(rows[0]) - {"received_at"}):
-            assert [row[name] for row in loaded] == [row[name] for row in rows], name
-        assert [list(row) for row in loaded] == [list(row) for row in rows]
     later = tmp_path / "later.parquet"
     pool.run("export", "--out", str(later), "--since", "2027-01-15T08:00:01")
     assert {row["file"] for row in pq.read_table(later).to_pylist()} == {second}
+    if "PRIME_LM_EVAL_PYTHON" not in os.environ:
+        pytest.skip("Hugging Face datasets: scripts/setup_lm_eval.sh, PRIME_LM_EVAL_PYTHON")
+    script = (
+        "import sys, datasets\n"
+        "rows = datasets.load_dataset('parquet', data_files=sys.argv[1:], split='train')\n"
+        "rows.to_json(sys.argv[1] + '.jsonl')\n"
+    )
+    quiet = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    subprocess.run(
+        [os.environ["PRIME_LM_EVAL_PYTHON"], "-c", script, str(out / "rollouts.parquet")],
+        check=True, env={**os.environ, **quiet},
+    )  # fmt: skip
+    lines = (out / "rollouts.parquet.jsonl").read_text().splitlines()
+    loaded = [json.loads(line) for line in lines]
+    for name in sorted(set(rows[0]) - {"received_at"}):
+        assert [row[name] for row in loaded] == [row[name] for row in rows], name
+    assert [list(row) for row in loaded] == [list(row) for row in rows]
 
 
 def test_an_export_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
