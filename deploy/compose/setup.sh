@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first start of compose.yaml, in two parts; each may be repeated, also after it was killed.
 #   setup.sh keys    passwords, keystores, the orchestrators' settings that name them
-#   setup.sh pool    ether for the accounts, contracts, run, pool, bucket
+#   setup.sh pool    ether for the accounts, contracts, run, pool, buckets
 set -euo pipefail
 umask 077
 KEYS=${PRIME_KEYS:-/keys}
@@ -37,7 +37,8 @@ keys() {
   printf '[default]\naws_access_key_id = prime\naws_secret_access_key = %s\n' "$(cat s3)" >aws
   # SeaweedFS may run under another user; no other service mounts this folder.
   (umask 022; printf '{"identities": [{"name": "prime", "credentials": [{"accessKey": "prime", "secretKey": "%s"}],
-    "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}\n' "$(cat s3)" >"$S3_KEYS/s3.json")
+    "actions": ["Admin", "Read", "Write", "List", "Tagging"]},
+    {"name": "anonymous", "actions": ["Read:policies"]}]}\n' "$(cat s3)" >"$S3_KEYS/s3.json")
 }
 
 ether() { # gives each account one ether of the local chain
@@ -52,22 +53,26 @@ for file in sys.argv[2:]:
 END
 }
 
-bucket() { # makes the bucket "pools" with the lifecycle rule of docs/storage.md for pool 1
+buckets() { # makes "pools" and "policies", which everyone may read, with the lifecycle rule of docs/storage.md for pool 1
   AWS_SHARED_CREDENTIALS_FILE=aws python - "$S3" <<'END'
 import json, sys, boto3
 from botocore.exceptions import ClientError
 
 s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
-if "pools" not in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
-    s3.create_bucket(Bucket="pools")
 made = json.load(open("deployment.json"))
 prefix = f"{made['chain_id']}/{made['contracts']['pools']}/1/"
 rule = {"ID": "parts", "Status": "Enabled", "Filter": {"Prefix": prefix}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
-try:
-    s3.put_bucket_lifecycle_configuration(Bucket="pools", LifecycleConfiguration={"Rules": [rule]})
-except ClientError as error:
-    if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (405, 501):
-        raise
+there, refused = [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]], False
+for name in ("pools", "policies"):
+    if name not in there:
+        s3.create_bucket(Bucket=name)
+    try:
+        s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (405, 501):
+            raise
+        refused = True
+if refused:
     print("warning: this S3 server has no lifecycle rules: parts of uploads that broke off stay in the bucket", file=sys.stderr)
 END
 }
@@ -77,7 +82,7 @@ pool() {
   retry ether
   [ -s deployment.json ] || orchestrator deployment deploy --network local --rpc "$RPC" --wallet deployer.json --password-file password \
     --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
-  retry bucket
+  retry buckets
   sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
     "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
   [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json

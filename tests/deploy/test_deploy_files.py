@@ -223,13 +223,16 @@ def test_the_user_data_of_a_node_fleet_fits_cloud_inits_schema(tmp_path: Path) -
 
 
 def lifecycle(s3: S3Server) -> Any:
-    """Takes the rules of setup.sh's bucket off the server and returns them."""
+    """Takes the rules of setup.sh's buckets off the server and returns them."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=s3.url, region_name="us-east-1")
-    rules = client.get_bucket_lifecycle_configuration(Bucket="pools")["Rules"]
-    client.delete_bucket_lifecycle(Bucket="pools")
-    return rules
+    found = []
+    for name in ("pools", "policies"):
+        found.append(client.get_bucket_lifecycle_configuration(Bucket=name)["Rules"])
+        client.delete_bucket_lifecycle(Bucket=name)
+    assert found[0] == found[1]
+    return found[0]
 
 
 def documented_lifecycle(deployment: Path) -> Any:
@@ -282,7 +285,7 @@ def test_a_bucket_without_lifecycle_rules_is_a_warning_and_no_endless_loop(tmp_p
 
         def made() -> subprocess.CompletedProcess[str]:
             return subprocess.run(
-                ["bash", COMPOSE / "setup.sh", "retry", "bucket"], env=environment, text=True,
+                ["bash", COMPOSE / "setup.sh", "retry", "buckets"], env=environment, text=True,
                 capture_output=True, timeout=100, check=False,
             )  # fmt: skip
 
@@ -295,9 +298,9 @@ def test_a_bucket_without_lifecycle_rules_is_a_warning_and_no_endless_loop(tmp_p
         server.down = True  # type: ignore[attr-defined]
         done = made()
         assert done.returncode == 1
-        assert done.stderr.endswith("setup.sh: bucket failed 2 times; its last error is above\n"), (
-            done.stderr
-        )
+        assert done.stderr.endswith(
+            "setup.sh: buckets failed 2 times; its last error is above\n"
+        ), done.stderr
         server.shutdown()
 
 
