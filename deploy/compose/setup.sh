@@ -25,20 +25,27 @@ secret() { # writes a new secret into a file, once
   [ -s "$1" ] || { head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$1.part" && mv "$1.part" "$1"; }
 }
 
+identity() { # prints an account at the S3 server and its rights, as SeaweedFS reads it
+  printf '{"name": "%s", "credentials": [{"accessKey": "%s", "secretKey": "%s"}], "actions": [%s]}' "$1" "$1" "$(cat "s3-$1")" "$2"
+}
+
 keys() {
   secret password
   secret postgres
-  secret s3
   for name in deployer manager validator relay trainer node; do
     [ -s $name.json ] || orchestrator wallet new --out $name.json --password-file password
   done
   echo "allow_relay = [\"$(orchestrator wallet show --wallet relay.json)\"]" >orchestrator.toml
   echo "postgres:5432:*:prime:$(cat postgres)" >pgpass
-  printf '[default]\naws_access_key_id = prime\naws_secret_access_key = %s\n' "$(cat s3)" >aws
+  for name in setup orchestrator trainer; do
+    secret s3-$name
+    printf '[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n' $name "$(cat s3-$name)" >aws-$name
+  done
   # SeaweedFS may run under another user; no other service mounts this folder.
-  (umask 022; printf '{"identities": [{"name": "prime", "credentials": [{"accessKey": "prime", "secretKey": "%s"}],
-    "actions": ["Admin", "Read", "Write", "List", "Tagging"]},
-    {"name": "anonymous", "actions": ["Read:policies"]}]}\n' "$(cat s3)" >"$S3_KEYS/s3.json")
+  (umask 022; printf '{"identities": [%s,\n%s,\n%s,\n{"name": "anonymous", "actions": ["Read:policies"]}]}\n' \
+    "$(identity setup '"Admin"')" \
+    "$(identity orchestrator '"Read:pools", "Write:pools", "List:pools"')" \
+    "$(identity trainer '"Read:policies", "Write:policies", "List:policies"')" >"$S3_KEYS/s3.json")
 }
 
 ether() { # gives each account one ether of the local chain
@@ -53,36 +60,22 @@ for file in sys.argv[2:]:
 END
 }
 
-buckets() { # makes "pools" and "policies", which everyone may read, with the lifecycle rule of docs/storage.md for pool 1
-  AWS_SHARED_CREDENTIALS_FILE=aws python - "$S3" <<'END'
-import json, sys, boto3
-from botocore.exceptions import ClientError
+buckets() { # makes "pools" and "policies"
+  AWS_SHARED_CREDENTIALS_FILE=aws-setup python - "$S3" <<'END'
+import sys, boto3
 
 s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
-made = json.load(open("deployment.json"))
-prefix = f"{made['chain_id']}/{made['contracts']['pools']}/1/"
-rule = {"ID": "parts", "Status": "Enabled", "Filter": {"Prefix": prefix}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
-there, refused = [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]], False
-for name in ("pools", "policies"):
-    if name not in there:
-        s3.create_bucket(Bucket=name)
-    try:
-        s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
-    except ClientError as error:
-        if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (405, 501):
-            raise
-        refused = True
-if refused:
-    print("warning: this S3 server has no lifecycle rules: parts of uploads that broke off stay in the bucket", file=sys.stderr)
+for name in {"pools", "policies"} - {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}:
+    s3.create_bucket(Bucket=name)
 END
 }
 
 pool() {
+  retry buckets
   [ ! -e ready ] || return 0
   retry ether
   [ -s deployment.json ] || orchestrator deployment deploy --network local --rpc "$RPC" --wallet deployer.json --password-file password \
     --out deployment.json --epoch 60 --validity 300 --slash-window 60 --dispute-window 60 --reward-delay 30 --unbonding 600
-  retry buckets
   sed 's/^epoch_seconds.*/epoch_seconds = 60/; s/^validity_seconds.*/validity_seconds = 300/' \
     "$EXAMPLES/docs/examples/run-devnet.toml" >run.toml
   [ -s run.json ] || orchestrator run new run.toml --model "$EXAMPLES/devnet/model" --out run.json

@@ -25,6 +25,18 @@ from e2e_kit import ROOT, require_anvil, until
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1200)]
 HOSTS = {"host": "localhost:8700"}
 USER = "65532"
+LISTED = """
+import boto3, botocore.exceptions as found
+
+s3 = boto3.client("s3", endpoint_url="http://s3:8333", region_name="us-east-1")
+for name in ("pools", "policies"):
+    try:
+        s3.list_objects_v2(Bucket=name)
+        print(name)
+    except found.ClientError as error:
+        assert error.response["Error"]["Code"] == "AccessDenied", error
+"""
+"""Prints the buckets that a service's own key opens."""
 
 
 @pytest.fixture
@@ -86,8 +98,13 @@ def test_our_services_of_deploy_compose_train(image: str, engine: docker.DockerC
         until(lambda: len(buckets()) == 1, "relay, origin and bucket are listed")
         bucket = urlsplit(buckets().pop())
         assert bucket.netloc == "s3:8333"
-        everyone = f"http://{pool.address('s3')}:8333{bucket.path}/policies/0/manifest.json"
-        assert httpx.get(everyone).status_code == 200, "everyone may read policies"
+        s3 = f"http://{pool.address('s3')}:8333"
+        assert httpx.get(f"{s3}{bucket.path}/policies/0/manifest.json").status_code == 200
+        for path in ("/policies?list-type=2", "/pools?list-type=2", "/pools/x"):
+            assert httpx.get(s3 + path).status_code == 403, "everyone may read policies only"
+        assert httpx.put(f"{s3}/policies/x", content=b"x").status_code == 403
+        for name, its_own in (("trainer", b"policies\n"), ("orchestrator-1", b"pools\n")):
+            assert pool.containers[name].exec_run(["python", "-c", LISTED]) == (0, its_own)
         for name in (one for one in pool.services if "healthcheck" in pool.services[one]):
             until(lambda name=name: pool.health(name) == "healthy", f"{name} is healthy")
         for name in running:
