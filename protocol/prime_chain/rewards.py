@@ -1,15 +1,15 @@
-"""Anyone's check of a reward root: rebuilt from the chain's events and published objects alone.
+"""Rebuilds a reward root from the chain's events and published objects alone. Anyone can do it.
 
     events ─► RewardRootPosted of the epoch ─► its settlement ─► the one before ─► … ─► the first
     each, oldest first:
-      leaves    from RootPosted of its epochs, each list held to its root, each leaf to its node
-      receipts  the manager's signatures; verdicts the validators'; units the tables' token counts
+      leaves    from RootPosted of its epochs; each list must give its root, each leaf its node
+      receipts  signed by the manager; verdicts by the validators; units are the tables' tokens
       fees      less what wrong opinions on planted files cost, each signed by its validator
-      slashes   those on chain as of its block, and those that it says are being proposed
+      slashes   those on chain as of its block, and those that it lists as being proposed
       restored  files that the arbiter had paid after an appeal
-      settle()  the same pure function again: the same object, to the byte, or it is a mismatch
+      settle()  the same pure function: the same object, to the byte, or it is a mismatch
 
-Nothing of the orchestrator's database is asked, and nothing that it says is believed unsigned.
+The orchestrator's database is not used, and no unsigned claim of the orchestrator is trusted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Objects(Protocol):
 @dataclass(frozen=True)
 class _Claim:
     """When a leaf arrived, by the manager's receipt, and the verdict claimed for it (zero: none).
-    `root_seq`: the root by which it is settled; None if any may."""
+    `root_seq`: the root by which it is settled; None if any root may settle it."""
 
     received_at: int
     receipt: Signature
@@ -92,8 +92,8 @@ class _Claim:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf of a root. `valid_until` (Unix seconds) as its node signed it; None for one that its
-    node posted, which the contract refuses once no stake answers for it."""
+    """A leaf of a root. `valid_until` (Unix seconds) is what its node signed. It is None for a leaf
+    that its node posted: the contract refuses such a leaf once no stake answers for it."""
 
     node: Address
     digest: Digest
@@ -103,7 +103,7 @@ class _Leaf:
 @dataclass(frozen=True)
 class OmittedFile:
     """A file that its node posted as a root of its own (number `root_seq`, in `epoch`) and that no
-    settlement takes up: it is not paid."""
+    settlement contains, so it is not paid."""
 
     submission_digest: Digest
     node: Address

@@ -358,8 +358,8 @@ def _chosen(
         by the first place     of all other files but a drawn share
 
     and others by further places, so that the members of a class are not one another's only check.
-    Validators that are not preferred judge a file if no other is live and has room: what waited for
-    them would hold up other files.
+    Validators that are not preferred judge a file if no preferred one is live and has room, so that
+    the file does not delay others.
     """
     left = [
         signed.validator
@@ -401,9 +401,11 @@ def _settle_short(
     parts: Mapping[Address, AssignmentRow],
     now: float,
 ) -> bool:
-    """Sets a file aside that no validator is left for. After LONE_SECONDS, lets a lone sealed
-    opinion decide, and opinions that all accept the file but do not count together, or of which
-    another does not count. Returns whether it did any of this."""
+    """Ends the wait of a file for which no validator is left. Returns whether it did.
+
+    A file from which all validators abstained is set aside. After LONE_SECONDS, a lone sealed
+    opinion decides. So do opinions that all accept the file, even if they do not count together.
+    """
     active = _active(parts)
     if active == 0 and all(
         one.validator in parts and parts[one.validator].status == "abstained"

@@ -4,32 +4,34 @@
     rejected  submission, node quarantined, slash, job done
               (void if it only differs from its proof passes and its class is suspect)
     void      submission, job done
-    (if opinions do not agree yet: one more is requested, and the file is replayed whole)
-    (shadow lease, any verdict: submission, marks and job done, nothing else)
-    (accepted file under review: see reviews.py)
+
+Three cases differ:
+
+    no agreement yet      one more opinion is requested, and the file is replayed whole
+    shadow lease          any verdict writes submission, marks and job, nothing else
+    file under review     see reviews.py
 
 How many opinions must agree (`enough`):
 
-    rejected                    as many of those that the lease names as the pool's quorum, at least
-                                two (a slash takes stake)
-    contradicted                two
-    accepted                    two for a share of files, drawn before any judgement; else one
-    void                        one: anyone can verify it from the bytes; but two for a mismatch of
-                                a proof pass, which only machines of its class can repeat
+    rejected        the pool's quorum, at least two (a slash takes stake), or all validators that
+                    the lease names if they are fewer
+    contradicted    two
+    accepted        two for a share of files, drawn before any judgement; else one
+    void            one: anyone can verify it from the bytes; but two for a mismatch of a proof
+                    pass, which only machines of its class can repeat
 
 Opinions count together only under the same law. If the lease names only one validator, it decides
-alone. A mismatch that one validator states, and that the others could not look for, leaves the file
-to statistics if none of them is left (`by_statistics`). An acceptance that needs a second opinion
-stands alone if no other validator comes within validators.LONE_SECONDS. A rejection never stands
-alone: it waits for the file's whole validity, then ends void, unpaid and unpunished, and is counted
-in `prime_rejections_lapsed`.
+alone. Statistics decide a file (`by_statistics`) if one validator states a mismatch, all others
+accept the file but could not repeat the proof pass, and no validator is left. An acceptance that
+needs a second opinion stands alone if no other validator comes within validators.LONE_SECONDS. A
+rejection never stands alone: it waits until the file's validity ends. Then the file is void, unpaid
+and unpunished, and counted in `prime_rejections_lapsed`.
 
 Only the process that runs the manager's loops calls this. It checks every opinion again, because
-the API that accepted it may be another process. The verdict is an object, written before anything
-is locked; everything else is one transaction. Files that are plainly accepted share one: no opinion
-has a fault or disputes the file, no other file has any of its rows, and it is not under review.
-Every other file has a transaction of its own. A file that a transaction leaves out is decided
-later; after a crash, all of them are.
+another process may have accepted it. The verdict is an object, written before anything is locked.
+Everything else is one transaction, which plain files share: no opinion has a fault or disputes the
+file, no other file has any of its rows, and it is not under review. Every other file has its own
+transaction. A file that is left out of a transaction, or lost by a crash, is decided later.
 """
 
 from __future__ import annotations
@@ -195,10 +197,13 @@ def enough(
     *,
     quorum: int,
 ) -> bool:
-    """Whether `outcome` is the verdict, given all outcomes `said` on a file whose lease names
-    `named` validators and which initially needed `needed` opinions. `reason` is the outcome's,
-    `quorum` the pool's: with fewer rejections the chain takes no proposal. A lease that names fewer
-    validators cannot lead to one; its cheat is rejected all the same."""
+    """Whether enough opinions agree to make `outcome` the verdict.
+
+    Args: `said` are the outcomes of all opinions on the file, `named` the number of validators that
+    its lease names, `needed` the number of opinions that it needed at first, `reason` that of the
+    outcome. `quorum` is the pool's: the chain takes no proposal with fewer rejections. A lease that
+    names fewer validators can lead to a rejection, but not to a slash.
+    """
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
     if named < 2 and not contradicted:
@@ -213,8 +218,8 @@ def enough(
 
 
 def chosen_of(found: Sequence[Judgement], named: int, needed: int, quorum: int) -> Judgement | None:
-    """Returns the first opinion whose outcome enough opinions under one law share, or None if
-    another opinion is needed."""
+    """Returns the first opinion whose outcome enough opinions share under one law; None if another
+    opinion is needed."""
     for one in found:
         law = one.signed.opinion.law
         counted = [
@@ -228,9 +233,9 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int, quorum: int) 
 
 
 def by_statistics(found: Sequence[Judgement]) -> Judgement | None:
-    """Returns the acceptance that decides a file of which one opinion states a mismatch and all
-    others, whose authors could not repeat its proof passes, accept it; None for any other file. One
-    machine alone neither voids nor rejects by a mismatch."""
+    """Returns the acceptance that decides the file if exactly one opinion states a mismatch, and
+    all others accept the file without having repeated its proof passes; else None. So the mismatch
+    of one machine neither voids nor rejects a file."""
     lone = [one for one in found if one.reason in PROOF_PASS and one.mismatches]
     rest = [one for one in found if one.outcome is Outcome.ACCEPTED and not one.exact_rows]
     return rest[0] if len(lone) == 1 and rest and len(rest) == len(found) - 1 else None
@@ -349,8 +354,8 @@ class Judge:
 
     def tick(self) -> list[Digest]:
         """Decides the files whose opinions are complete; returns those that got a verdict. A file
-        of which something cannot be read now holds up no other, and is tried again after
-        AGAIN_SECONDS. Raises UnavailableError if there is such a file, and no other is decided."""
+        that cannot be read is tried again after AGAIN_SECONDS and delays no other. Raises
+        UnavailableError if there is such a file and no other is decided."""
         with self.store.read() as connection:
             waiting = self._next(connection)
             if not waiting:
@@ -455,8 +460,8 @@ class Judge:
         return decided
 
     def _verdict(self, one: Due) -> Stored | None:
-        """Stores the verdict that a file gets unless something changes; None if it needs another
-        opinion, or keeps the one that it has."""
+        """Stores the verdict that a file gets unless something changes. Returns None if the file
+        needs another opinion or keeps its verdict."""
         if one.chosen is None or one.faults or one.review:
             return None
         return self.stored(one.chosen, one.found)
@@ -661,7 +666,7 @@ class Judge:
         return True
 
     def _class_at_fault(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:
-        """Counts a file with nothing but a mismatch against it. Whether its class is suspect."""
+        """Counts a file with only a mismatch against it. Returns whether its class is suspect."""
         now = self.now()
         key = _note_class(connection, row, verdict, now)
         lease = leases.get(connection, row.lease_digest)

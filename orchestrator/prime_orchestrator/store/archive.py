@@ -1,16 +1,16 @@
-"""The archive: rows of files that are over, in objects of up to FILES files.
+"""The archive: rows of finished files, in objects of up to FILES files.
 
     tables     rows of a file, its lease, opinions, credit, groups, job, assignments, planted kind
     page       the same rows, one line of JSON for each file, in one compressed object
-    index      `archive_pages` names the object, `archived` says in which line a file is
-    totals     what is counted or paid by forever of these rows (`keep_…` of their modules)
+    index      `archive_pages` names the object, `archived` the line of each file
+    totals     sums over these rows that are needed forever (`keep_…` of their modules)
 
-The object is written first; then one transaction writes the index and the totals and deletes the
+The object is written first. Then one transaction writes the index and the totals and deletes the
 rows. A crash in between leaves an object that nothing names, and the next attempt writes the same
-one. Which files are over is said by `over` and manager/archiving.py.
+one. `over` and manager/archiving.py decide which files are finished.
 
-Leases that ended without a file have pages of their own, a line for each lease. Nothing looks them
-up, so they have no index.
+Leases that ended without a file have their own pages, a line for each lease. Nothing looks them up,
+so they have no index.
 """
 
 from __future__ import annotations
@@ -71,10 +71,13 @@ _TABLES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is over: work of epochs up to `epoch`, leased for batches before `next_step`; groups of
-    policies before `oldest_version` train no batch. `settled`: when `epoch` ended; `appealed`: no
-    appeal for a file whose root was posted before then is open. Rows from the last four times on
-    are among the newest ones, which stay. Times in Unix seconds."""
+    """Bounds of finished work. Times in Unix seconds.
+
+    Work is finished if it is of an epoch up to `epoch` and was leased for a batch before
+    `next_step`. Groups of policies before `oldest_version` train no batch. `settled` is the end of
+    `epoch`. No appeal is open for a file whose root was posted before `appealed`. Rows from
+    `received`, `leased`, `judged` or `accepted` on are among the newest ones, which stay.
+    """
 
     epoch: int
     next_step: int
@@ -88,8 +91,8 @@ class Bounds:
 
 
 def newest_times(connection: Connection, count: int) -> tuple[float, float, float, float]:
-    """Returns when the oldest of the newest `count` submissions was received, of the paid leases
-    given, of the opinions given, of the groups accepted (Unix seconds); −1 if there are fewer."""
+    """Returns the time of the oldest among the newest `count` submissions, paid leases, opinions
+    and groups (Unix seconds); −1 where there are fewer than `count`."""
 
     def of(column: sa.ColumnElement[float], *conditions: sa.ColumnElement[bool]) -> float:
         query = sa.select(column).where(*conditions).order_by(column.desc())
@@ -138,8 +141,8 @@ def following(
 
 
 def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> list[Candidate]:
-    """Returns those of the submissions whose files are over, oldest first. A file is over if it has
-    a verdict or is void, and
+    """Returns those of the submissions whose files are finished, oldest first. A file is finished
+    if it has a verdict or is void, and
 
     - it is in a confirmed root of an epoch that `bounds` includes, and no appeal for it is open
       unless it is accepted; or it can get no root any more: it is planted and revealed, or void as
@@ -216,9 +219,9 @@ def _ended_evaluation() -> sa.ColumnElement[bool]:
 def ended_leases(
     connection: Connection, after: tuple[int, str], bounds: Bounds, limit: int
 ) -> list[tuple[int, Digest, Address, float]]:
-    """Returns (deadline, digest, node, given at) of the oldest leases later than `after` (deadline,
-    digest) that ended without a file and are over, at most `limit`. Leases of shadow nodes are
-    never, nor those of an evaluation that goes on. Whether one is among its node's newest is not
+    """Returns (deadline, digest, node, given at) of the oldest finished leases later than `after`
+    (deadline, digest) that ended without a file, at most `limit`. Leases of shadow nodes, and of an
+    evaluation that goes on, are never finished. Whether one is among its node's newest is not
     checked yet."""
     file = sa.select(_S.digest).where(_S.lease_digest == _L.digest)
     query = (
