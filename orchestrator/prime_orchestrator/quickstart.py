@@ -2,10 +2,10 @@
 
     network → keys → ether → contracts → run → pool → bonds → funds → settings
 
-Each step looks at files and chain to see whether it is done, so a run that was interrupted, or that
-waits for ether, goes on when it is typed again. The contracts, whose code never changes, are
-compared in full once and by `look`; afterwards one request shows that they are still there. Steps
-that send use the commands that a person would type; their journals lie in the same folder.
+Each step looks at files and chain to see whether it is done. So the same command continues a run
+that was interrupted or waits for ether. The contracts' code never changes: it is compared in full
+once and by `look`; afterwards one request shows that the contracts are still there. Steps that send
+use the commands that a person would type, with their journals in the same folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ UNUSED = ids.address("0x000000000000000000000000000000000000dEaD")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a person decides. `fund` in whole tokens; paths are absolute."""
+    """The user's choices. `fund` in whole tokens; paths are absolute."""
 
     folder: Path
     network: networks.Network
@@ -118,7 +118,7 @@ class Quickstart:
     # -- what the command does -------------------------------------------------------------------
 
     def look(self) -> Iterator[Found]:
-        """Yields every step's state and the checks of machine and network; changes nothing."""
+        """Yields every step's state and the checks of machine and network. Changes nothing."""
         self._in_full = True
         chain = self._state("network")
         yield chain
@@ -129,8 +129,8 @@ class Quickstart:
             yield self._state(name)
 
     def go(self) -> Iterator[Found]:
-        """Does what is left of each step and yields its state. Ends with the first step that is
-        not done: it waits for ether, or failed."""
+        """Does what is left of each step and yields its state. Ends with the first step that waits
+        for ether or failed."""
         make_folder(self.folder).chmod(0o700)
         with held_alone(self.folder, "quickstart"):
             for name, (_, act) in self._steps.items():
@@ -176,7 +176,8 @@ class Quickstart:
 
     @property
     def lacks_urls(self) -> bool:
-        """Whether the API is public and relay or origin are not: it refuses loopback addresses."""
+        """Whether the API is public but relay or origin are not. A public API refuses loopback
+        addresses."""
         public = self.plan.network is not networks.LOCAL and not is_loopback(self.url)
         return public and not (self.plan.relay_url and self.plan.origin_url)
 
@@ -268,8 +269,8 @@ class Quickstart:
         return done
 
     def _what_is_compared(self) -> str:
-        """Digest of what the comparison of the contracts depends on: the file, this program's
-        contracts, and the code of one of them as it is on chain, so that another chain shows."""
+        """Returns a digest of what the comparison of the contracts depends on: the file, this
+        program's contracts, and the code of one contract on chain, which shows another chain."""
         parts = [
             (self.folder / "deployment.json").read_bytes(),
             self.client.code(self._place.address("pools")),

@@ -1,6 +1,6 @@
-"""Reading a chain and handing it signed transactions. No key lives here, and no wallet.
+"""Reads a chain and submits signed transactions to it. Holds no key.
 
-Every number from an endpoint is parsed strictly; reads name the block they are made at.
+Every number from an endpoint is parsed strictly. Every read names its block.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class Fees:
 class ChainClient:
     """One chain behind one or more RPC endpoints.
 
-    `chain_id` is checked against each endpoint before its first answer counts. `quorum`: endpoints
-    that must answer alike on blocks, logs, receipts and what money or stake depends on; by default
-    the network's number, and with three endpoints or more at least their majority.
-    `poll_seconds`: the longest pause of code that waits for something to happen on chain. All
-    methods raise UnavailableError when no endpoint gives a good answer.
+    `chain_id` is checked against each endpoint before its first answer counts. `quorum` is the
+    number of endpoints that must give the same blocks, logs, receipts, and reads on which money or
+    stake depends: by default the network's number, and with three endpoints or more at least their
+    majority. `poll_seconds` is the longest pause of code that waits for an event on chain. All
+    methods raise UnavailableError if no endpoint gives a good answer.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class ChainClient:
         self._singles: list[ChainClient] | None = None
 
     def check(self) -> None:
-        """Proves at start that an endpoint answers. Raises UserError if all that answer serve
-        another chain."""
+        """Checks that an endpoint answers. Raises UserError if all that answer serve another
+        chain."""
         try:
             self.block_number()
         except WrongChainError as error:
@@ -167,8 +167,8 @@ class ChainClient:
         self._pool.close()
 
     def request(self, method: str, *params: Any, parse: Parse[T] = lambda value: value) -> T:
-        """A JSON-RPC call. An answer that `parse` refuses (MalformedError) is the endpoint's
-        fault, and the next one is asked."""
+        """Makes a JSON-RPC call and returns the parsed answer. If `parse` raises MalformedError,
+        the endpoint is at fault, and the next one is asked."""
         try:
             return self._pool.request(method, params, parse)
         except RevertSignal as signal:
@@ -179,28 +179,30 @@ class ChainClient:
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
     def block_number(self) -> int:
-        """Number of the newest block that a quorum of endpoints has."""
+        """Returns the number of the newest block that a quorum of endpoints has."""
         return self._pool.highest(self.quorum, "eth_blockNumber", (), number, heads=True)
 
     def agreed_read(
         self, call: Call, parse: Callable[[bytes], T], *, block: BlockId = "latest"
     ) -> T:
-        """Like `read`, as a quorum of endpoints gives it: for what money or stake depends on.
+        """Like `read`, but a quorum of endpoints must agree. For reads on which money or stake
+        depends.
 
-        A tag is the number of the newest block at it that a quorum has. Raises as `agree`.
+        A tag means the newest block with that tag that a quorum has. Raises as `agree`.
         """
         found = self.numbered(block)
         return self.agree(lambda one: one.read(call, parse, block=found), at_stake=False)
 
     def agreed_block(self, block: BlockId) -> Block:
-        """The header at a number, or the newest that a quorum of endpoints has at a tag, as a
-        quorum gives it. Raises NotThereError if there is none yet."""
+        """Returns the header on which a quorum of endpoints agrees: of a number, or of the newest
+        block with a tag that a quorum has. Raises NotThereError if there is none yet."""
         found = self._highest_at(block) if isinstance(block, str) else block
         return self.agree(lambda one: one.block(found), at_stake=False)
 
     def numbered(self, block: BlockId) -> BlockId:
-        """A block that several endpoints can be asked for alike: for a tag, the number of the
-        newest that a quorum has. Several reads at one number ask the endpoints for it once."""
+        """Returns a block that means the same to all endpoints: for a tag, the number of the newest
+        such block that a quorum has. Use it before several reads at one block, so that the number
+        is asked for once."""
         several = len(self._pool.endpoints) > 1
         return self._highest_at(block) if several and isinstance(block, str) else block
 
@@ -216,7 +218,7 @@ class ChainClient:
         return self._pool.highest(self.quorum, "eth_getBlockByNumber", (tag, False), parse)
 
     def agreed_receipt(self, tx_hash: Digest) -> TxReceipt | None:
-        """The outcome of a transaction that a quorum of endpoints shows alike, else None."""
+        """Returns the outcome of a transaction if a quorum of endpoints agrees on it, else None."""
         seen: list[TxReceipt] = []
         for single in self._in_order():
             try:
@@ -232,8 +234,8 @@ class ChainClient:
         return None
 
     def user_of_nonce(self, account: Address, nonce: int, head: int) -> tuple[Digest, int] | None:
-        """Hash and block of the mined transaction that used `nonce`; None if it is not used at
-        block `head`. Raises UnavailableError where no endpoint shows it."""
+        """Returns hash and block of the mined transaction that used `nonce`; None if none did up to
+        block `head`. Raises UnavailableError if no endpoint shows it."""
         low, step = head, 1
         if self.agree(lambda one: one.nonce(account, head), at_stake=False) <= nonce:
             return None
@@ -322,8 +324,8 @@ class ChainClient:
         return self.request("eth_getBalance", account, _block_id(block), parse=number)
 
     def require_funds(self, account: Address) -> None:
-        """Raises UserError if the account holds nothing to pay fees with: a sender would wait for
-        it, a person wants to know at once."""
+        """Raises UserError if the account has no ETH for fees. Without this check a sender would
+        wait for funds and the user would not know why."""
         if self.balance(account) == 0:
             faucet = ", from a faucet of that network" if self.network.testnet else ""
             raise UserError(
@@ -332,12 +334,13 @@ class ChainClient:
             )
 
     def nonce(self, account: Address, block: BlockId | Literal["pending"] = "latest") -> int:
-        """Transactions mined from `account` up to `block`; with "pending", those waiting as
-        well."""
+        """Returns how many transactions of `account` are mined up to `block`; with "pending", it
+        also counts those waiting."""
         return self.request("eth_getTransactionCount", account, _block_id(block), parse=number)
 
     def pending_nonce(self, account: Address) -> int:
-        """The nonce after those that wait in the transaction pools of a quorum of endpoints."""
+        """Returns the next nonce after the transactions that wait in the transaction pools of a
+        quorum of endpoints."""
         params = (account, "pending")
         return self._pool.highest(self.quorum, "eth_getTransactionCount", params, number)
 
@@ -359,7 +362,8 @@ class ChainClient:
         return Fees(base, max(tip, 1), 2 * base + max(tip, 1))
 
     def paid_fee(self, tx_hash: Digest) -> PaidFee | None:
-        """What a mined transaction cost whom. None while the endpoint has no receipt of it."""
+        """Returns the fee of a mined transaction and who paid it; None while the endpoint has no
+        receipt of it."""
 
         def parse(raw: Any) -> PaidFee | None:
             if raw is None:
@@ -494,14 +498,16 @@ class ChainClient:
             raise refusal
 
     def agree(self, read: Callable[[ChainClient], T], *, at_stake: bool = True) -> T:
-        """What `quorum` endpoints answer alike, each asked alone; an endpoint that says otherwise
-        rests. Where the quorum is one and there are two endpoints, both are asked, and one is
-        enough only if the other gives no answer. `at_stake`: not fewer than the network asks for,
-        even if fewer endpoints are configured.
+        """Asks each endpoint alone and returns the answer that a quorum of them gives. An endpoint
+        with another answer rests. With a quorum of one and two endpoints, both are asked; one
+        answer is enough only if the other endpoint gives none.
 
-        Let `read` name a block's number, not a tag, or endpoints a block apart will differ.
-        Raises ChainRevertedError if they agree that it reverts, DisagreementError if no answer
-        has a quorum.
+        Args: `read` must name a block's number, not a tag, because endpoints may be a block apart.
+        With `at_stake`, the quorum is at least the network's, even if fewer endpoints are
+        configured.
+
+        Raises ChainRevertedError if a quorum says that the call reverts, DisagreementError if no
+        answer has a quorum.
         """
         clients = self._in_order()
         quorum = max(self.quorum, self._at_stake) if at_stake else self.quorum
@@ -558,9 +564,9 @@ class ChainClient:
         addresses: Sequence[Address],
         topics: Sequence[bytes | Sequence[bytes] | None] = (),
     ) -> list[Log]:
-        """`logs` as a quorum of endpoints gives them. Where endpoints differ and none has a
-        quorum, a log counts if each endpoint that left it out shows it in its transaction's
-        receipt. Raises as `agree`."""
+        """Like `logs`, but a quorum of endpoints must agree. If no answer has a quorum, a log still
+        counts if each endpoint that left it out shows it in its transaction's receipt. Raises as
+        `agree`."""
         try:
             return self.agree(lambda one: one.logs(first, last, addresses, topics), at_stake=False)
         except DisagreementError:
@@ -587,7 +593,8 @@ class ChainClient:
             return sorted(union, key=lambda log: (log.block, log.log_index))
 
     def distrust(self, why: str) -> None:
-        """What was read is shown to lack something: the endpoint that is asked first rests."""
+        """Makes the endpoint that is asked first rest, because its answer was found to be
+        incomplete."""
         if len(self._pool.endpoints) > 1:
             self._pool.ordered()[0].failed(BadAnswerError(why))
 

@@ -105,11 +105,14 @@ class SettledSlash(Strict):
 
 
 class Restored(Strict):
-    """A file that the arbiter had paid (the event FileRestored). `amount`: what the node earns, in
-    wei; at most what the run of the file's step pays for the largest file. `received_at`: of the
-    settled file. If no settlement has it, the earliest time that the root of its node allows, and
-    `received_within` seconds later the latest. `state` and `because` as of a file that was
-    accepted; a held one comes up again in the next settlement."""
+    """A file that the arbiter had paid (the event FileRestored).
+
+    `amount` is what the node earns, in wei: at most what the run of the file's step pays for the
+    largest file. `received_at` is that of the settled file. If no settlement has the file, it is
+    the earliest time that the root of its node allows, and the latest is `received_within` seconds
+    later. `state` and `because` mean the same as for an accepted file. The next settlement decides
+    on a held one again.
+    """
 
     submission_digest: DigestField
     node: AddressField
@@ -406,7 +409,7 @@ class SlashFact:
 
 
 def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
-    """Whether cheating in a submission rooted at `rooted_at` can still be slashed; if not, the Work
+    """Whether a lie in a submission rooted at `rooted_at` can still be slashed. If not, the Work
     contract rejects a proposal with `RootedLate`. `accountable` is slash window + dispute window.
     All arguments in (Unix) seconds."""
     return rooted_at <= valid_until + accountable
@@ -414,10 +417,13 @@ def answered_for(*, rooted_at: int, valid_until: int, accountable: int) -> bool:
 
 @dataclass(frozen=True)
 class RestoredFact:
-    """The arbiter restored a file in block `block`; `amount` in wei. `settled_as` and
-    `received_at`: how it stands after the settlements so far. If none of them has it, `settled_as`
-    is None, and it was received at `received_at` or up to `received_within` seconds later.
-    `own_epoch`: of the root by which its node posted it; None if no node did."""
+    """The arbiter restored a file in block `block`; `amount` in wei.
+
+    `settled_as` and `received_at` are the file's state and time in the settlements so far. If none
+    of them has the file, `settled_as` is None, and it was received at `received_at` or up to
+    `received_within` seconds later. `own_epoch` is the epoch of the root by which its node posted
+    the file; None if the node did not.
+    """
 
     leaf: Digest
     node: Address
@@ -436,16 +442,20 @@ class RestoredFact:
         return self.own_epoch is None or self.own_epoch <= previous.epoch
 
     def was_taken(self, previous: Settlement | None) -> bool:
-        """Whether `previous`, or a settlement before it, took the file up though none has it."""
+        """Whether `previous`, or a settlement before it, included the file as restored although no
+        settlement has it as a leaf."""
         posted = self.settled_as is None and self.own_epoch is not None
         return posted and self.is_known_to(previous)
 
     def is_due(
         self, leaves: Container[Digest], epoch: int, as_of_block: int, previous: Settlement | None
     ) -> bool:
-        """Whether the settlement of `epoch`, of `leaves`, takes the file up, if it does not earn:
-        the first that knows of the event and has the file, follows one that has it, or passes over
-        the root by which its node posted it."""
+        """Whether the settlement of `epoch`, with these `leaves`, includes the file as restored,
+        unless the file earns anyway.
+
+        It is the first settlement that knows of the event and has the file among its leaves,
+        follows a settlement that has it, or is past the root by which its node posted it.
+        """
         if self.block > as_of_block or self.was_taken(previous):
             return False
         if self.leaf in leaves:

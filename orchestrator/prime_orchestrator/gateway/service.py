@@ -1,9 +1,10 @@
-"""The gateway's answers: who may call, the first call of a place is final, the signature.
+"""Answers calls of the gateway: checks the caller, gets the text, signs and records the answer.
 
-request ─► lease of the pool's manager, still open; signature of its node
-  ─► place within the run's bounds; the first call takes it, another one voids the row
-    ─► text: that of the same request in this step, or the tool's answer now
-      ─► signed for lease, group, sample, turn, prefix, request, and recorded
+1. The lease is the manager's and open, and its node signed the request.
+2. The place (group, sample, turn) is within the run's bounds. The first call takes the place;
+   a different call in the same place voids the row.
+3. The text is that of an equal request of this step, or else the tool's answer now.
+4. The answer is signed for lease, group, sample, turn, prefix and request, and recorded.
 """
 
 from __future__ import annotations
@@ -124,13 +125,13 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> Path:
-        """Where the records are."""
+        """The file that holds the records."""
         return self.data / "gateway.sqlite"
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a call is checked against. `run` finds a run definition of the pool by digest; it
+    """The pool that calls are checked against. `run` finds one of its run definitions by digest; it
     raises NotFoundError or UnavailableError."""
 
     number: int

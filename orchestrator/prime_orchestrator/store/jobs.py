@@ -191,10 +191,12 @@ def short(
     able: Collection[Address] | None = None,
     but: Collection[Digest] = (),
 ) -> list[JobRow]:
-    """Returns open jobs that lack a validator: up to `limit`, not of `but`, that one of `able`
-    (None: anyone) has not had yet, oldest first and shadow ones last, then up to `limit` of all at
-    random. What waits for absent validators so holds up no other file, and is looked at as
-    well."""
+    """Returns open jobs that lack a validator.
+
+    First up to `limit` that one of `able` (None: any validator) has not had yet, except those of
+    `but`: the oldest first, shadow ones last. Then up to `limit` of all at random, so that files
+    that wait for absent validators are seen without delaying others.
+    """
     lacking = sa.select(schema.jobs).where(
         _jobs.status == "open",
         sa.or_(_jobs.needed.is_(None), _jobs.assigned < _jobs.needed),
