@@ -44,6 +44,7 @@ class Wires:
         self._dice = random.Random(seed)
         self._weather: dict[int, Weather] = {}
         self._open: dict[int, set[asyncio.WriteTransport]] = {}
+        self._records: dict[int, bytearray] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="wires", daemon=True)
         self._thread.start()
 
@@ -75,6 +76,10 @@ class Wires:
                     one.abort()
 
         self._loop.call_soon_threadsafe(change)
+
+    def record(self, port: int) -> bytearray:
+        """Returns what passes one proxy from now on, in both directions; it grows."""
+        return self._records.setdefault(port, bytearray())
 
     def close(self) -> None:
         """Ends all proxies and their connections."""
@@ -126,6 +131,8 @@ class Wires:
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while piece := await reader.read(PIECE):
+            if port in self._records:
+                self._records[port] += piece
             weather = self._weather[port]
             wait, again = weather.delay, RETRANSMISSION_SECONDS
             while self._dice.random() < weather.loss:

@@ -66,13 +66,13 @@ PER_SOURCE = 2
 @dataclass(frozen=True)
 class Pace:
     """How hard a fetch tries: connections in all and per source, and the seconds without a verified
-    chunk after which it gives up. Sources with the role `last_resort` are used only when no other
-    source is left."""
+    chunk after which it gives up. Sources of the roles `last_resorts` are used only when no other
+    source is left, those of a role only when none of the earlier roles is."""
 
     parallel: int = 4
     per_source: int = PER_SOURCE
     patience: float = PATIENCE
-    last_resort: str | None = "origin"
+    last_resorts: tuple[str, ...] = ("origin",)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class ChunkFetcher:
             left = [url for url in self._urls if url not in tried]
             with self._change:
                 task = next(iter(self._open), None)
-            source = self._book.newcomer(left, self._pace.last_resort) if task else None
+            source = self._book.newcomer(left, self._pace.last_resorts) if task else None
             if task is None or source is None:
                 continue
             tried.add(source.url)
@@ -211,7 +211,7 @@ class ChunkFetcher:
             buffer, begun = memoryview(bytearray(length)), time.monotonic()
             try:
                 source.role = link.role()
-                if source.role == self._pace.last_resort:
+                if self._book.spares(source, self._urls, self._pace.last_resorts):
                     self._book.release(source)
                     continue
                 link.read_range(
@@ -303,7 +303,7 @@ class ChunkFetcher:
             asked=task.running,
             unproven=unproven,
             length=task.item.span(task.index)[1],
-            last_resort=self._pace.last_resort,
+            last_resorts=self._pace.last_resorts,
             starving=self._starving(),
         )
 
@@ -347,7 +347,7 @@ class ChunkFetcher:
         try:
             if source.role == "unknown":
                 source.role = link.role()
-                if source.role == self._pace.last_resort:
+                if source.role in self._pace.last_resorts:
                     self._put_back(task, source)
                     self._book.release(source)
                     return

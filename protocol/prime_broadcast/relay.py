@@ -527,8 +527,8 @@ class Relay:
             live.folder,
             urls,
             self._book,
-            # A relay feeds from the origin: other relays may be waiting for this one.
-            Pace(patience=PATIENCE, last_resort="relay" if len(groups) == 1 else None),
+            # Where there is a bucket, it spares the trainer; other relays may wait for this one.
+            Pace(patience=PATIENCE, last_resorts=("origin", "relay") if len(groups) == 1 else ()),
             Hooks(
                 stop=lambda: (
                     self._stopping

@@ -3,8 +3,9 @@
 Sources earn their place by measured throughput; failures cost a growing pause, a wrong chunk bans
 the sender. A source that has never delivered is asked only while no proven one stands; otherwise it
 is tried apart, with a chunk that proven sources fetch anyway (`newcomer`). Nodes ask origins only
-when no relay or mirror is left, to spare the trainer's uplink; relays ask other relays only when no
-origin is left, so that they do not wait for one another.
+when no relay or mirror is left, to spare the trainer's uplink. Relays ask origins only when no
+mirror is left, and other relays only when no origin is left either, so that they do not wait for
+one another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -126,17 +127,17 @@ class SourceBook:
         asked: Collection[str] = (),
         unproven: bool = False,
         length: int = 0,
-        last_resort: str | None = "origin",
+        last_resorts: Sequence[str] = ("origin",),
         starving: bool = False,
     ) -> Source | None:
         """Takes the best free source for `length` bytes, or None. Give it back with `good`, `bad`,
         `sent_bad_data` or `release`.
 
         Sources in `excluded` or `asked`, and those that rest or are banned, are not taken. Proven
-        sources come before all others, and the role `last_resort` comes last, except while the
-        fetch is `starving`: then it comes first. Among equals the fastest wins, then one that was
-        never asked, then list order. An unproven source has one request at a time. With `unproven`,
-        the result is None if the best is proven.
+        sources come before all others, and the roles `last_resorts` come last, in their order,
+        except while the fetch is `starving`: then they come first. Among equals the fastest wins,
+        then one that was never asked, then list order. An unproven source has one request at a
+        time. With `unproven`, the result is None if the best is proven.
         """
         with self._lock:
             now = self.clock()
@@ -145,12 +146,20 @@ class SourceBook:
             standing = [s for s in alive if s.resting_until <= now]
             if any(s.proven and s.url not in asked for s in standing):
                 standing = [s for s in standing if s.proven]
-            others = [s for s in standing if s.role != last_resort]
-            last = [s for s in standing if s not in others and not s.in_use and s.url not in asked]
+            last = [
+                s
+                for s in standing
+                if s.role in last_resorts and not s.in_use and s.url not in asked
+            ]
             if starving and last:
                 standing = last
-            elif any(not s.in_use or now <= s.overdue_at for s in others):
-                standing = others
+            else:
+                preferred = [s for s in standing if s.role not in last_resorts]
+                for role in last_resorts:
+                    if any(not s.in_use or now <= s.overdue_at for s in preferred):
+                        break
+                    preferred += [s for s in standing if s.role == role]
+                standing = preferred
             free = [
                 s
                 for s in standing
@@ -167,7 +176,9 @@ class SourceBook:
             best.overdue_at = now + max(OVERDUE, promised)
             return best
 
-    def newcomer(self, urls: Collection[str], last_resort: str | None = "origin") -> Source | None:
+    def newcomer(
+        self, urls: Collection[str], last_resorts: Sequence[str] = ("origin",)
+    ) -> Source | None:
         """Takes the unproven source that was tried least often, if some proven source stands.
         Give it back as one from `pick`."""
         with self._lock:
@@ -178,7 +189,7 @@ class SourceBook:
             new = [
                 s
                 for s in known
-                if not (s.proven or s.banned or s.in_use or s.role == last_resort)
+                if not (s.proven or s.banned or s.in_use or self.spares(s, urls, last_resorts))
                 and s.resting_until <= now
             ]
             if not new:
@@ -187,6 +198,17 @@ class SourceBook:
             chosen.trials += 1
             chosen.in_use += 1
             return chosen
+
+    def spares(self, source: Source, urls: Collection[str], last_resorts: Sequence[str]) -> bool:
+        """Whether a source is not tried apart: its role is the last of `last_resorts`, or a proven
+        one of `urls` has a role that comes before it."""
+        if source.role not in last_resorts:
+            return False
+        not_before = last_resorts[last_resorts.index(source.role) :]
+        with self._lock:
+            now = self.clock()
+            proven = [s for s in map(self.get, urls) if s.proven and s.resting_until <= now]
+        return len(not_before) == 1 or any(s.role not in not_before for s in proven)
 
     def next_chance(self, urls: Collection[str], excluded: Collection[str]) -> float | None:
         """Seconds until some source may be asked (0 if one only is busy); None if all are banned

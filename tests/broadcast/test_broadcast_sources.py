@@ -27,7 +27,7 @@ from broadcast_world import (
 from prime_broadcast import chunks, sources, transfer
 from prime_broadcast.layout import Item
 from prime_broadcast.server import Origin
-from prime_broadcast.sources import SourceBook, normal_url
+from prime_broadcast.sources import Source, SourceBook, normal_url
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import Digest
 
@@ -397,6 +397,33 @@ def test_origins_are_spared_while_a_relay_or_mirror_delivers(run: Run, tmp_path:
     with Origin(run.root) as origin, bad_server(run.root, answer) as mirror:
         stats = get(signed, [origin.url, mirror], tmp_path / "0")
         assert set(stats.by_source) == {mirror}
+
+
+def test_a_relay_prefers_mirrors_then_origins_then_relays() -> None:
+    now = [0.0]
+    book = SourceBook(lambda: now[0])
+    urls = [f"http://{role}" for role in ("relay", "origin", "mirror")]
+    relay, origin, mirror = (book.get(url) for url in urls)
+    for source in (relay, origin, mirror):
+        source.role = source.url.removeprefix("http://")
+
+    def pick() -> Source | None:
+        return book.pick(urls, (), 1, last_resorts=("origin", "relay"))
+
+    for source in (mirror, origin, relay):
+        assert pick() is source
+        assert pick() is None, "the others wait until it is overdue"
+        now[0] += 2
+    book.good(relay, 1000, 1.0)
+    book.release(origin)
+    book.release(mirror)
+    assert pick() is relay, "the only one that has delivered"
+    tried = [book.newcomer(urls, ("origin", "relay")) for _ in range(3)]
+    assert tried == [origin, mirror, None], "each may take its place"
+    book.release(origin)
+    book.good(mirror, 1000, 1.0)
+    assert book.newcomer(urls, ("origin", "relay")) is None, "a mirror delivers"
+    assert pick() is mirror
 
 
 def test_base_urls_are_normalized_or_refused() -> None:
