@@ -76,9 +76,9 @@ GroupState = Literal["trained", "sealed", "waiting", "dropped", "held out"]
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group of an accepted file. `reward`: the mean of its rows, without the `ungraded` ones
-    (None: all of them). `batch`: the step that took it (state "sealed" until a trainer has trained
-    that batch); `why`: why it waits or was dropped."""
+    """One group of an accepted file. `reward`: the mean of its graded rows; None if all are
+    `ungraded`. `batch`: the step that took it (state "sealed" until a trainer has trained that
+    batch). `why`: why it waits or was dropped."""
 
     group: int
     rows: int
@@ -311,7 +311,7 @@ def accusation(objects: ObjectStore, row: SubmissionRow) -> str:
 
 
 def why_gone(objects: ObjectStore, archived: ArchivedFile | None) -> str:
-    """Says why an archived file is not in the store any more; empty if it is there or must be."""
+    """Returns why an archived file is not in the store any more; empty if it is, or should be."""
     if archived is None or archived.kept_days is None:
         return ""
     if objects.exists(digest_key(archived.submission.sha256)):

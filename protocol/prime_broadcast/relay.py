@@ -356,10 +356,11 @@ class Relay:
         self.stop()
 
     def offer(self, manifests: Iterable[SignedManifest], sources: Sequence[Sequence[str]]) -> None:
-        """What is published, and where: groups of base URLs, the next group only if one fails.
+        """Takes the published manifests and where to fetch them: groups of base URLs, of which each
+        is used only if those before it fail.
 
-        Invalid manifests are refused (reported once as an event), never served. Raises what the
-        fetching thread died of, if it did.
+        Invalid manifests are refused (reported once as an event), never served. If the fetching
+        thread has ended by an error, raises that error.
         """
         if self._crash is not None:
             raise self._crash
@@ -431,7 +432,8 @@ class Relay:
         self._tell(RelayEvent("rot", version, why))
 
     def _refusal(self, version: int, error: DiskError) -> None:
-        """The disk does not take or remove a version: counted, and reported when that changes."""
+        """Counts that the disk does not take or remove a version, and reports it when that
+        changes."""
         self._received.refused()
         if self._reported.get(version) != str(error):
             self._reported[version] = str(error)
@@ -479,7 +481,7 @@ class Relay:
             raise
 
     def _next(self) -> SignedManifest | None:
-        """The newest version that is wanted, those that failed later; None to stop."""
+        """Returns the newest wanted version, failed ones last; None to stop."""
         with self._change:
             while not self._stopping:
                 if self._wanted and self._sources:
@@ -554,13 +556,13 @@ class Relay:
                 self._tell(RelayEvent("fault", version, f"{fault.url}: {fault.reason}"))
 
     def _better_elsewhere(self, fetcher: ChunkFetcher, groups: list[list[str]]) -> bool:
-        """True for a fetch that stands still while other sources were offered meanwhile."""
+        """Whether a fetch makes no progress although other sources have been offered since."""
         return self._sources != groups and fetcher.idle_seconds > STANDSTILL
 
     def _gives_way(self, live: LiveVersion) -> bool:
-        """True for a fetch while a newer version is wanted whose deltas do not start from it. Only
-        one gives way until a version is complete: otherwise none ever would be where the trainer
-        publishes faster than the link transfers."""
+        """Whether a fetch yields to a newer wanted version whose deltas do not start from it. Only
+        one fetch yields until a version is complete. Otherwise no version would ever be complete if
+        the trainer publishes faster than the link transfers."""
         if self._gave_way:
             return False
         manifest = live.signed.manifest

@@ -36,7 +36,8 @@ PATIENCE = 0.25
 
 
 class TimedSocket:
-    """What `http.client` uses of a socket. `silence`: seconds that one recv may take at most."""
+    """The part of a socket that `http.client` uses, with deadlines. `silence`: the longest time of
+    one recv, in seconds."""
 
     def __init__(self, sock: socket.socket, silence: float) -> None:
         self._sock = sock
@@ -165,9 +166,9 @@ def parse_answer(raw: bytes) -> Head:
 
 
 def read_answer(receive: Callable[[memoryview], int]) -> tuple[Head, bytes]:
-    """The next final answer's head, interim ones (1xx) skipped, and what came of its body with it.
-    `receive` fills some of a buffer and returns how much. Raises ConnectionError if the stream ends
-    before, MalformedError, and what `receive` raises."""
+    """Returns the head of the next final answer, and the part of its body that came with it. Skips
+    interim answers (1xx). `receive` fills some of a buffer and returns how much. Raises
+    ConnectionError if the stream ends before, MalformedError, and what `receive` raises."""
     buffer = memoryview(bytearray(4096))
     held = b""
     while True:
@@ -416,8 +417,8 @@ class Link:
         return role if role == "relay" or role == "origin" else "mirror"
 
     def health(self) -> dict[str, object]:
-        """What the source states about itself; empty for any other HTTP server. Raises
-        TransferError without an answer."""
+        """Returns what the source states about itself; empty for any other HTTP server. Raises
+        TransferError if it does not answer."""
         try:
             health = json.loads(self.read_small("/healthz", MAX_HEALTH))
         except TransferError as error:
@@ -444,8 +445,8 @@ class Link:
         return self._attempt(attempt)
 
     def _ask(self, path: str, span: tuple[int, int] | None) -> tuple[Head, bytes]:
-        """The head of the answer to a GET of a file, or of its bytes `span` (begin, end), and what
-        came of the body with it: the rest comes by `_fill`."""
+        """Requests a file, or its bytes `span` (begin, end). Returns the answer's head and the part
+        of the body that came with it; `_fill` reads the rest."""
 
         def attempt(
             wire: TimedSocket, connection: http.client.HTTPConnection
@@ -465,8 +466,8 @@ class Link:
         return self._attempt(attempt)
 
     def _attempt(self, attempt: Callable[[TimedSocket, http.client.HTTPConnection], T]) -> T:
-        """A request and its answer's head, in HEAD_TIMEOUT; once more on a new connection if it was
-        a kept-alive one, which the server may have closed meanwhile."""
+        """Sends a request and returns its answer's head, within HEAD_TIMEOUT. Tries again on a new
+        connection if a kept-alive one fails, because the server may have closed it."""
         while True:
             fresh = self._connection is None or self._connection.sock is None
             if self._connection is None or self._connection.sock is None:
@@ -516,8 +517,8 @@ class Link:
         sink: Sink,
         cancelled: Callable[[], bool],
     ) -> None:
-        """Gives `sink` `length` bytes: those of `early`, which came with the head, and more from
-        the connection."""
+        """Writes `length` bytes to `sink`: first those of `early`, which came with the head, then
+        more from the connection."""
         assert self._wire is not None
         filled = 0
         while part := early[filled:length]:
@@ -547,14 +548,15 @@ class Link:
 
 
 def _check_version(named: str | None) -> None:
-    """Raises TransferError if an answer names a version that this program does not speak. One that
-    names none is taken: a mirror is any HTTP server, and what it sends is checked by digest."""
+    """Raises TransferError if an answer names a version that this program does not speak. An answer
+    without a version is accepted: a mirror is any HTTP server, and its bytes are checked by digest.
+    """
     if named is not None and named != str(SPOKEN[-1]):
         raise TransferError(f"it speaks protocol {plain(named[:9])}, this program {SPOKEN[-1]}")
 
 
 def refusal(status: int, reason: str, field: Callable[[str], str | None]) -> TransferError:
-    """What an answer says that is not the file."""
+    """Returns the error for an answer that is not the file."""
     pause: float | None = None
     after = field("retry-after") or ""
     if after.isascii() and after.isdigit():

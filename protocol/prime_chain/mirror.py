@@ -132,8 +132,8 @@ class HttpSource:
 
 
 class AnySource:
-    """Several sources of one pool: each item comes from the first that serves it. What a source
-    serves wrongly counts as not served."""
+    """Several sources of one pool. Each item comes from the first source that serves it; a wrong
+    or malformed item counts as not served."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
@@ -165,8 +165,8 @@ class AnySource:
 
 
 class AnnouncedMirrors:
-    """The mirrors that a pool's validators named on chain, as one source. The chain is read and the
-    mirrors are asked when an item is first needed. `close` ends what was opened."""
+    """The mirrors that a pool's validators named on chain, as one source. It reads the chain and
+    connects to the mirrors when an item is first needed. `close` ends the connections."""
 
     def __init__(
         self,
@@ -259,8 +259,8 @@ def open_sources(
 
 
 def _pool_of(client: OrchestratorClient) -> Future[PoolInfo]:
-    """Asks in a thread which pool `client` serves. It may outlive its caller's patience: a
-    server can send the head of an answer as slowly as it likes."""
+    """Asks in a thread which pool `client` serves. The thread may outlive its caller's timeout,
+    because a server can send the head of an answer as slowly as it likes."""
     answer: Future[PoolInfo] = Future()
 
     def ask() -> None:
@@ -355,8 +355,8 @@ class Mirror:
         self.store.put("pool", mine.model_dump_json().encode())
 
     def hold(self, data: bytes) -> None:
-        """Stores an object that its owner has and the source may never serve. If mirror or disk is
-        full, only the log says so."""
+        """Stores an object of the caller that the source may never serve. If mirror or disk is
+        full, it only logs that."""
         with self._writing:
             key = digest_key(sha256(data))
             if self.store.exists(key):
@@ -512,8 +512,8 @@ class Mirror:
         *,
         due: bool = True,
     ) -> bytes | None:
-        """The bytes under `key`, fetched if the folder lacks them. None if they cannot be had; then
-        they are listed as missing, if they are `due`."""
+        """Returns the bytes under `key`, fetched if the folder lacks them. Returns None if they
+        cannot be fetched; if they are `due`, they are then listed as missing."""
         if self.store.exists(key):
             try:
                 return self.store.get(key, limit)
@@ -539,7 +539,8 @@ class Mirror:
         return True
 
     def _asked(self, key: str, fetch: Callable[[], T], *, due: bool = True) -> T | None:
-        """What `fetch` returns; None, with an entry in `missing`, if the source refuses it."""
+        """Returns what `fetch` returns, or None with an entry in `missing` if the source refuses
+        it."""
         try:
             found = fetch()
         except (NotFoundError, UntrustedError, MalformedError, UnavailableError) as error:
@@ -618,8 +619,8 @@ def announced(client: ChainClient, deployment: Deployment, pool: int) -> dict[Ad
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread per connection, MOST_CONNECTIONS at most: the oldest gives way to a new one, so
-    that clients that send or read slowly keep no other out."""
+    """Serves each connection in a thread, MOST_CONNECTIONS at most. A new connection then replaces
+    the oldest, so that slow clients keep no other out."""
 
     daemon_threads = True
 
