@@ -1,9 +1,10 @@
-"""The base model from where a node's owner says: a folder, a mirror, or the Hugging Face Hub.
+"""Takes the base model from a source that the node's owner names: a folder, a mirror, or the
+Hugging Face Hub.
 
 Policy 0 of a run is the folder of its base model, file by file, as it was published. The same file
-from anywhere has the same chunks, so it is taken chunk by chunk: what has the digest that the
-signed manifest states is written where a fetch finds it (chunks.py), and the pool's broadcast
-brings the rest. A source is never trusted and its faults end nothing; they are logged.
+has the same chunks from any source. Chunks with the digest that the signed manifest states are
+written where a fetch finds them (chunks.py); the pool's broadcast brings the others. A source is
+not trusted: its errors are logged and end nothing.
 """
 
 from __future__ import annotations

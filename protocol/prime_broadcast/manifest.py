@@ -1,8 +1,8 @@
-"""Manifests: build one for a folder, judge one from outside, verify a folder against one.
+"""Manifests: builds one for a folder, checks one from outside, verifies a folder against one.
 
-A policy is the set of its files, bit for bit. Every file carries the BLAKE3 of each chunk, so that
-a chunk is judged alone on arrival; its digest is made of these, and `result_digest` of the files'
-digests: a hash tree, in which every byte is hashed once (docs/adr/0005).
+A policy is the set of its files, bit for bit. A manifest has the BLAKE3 of each chunk of each file,
+so a chunk can be checked on arrival. A file's digest is made of its chunks' digests, and
+`result_digest` of the files' digests. In this hash tree every byte is hashed once (docs/adr/0005).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     orchestrator deployment deploy --network local --rpc URL --wallet K --password-file F …
 
-Every step is an intent of a journalled sender, named by the digest of its bytes: run again after a
-kill or a dead RPC, it goes on where it was; run again after success, it changes nothing and writes
-the same file.
+Every step is an intent of a journalled sender, named by the digest of its bytes. After a kill or an
+RPC outage the same command goes on where it was. After success it changes nothing and writes the
+same file.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Reading a deployment back: is what the file says what the chain holds, and who has which power.
+"""Compares a deployment file with the chain, and shows who has which role.
 
-    code        each contract's code is the committed one, byte for byte; what its constructor
-                filled in (immutables) is what the same constructor gives for the same arguments
+    code        each contract's code is the committed one, byte for byte; its immutables are those
+                that the constructor gives for the same arguments
     wiring      each contract knows the others that the file names
     parameters  periods, dispute deposit, validators' bond
     roles       arbiter, governor; none of them the deployer's own key
 
-Pure reading: nothing is sent, and the endpoint is asked, not believed twice (give several --rpc).
+It only reads. A single endpoint can lie: give several by --rpc.
 
-`standard_input` is the compiler's standard-JSON input of our contracts: what a block explorer needs
-in order to show that the code on chain is these sources. All of contracts/src and everything that
-it imports is in one input: the compiler's numbering of what it reads together can show in the
-bytecode.
+`standard_input` is the compiler's standard-JSON input of our contracts. A block explorer needs it
+to show that the code on chain comes from these sources. One input holds all of contracts/src and
+its imports, because the compiler's numbering of the files can show in the bytecode.
 """
 
 from __future__ import annotations

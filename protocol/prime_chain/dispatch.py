@@ -1,8 +1,8 @@
-"""What a sender does at one look at the chain: settle, send again, replace, send.
+"""One pass of a transaction sender over the chain: settle, send again, replace, send.
 
-    act ── settle what was mined ── broadcast or replace what waits ── sign and send what is queued
+    act ── settle mined ones ── broadcast or replace waiting ones ── sign and send queued ones
 
-Every step is recorded before it is taken; see prime_chain/sender.py for the whole.
+Every step is recorded before it is taken. Overview: prime_chain/sender.py.
 """
 
 from __future__ import annotations

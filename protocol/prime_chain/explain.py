@@ -1,11 +1,11 @@
-"""Why a node got what it got: its files in the settlements behind the reward roots, one by one.
+"""Explains a node's rewards: lists its files in the settlements behind the reward roots.
 
     roots on chain ─► settlements (each named by its root's event, its digest checked)
                    ─► this node's files: paid, held, forfeited, rejected, void, unjudged, and why
-                   ─► their sum, held against the amount under the root
+                   ─► their sum, compared with the amount under the root
 
-What the settlements say is taken as published here; `orchestrator rewards rebuild` makes them again
-from signatures and verdict tables.
+The settlements are taken as published; `orchestrator rewards rebuild` computes them again from
+signatures and verdict tables.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
                             ^                              |
                             └── nonce taken by a stranger ─┘
 
-`tick` looks at the chain once and does what is due: settles what was mined, sends again what was
-lost, replaces what is stuck (lowest nonce first, fees up by an eighth and more, to a cap), and
-sends what is queued, in order. Everything is recorded before it is sent, so a process killed at any
-instant goes on where it was; an intent id succeeds at most once. Trouble that passes (no RPC, no
-funds, fees above the cap) leaves the intent where it is, with a note that says what it waits for.
-Left out: cancelling a sent transaction.
+`tick` looks at the chain once. It settles mined transactions, sends lost ones again, replaces stuck
+ones (lowest nonce first, with fees raised by at least an eighth, up to a cap), and sends queued
+ones in order. Everything is recorded before it is sent, so a process killed at any instant goes on
+where it was. An intent id succeeds at most once. On a temporary error (no RPC, no funds, fees above
+the cap) the intent stays where it is, with a note of what it waits for. A sent transaction cannot
+be cancelled.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     poll(trail) ──> Confirmed(block, events) …    read up to `block`, nothing missing
                 └─> Retracted(block)              drop everything above `block`, then poll again
 
-The consumer owns the cursor: it stores each step's `block` and events in one transaction, and hands
-in the blocks it remembers (`trail`, oldest first, the last one its cursor). The more it remembers,
-the less is read again after a reorg; correctness needs only the cursor. No server-side filters, so
-any endpoint will do and none has to remember us. Where many machines stand behind one URL, a log
-may be missing for a moment where its block is shown already: that is what confirmations are for.
+The consumer owns the cursor. It stores each step's `block` and events in one transaction, and
+passes the blocks that it remembers (`trail`, oldest first; the last one is the cursor). With more
+blocks, less is read again after a reorganization; correctness needs only the cursor. No server-side
+filter is used, so any endpoint works. If many machines serve one URL, a block can be visible before
+its logs are: wait for confirmations.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The pool as the leases of one transaction see it.
+"""The state of the pool for the lease requests of one transaction.
 
-What all askers share is read once, when first needed, and what is particular to each of them in one
-statement for all. A grant changes what it would change if it were read again, except that the
-window of the latest leases (`counts`) does not drop its oldest. The transaction holds the lock
-"leases".
+Values common to all requests are read once, when first needed. Values of single nodes are read in
+one statement for all of them. A granted lease updates these values as if they were read again,
+except that the window of the latest leases (`counts`) does not drop its oldest. The transaction
+holds the lock "leases".
 """
 
 from __future__ import annotations

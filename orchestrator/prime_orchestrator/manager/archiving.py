@@ -1,4 +1,4 @@
-"""Moves the rows of files that are over from the tables to the archive (store/archive.py).
+"""Moves the rows of finished files from the tables to the archive (store/archive.py).
 
 A round begins when the reward root of a further epoch has been claimable for one epoch: no arbiter
 can disable it any more. It goes through the files of that epoch and earlier ones, oldest first, a

@@ -6,16 +6,17 @@
     delete    one page after another, the objects that no row and no line depends on
     done      `archive_pages.removed` of that page
 
-Pages are marked before and done after anything of them is deleted, all chosen pages at once. What
-is marked when the command is killed is done by the next one, and until then nothing misses a file.
+All chosen pages are marked before any file of them is deleted. A page is done when all of its files
+are. If the command is killed, the next one finishes the marked pages; nothing expects their files
+meanwhile.
 
 The search keeps what the lines depend on only if it is, or seems to be, one of the chosen pages'
 files (`_Filter`), so its memory does not grow with the rest of the archive.
 
-Whether an object may go is asked in the transaction in which it is deleted, and no submission is
-added meanwhile. Its upload is copied to permanent storage afterwards, so the same bytes can come
-back. Only a node that hands in an archived file's bytes again, and uploads nothing, can get a
-submission without a file; the bytes name another lease, so it would not be paid either way.
+Whether an object may be deleted is checked in the transaction that deletes it, during which no
+submission is added. A later submission of the same bytes has its own upload, which is copied to
+permanent storage again. Only a node that submits an archived file's bytes again without an upload
+gets a submission without a file; the bytes name another lease, so it would not be paid anyway.
 """
 
 from __future__ import annotations
