@@ -6,9 +6,9 @@
     delete    one page after another, the objects that no row and no line depends on
     done      `archive_pages.removed` of that page
 
-All chosen pages are marked before any file of them is deleted. A page is done when all of its files
-are. If the command is killed, the next one finishes the marked pages; nothing expects their files
-meanwhile.
+All chosen pages are marked before any file of them is deleted. A page is done once its files are
+deleted. If the command is killed, the next one finishes the marked pages; nothing expects their
+files meanwhile.
 
 The search keeps what the lines depend on only if it is, or seems to be, one of the chosen pages'
 files (`_Filter`), so its memory does not grow with the rest of the archive.
