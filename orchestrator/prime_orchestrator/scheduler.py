@@ -65,8 +65,6 @@ class Supply:
     """(informative, all) among the recently accepted groups."""
     newcomers: int = 0
     """Leases held by nodes whose provider has no record."""
-    established: bool = False
-    """Whether any active node's provider has a record."""
 
     @property
     def share(self) -> float:
@@ -89,7 +87,7 @@ class Asker:
     status: NodeStatus
     policy_version: int
     proven: bool = True
-    """Whether its provider has a record of kept leases."""
+    """Whether its provider has a record of kept leases, or no other has one."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +119,11 @@ def decide(asker: Asker, supply: Supply, rules: SchedulingRules) -> Grant | Wait
         return Wait("no policy is published yet")
     if asker.policy_version < supply.latest_version - rules.max_staleness:
         return Wait(f"policy {asker.policy_version} is too old; load {supply.latest_version}")
-    if (
-        not asker.proven
-        and supply.established
-        and supply.newcomers >= newcomers_room(supply, rules)
-    ):
-        return Wait(NEWCOMERS)
     step = first_lacking(supply, rules)
     if step is None:
         return Wait(ENOUGH)
+    if not asker.proven and supply.newcomers >= newcomers_room(supply, rules):
+        return Wait(NEWCOMERS)
     version = min(asker.policy_version, supply.latest_version)
     if step > version + rules.max_staleness:
         return Wait(f"policy {version} is too old for batch {step}; load {supply.latest_version}")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from orchestrator_world import MakeWorld, World, signer
 
+from bench import seats
 from prime_core.draws import DrawList
 from prime_core.encoding import sha256
-from prime_core.messages import LeaseAnswer
+from prime_core.ids import Address, Digest
+from prime_core.messages import LeaseAnswer, LeaseRequest
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
-from prime_orchestrator.api import leasing
+from prime_orchestrator import scheduler
+from prime_orchestrator.api import idle, leasing
+from prime_orchestrator.api.idle import IdleCount
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager.standing import PATIENCE
 from prime_orchestrator.store import leases, nodes, schema, submissions
@@ -90,7 +97,7 @@ def test_work_is_given_out_until_the_lead_is_full(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 groups a batch, 2 a lease, 70 % informative: 9 leases reach the 3 batches of the lead."""
-    monkeypatch.setattr(leasing, "IDLE_ASK_MS", 400)
+    monkeypatch.setattr(idle, "IDLE_ASK_MS", 400)
     world = make_world()
     world.publish(0)
     answers = [ask(world, world.member(number)) for number in range(1, 12)]
@@ -100,6 +107,76 @@ def test_work_is_given_out_until_the_lead_is_full(
     assert refused.lease is None
     assert [one.retry_after_ms for one in answers[9:]] == [500, 800], "the more, the less often"
     assert "under way" in refused.reason
+
+
+def test_a_refusal_reads_no_more_in_a_pool_of_more_nodes(tmp_path: Path) -> None:
+    small, large = (_refusals(tmp_path / str(count), count) for count in (200, 1_000))
+    assert small.keys() == large.keys() == {"newcomers", "left for idle nodes", "enough"}
+    for why, (statements, steps) in small.items():
+        assert large[why][0] == statements, why
+        assert large[why][1] <= 1.1 * steps, why
+
+
+def _refusals(folder: Path, count: int) -> dict[str, tuple[int, int]]:
+    """By why a node of a pool with so many idle nodes gets no lease: the statements of a refusal,
+    and SQLite's steps in them. The newest node is fast and alone has a record."""
+    pool = seats.Pool.make(folder)
+    store, change = pool.backend.store, sa.update(schema.nodes)
+    pool.seat(1, honest=True)
+    with store.begin() as connection:
+        row = nodes.get(connection, pool.honest[0])
+        assert row is not None
+        names = [Address(f"0x{at:040x}") for at in range(1, count + 1)]
+        rows = [asdict(replace(row, address=one, provider=None)) for one in names]
+        connection.execute(sa.insert(schema.nodes), rows)
+    pool.seat(1, honest=True)
+    fast = pool.honest[1]
+    with store.begin() as connection:
+        connection.execute(change.where(schema.nodes.c.address == fast).values(kept=10.0))
+    asking, seen, found = iter(names), [0, 0], {}
+
+    def ask(node: Address, *holds: Digest) -> LeaseAnswer:
+        seen[:] = 0, 0
+        return leasing.lease(pool.backend, node, LeaseRequest(policy_version=0, holds=holds))
+
+    def step() -> None:
+        seen[1] += 1
+
+    def statement(*_: object) -> None:
+        seen[0] += 1
+
+    def refused(reason: str) -> None:
+        while (answer := ask(next(asking))).lease is not None:
+            pass
+        assert answer.reason == reason
+        assert ask(next(asking)).retry_after_ms == answer.retry_after_ms > idle.WAIT_MS
+
+    sa.event.listen(store.engine, "before_cursor_execute", statement)
+    with store.begin() as connection:  # one thread: one connection
+        connection.connection.driver_connection.set_progress_handler(step, 1)  # type: ignore[union-attr]
+    refused(scheduler.NEWCOMERS)
+    found["newcomers"] = (seen[0], seen[1])
+    held = ask(fast).lease  # that it has no accepted files ends its speed
+    assert held is not None
+    with store.begin() as connection:
+        connection.execute(change.where(schema.nodes.c.address == fast).values(token_rate=1e6))
+    assert ask(fast, pool.backend.digest(held.lease)).reason == scheduler.ENOUGH
+    found["left for idle nodes"] = (seen[0], seen[1])
+    with store.begin() as connection:
+        connection.execute(change.values(kept=10.0))
+    refused(scheduler.ENOUGH)
+    found["enough"] = (seen[0], seen[1])
+    store.close()
+    return found
+
+
+def test_many_idle_nodes_are_counted_again_ten_times_in_a_wait() -> None:
+    count = IdleCount()
+    assert count.lately(1.0) is None
+    count.note(10_000, 100.0)
+    assert [count.lately(at) for at in (99.9, 100, 104.9, 105)] == [None, 10_000, 10_000, None]
+    count.note(100, 100.0)  # they wait for the minimum time
+    assert count.lately(100.0) is None
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from prime_core.run import RunDefinition
 from prime_core.signing import Signer, Statement
 from prime_core.storage.base import ObjectStore
 from prime_core.transport.addresses import DEFAULT_PORTS, authority
+from prime_orchestrator.api.idle import IdleCount
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
@@ -96,6 +97,7 @@ class Backend:
     relay_faults: RelayFaults = field(default_factory=RelayFaults)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)
+    idle: IdleCount = field(default_factory=IdleCount)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -27,6 +27,7 @@ from prime_orchestrator import scheduler
 from prime_orchestrator.api import shadow
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
+from prime_orchestrator.api.idle import WAIT_MS, wait_ms
 from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.manager import remeasuring, speed, standing, uploads
 from prime_orchestrator.manager.standing import PATIENCE, pause_of
@@ -36,12 +37,6 @@ from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
-WAIT_MS = 500
-"""Minimum time before a node asks again."""
-MOST_WAIT_MS = 60_000
-IDLE_ASK_MS = 5
-"""Milliseconds of waiting per idle node while enough work is under way. It limits all idle nodes
-together to about 200 requests a second. A new policy ends the wait."""
 NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""
@@ -117,10 +112,9 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
     if node.address in backend.planted.accounts:
         view.write()  # it counts the leases of the last hour
         if not backend.planted.may_lease(view.connection, node.address, now):
-            return _enough(view)
+            return _refused(view, scheduler.ENOUGH)
     asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
-    supply = view.supply.reserved(view.idle) if view.open.get(node.address) else view.supply
-    choice = scheduler.decide(asker, supply, rules_of(backend))
+    choice = _choice(view, node, asker)
     return _answer(
         view,
         node,
@@ -128,6 +122,21 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         ask.request,
         backend.context.pool,
     )
+
+
+def _choice(view: PoolView, node: NodeRow, asker: Asker) -> Grant | Wait:
+    """Returns what the node gets. What takes time with many nodes is read last, so that refusals
+    stay cheap in a pool of any size."""
+    rules, supply = rules_of(view.backend), view.supply
+    choice = scheduler.decide(asker, supply, rules)
+    if choice == Wait(scheduler.NEWCOMERS) and not view.any_proven:
+        asker = replace(asker, proven=True)
+        choice = scheduler.decide(asker, supply, rules)
+    if view.open.get(node.address) and isinstance(choice, Grant):
+        choice = scheduler.decide(asker, supply.reserved(view.idle_lately), rules)
+        if isinstance(choice, Grant):
+            choice = scheduler.decide(asker, supply.reserved(view.idle), rules)
+    return choice
 
 
 def _evaluation(view: PoolView, asker: Asker, ask: Ask, choice: Grant | Wait) -> Grant | None:
@@ -229,18 +238,18 @@ def _uncovered(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     )
 
 
-def _enough(view: PoolView) -> LeaseAnswer:
-    """The answer where enough work is under way."""
-    wait = min(MOST_WAIT_MS, max(WAIT_MS, IDLE_ASK_MS * view.idle))
-    return LeaseAnswer(lease=None, retry_after_ms=wait, reason=scheduler.ENOUGH)
+def _refused(view: PoolView, reason: str) -> LeaseAnswer:
+    """The answer where no node like this one gets a lease."""
+    wait = wait_ms(view.idle_lately)
+    return LeaseAnswer(lease=None, retry_after_ms=wait, reason=reason)
 
 
 def _answer(
     view: PoolView, node: NodeRow, choice: Grant | Wait, request: LeaseRequest, pool: int
 ) -> LeaseAnswer:
     if isinstance(choice, Wait):
-        if choice.reason == scheduler.ENOUGH:
-            return _enough(view)
+        if choice.reason in (scheduler.ENOUGH, scheduler.NEWCOMERS):
+            return _refused(view, choice.reason)
         return LeaseAnswer(lease=None, retry_after_ms=WAIT_MS, reason=choice.reason)
     if reason := view.waits_for(choice.step):
         return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=reason)

@@ -64,7 +64,6 @@ def supply_of(connection: Connection, backend: Backend) -> Supply:
         under_way=tuple(under_way.groups),
         informative=groups.informative_share(connection, RECENT_GROUPS),
         newcomers=under_way.newcomers,
-        established=under_way.established,
     )
 
 
@@ -96,7 +95,21 @@ class PoolView:
     def idle(self) -> int:
         """How many active nodes have no open lease and may get one."""
         self.write()  # nodes that were just granted a lease are not idle
-        return leases.idle_nodes(self.connection, self.now)
+        count = leases.idle_nodes(self.connection, self.now)
+        self.backend.idle.note(count, self.now)
+        return count
+
+    @property
+    def idle_lately(self) -> int:
+        """Like `idle`, or a recent count (api/idle.py): enough to refuse a lease, not to give
+        one."""
+        count = self.backend.idle.lately(self.now)
+        return self.idle if count is None else count
+
+    @cached_property
+    def any_proven(self) -> bool:
+        """Whether any active node's provider has a record."""
+        return nodes.any_proven(self.connection, standing.PROVEN)
 
     @cached_property
     def history(self) -> RunHistory:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -329,18 +331,18 @@ def highest_step(connection: Connection) -> int | None:
 @dataclass(frozen=True)
 class UnderWay:
     """What `under_way` returns. `groups`: (policy version, number of leases) that may still bring
-    groups; `newcomers`: open paid leases of nodes whose provider kept fewer than `proven` leases;
-    `established`: an active node's provider kept at least that many."""
+    groups; `newcomers`: open paid leases of nodes whose provider kept fewer than `proven`
+    leases."""
 
     groups: list[tuple[int, float]]
     newcomers: int
-    established: bool
 
 
 def under_way(
     connection: Connection, *, now: float, younger_than: float, proven: float
 ) -> UnderWay:
-    """Returns what is under way in the pool, with one look at the providers' records.
+    """Returns what is under way in the pool. Reads the records of those providers alone whose nodes
+    hold open leases.
 
     Groups may come of open leases before their deadline that were issued to active nodes after
     `younger_than`, and of submitted ones that a validator may still judge. Shadow and evaluation
@@ -348,39 +350,68 @@ def under_way(
     by the share of leases that its provider's nodes kept recently, and counts as 0 if the node's
     latest lease expired.
     """
-    nodes, jobs = schema.nodes.c, schema.jobs.c
-    active = nodes.status == "active"
+    given = {"now": now, "younger_than": younger_than, "proven": proven}
+    held = connection.execute(_held(), given).all()
+    groups = [(version, n) for version, n, _ in held if n is not None]
+    groups += [(version, n) for version, n in connection.execute(_judged_soon())]
+    return UnderWay(
+        groups=sorted((int(version), float(n)) for version, n in groups),
+        newcomers=sum(int(n) for _, _, n in held),
+    )
+
+
+@cache
+def _held() -> sa.Select[Any]:
+    """By policy version: the open paid leases before their deadline, weighted as in `under_way`,
+    and those of newcomers. Binds `now`, `younger_than` and `proven`."""
+    is_held = sa.and_(
+        _leases.status == "open",
+        _leases.deadline >= sa.bindparam("now"),
+        _leases.shadow.is_(False),
+    )
+    of_node = _nodes.address == _leases.node
+    holders = sa.select(owner_column().label("owner")).distinct().where(of_node, is_held).cte()
+    among = sa.select(holders.c.owner)
+    # Two parts, each by an index: together they are the nodes whose `owner_column` is a holder.
+    # `provider IS NULL` would have SQLite read all such nodes, also by an index.
+    own = sa.union_all(
+        sa.select(_nodes.provider.label("owner"), _nodes.kept, _nodes.missed).where(
+            _nodes.provider.in_(among)
+        ),
+        sa.select(_nodes.address, _nodes.kept, _nodes.missed).where(
+            sa.func.coalesce(_nodes.provider, "") == "", _nodes.address.in_(among)
+        ),
+    ).subquery()
+    kept, missed = sa.func.sum(own.c.kept), sa.func.sum(own.c.missed)
     owners = (
-        sa.select(
-            owner_column().label("owner"),
-            sa.func.sum(nodes.kept).label("kept"),
-            sa.func.sum(nodes.missed).label("missed"),
-            sa.func.max(sa.case((active, 1), else_=0)).label("active"),
-        )
-        .group_by(owner_column())
-        .cte("owners")
+        sa.select(own.c.owner, kept.label("kept"), missed.label("missed"))
+        .group_by(own.c.owner)
+        .subquery()
     )
     share = (owners.c.kept + 1.0) / (owners.c.kept + owners.c.missed + 1.0)
-    brings = sa.and_(active, _leases.created_at >= younger_than, _leases.evaluation.is_(None))
-    held = (
+    brings = sa.and_(
+        _nodes.status == "active",
+        _leases.created_at >= sa.bindparam("younger_than"),
+        _leases.evaluation.is_(None),
+    )
+    return (
         sa.select(
             _leases.policy_version,
-            sa.func.sum(sa.case((~brings, None), (nodes.misses > 0, 0.0), else_=share)),
-            sa.func.sum(sa.case((owners.c.kept < proven, 1), else_=0)),
+            sa.func.sum(sa.case((~brings, None), (_nodes.misses > 0, 0.0), else_=share)),
+            sa.func.sum(sa.case((owners.c.kept < sa.bindparam("proven"), 1), else_=0)),
         )
-        .join(schema.nodes, nodes.address == _leases.node)
+        .join(schema.nodes, of_node)
         .join(owners, owners.c.owner == owner_column())
-        .where(
-            _leases.status == "open",
-            _leases.deadline >= now,
-            _leases.shadow.is_(False),
-        )
+        .where(is_held)
         .group_by(_leases.policy_version)
     )
-    known = sa.select(sa.null(), sa.null(), sa.func.count()).where(
-        owners.c.active == 1, owners.c.kept >= proven
-    )
-    judged_soon = (
+
+
+@cache
+def _judged_soon() -> sa.Select[Any]:
+    """By policy version: files to train on that a validator may still judge."""
+    jobs = schema.jobs.c
+    return (
         sa.select(_submissions.policy_version, sa.func.count())
         .join(schema.jobs, jobs.submission_digest == _submissions.digest)
         .join(schema.leases, _leases.digest == _submissions.lease_digest)
@@ -391,14 +422,6 @@ def under_way(
             jobs.status.in_(("open", "full")),
         )
         .group_by(_submissions.policy_version)
-    )
-    rows = connection.execute(held.union_all(known)).all()
-    groups = [(version, n) for version, n, _ in rows if version is not None and n is not None]
-    groups += [(version, n) for version, n in connection.execute(judged_soon)]
-    return UnderWay(
-        groups=sorted((int(version), float(n)) for version, n in groups),
-        newcomers=sum(int(n) for version, _, n in rows if version is not None),
-        established=any(n for version, _, n in rows if version is None),
     )
 
 

@@ -258,6 +258,20 @@ def owner_column() -> sa.ColumnElement[str]:
     return sa.func.coalesce(_nodes.provider, _nodes.address)
 
 
+def any_proven(connection: Connection, proven: float) -> bool:
+    """Whether the nodes of any active node's provider kept at least `proven` leases together."""
+    alone = sa.select(_nodes.address).where(_nodes.status == "active", _nodes.kept >= proven)
+    if connection.execute(alone.limit(1)).first() is not None:  # by an index
+        return True
+    active = sa.func.max(sa.case((_nodes.status == "active", 1), else_=0))
+    together = (
+        sa.select(owner_column())
+        .group_by(owner_column())
+        .having(sa.func.sum(_nodes.kept) >= proven, active == 1)
+    )
+    return connection.execute(together.limit(1)).first() is not None
+
+
 def of_providers(
     connection: Connection, providers: Collection[Address]
 ) -> dict[Address, list[NodeRow]]:

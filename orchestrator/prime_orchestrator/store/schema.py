@@ -50,6 +50,7 @@ nodes = Table(
     Column("rests_until", Float, nullable=False, server_default=text("0")),
     Column("instance", Text, nullable=False, server_default=text("''")),  # Heartbeat.instance
     Index("nodes_provider", "provider"),
+    Index("nodes_status_kept", "status", "kept"),
 )
 
 runs = Table(  # revisions of the pool's run; its first definition comes with the process
