@@ -48,6 +48,7 @@ from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
 from prime_core.logs import log_to_stderr
+from prime_core.memory import collect_rarely
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.addresses import is_loopback
@@ -214,7 +215,7 @@ def collect_garbage_rarely() -> None:
     through all connections stops every request."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE, 20, 50)
+    collect_rarely(GARBAGE)
 
 
 class Server(uvicorn.Server):

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from prime_core.errors import PrimeError, UnavailableError, UserError
 from prime_core.logs import log_to_stderr
+from prime_core.memory import collect_rarely
 from prime_core.printing import last_words
 from prime_core.waiting import FIRST_ANSWER_HELP
 
@@ -194,6 +195,7 @@ def _imported_when_called() -> None:
 def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
     """Entry point of a program. Expected errors, missing extras, a full disk and files that may not
     be opened become one sentence on stderr, what to type next, and an exit code."""
+    collect_rarely()
     try:
         app(args=args, prog_name=name)
     except PrimeError as error:

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.cache_utils import DynamicLayer
 
 from prime_core.errors import MalformedError, UnavailableError
+from prime_core.memory import collect_as_usual
 from prime_core.proof_form import FinishReason
 from prime_engine.base import (
     TAIL_PROBABILITY,
@@ -573,6 +574,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     Raises UnavailableError if the weights' names or shapes are not those of the model, or errors of
     torch, transformers and safetensors.
     """
+    collect_as_usual()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -142,7 +142,7 @@ def run_session(parts: list[str], folder: Path) -> None:
     assert "/tmp/" not in script, "blocks write below the current folder only"
     environment = {
         "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
-        "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
+        "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PS4": "+${SECONDS}s ",
     }  # fmt: skip
     said = folder / "session.log"
     with said.open("w") as out:

@@ -163,6 +163,7 @@ def filled_learner(
 ) -> Learner:
     """Builds a learner from `empty_policies`; `fill` sets the parameters' values. Raises UserError
     if `context_parallel` does not divide the number of ranks."""
+    memory.collect_as_usual()
     settings = settings.model_copy(update={"objective": with_defaults(settings.objective)})
     world = world.in_groups(settings.context_parallel)
     for one in (policy, reference):

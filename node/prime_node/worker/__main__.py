@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prime_core.errors import PrimeError
 from prime_core.logs import log_to_stderr
+from prime_core.memory import collect_rarely
 from prime_core.run import RunDefinition
 from prime_envs.sources import DATASETS_FOLDER
 from prime_envs.sources import VARIABLE as DATASETS
@@ -45,6 +46,7 @@ def main(
     make_builder: Callable[[RunDefinition, Options], RolloutBuilder] = RolloutBuilder,
 ) -> int:
     """Runs a worker until SIGTERM; returns the exit status."""
+    collect_rarely()  # until an engine has loaded its model
     options = parse(sys.argv[1:] if arguments is None else arguments)
     log_to_stderr(logging.INFO)
     os.environ.setdefault(DATASETS, str(options.policies / DATASETS_FOLDER))
