@@ -260,7 +260,7 @@ def test_a_place_without_sources_says_so(tmp_path: Path) -> None:
         standard_input(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_kept_compiler_input_gives_the_committed_bytecode() -> None:
     shim = ROOT / "scripts" / "solc-shim"
     if not (ROOT / "node_modules" / "solc").is_dir():

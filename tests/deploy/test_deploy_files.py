@@ -228,7 +228,7 @@ def test_setup_gives_up_a_step_that_keeps_failing(tmp_path: Path) -> None:
     assert done.stderr == "setup.sh: false failed 2 times; its last error is above\n"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.forge
 @pytest.mark.postgres
 def test_the_first_start_gives_two_orchestrators_of_which_one_takes_over(

@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Path:
     return home
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engines_environment_is_ready_only_with_this_checkouts_own_code(
     tmp_path: Path, home: Path
 ) -> None:

@@ -142,12 +142,12 @@ def run_session(parts: list[str], folder: Path) -> None:
     assert "/tmp/" not in script, "blocks write below the current folder only"
     environment = {
         "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
-        "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PS4": "+${SECONDS}s ",
+        "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     said = folder / "session.log"
     with said.open("w") as out:
         shell = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", f"set -x\n{script}"],
+            ["bash", "-euo", "pipefail", "-c", f"PS4='+${{SECONDS}}s '; set -x\n{script}"],
             cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

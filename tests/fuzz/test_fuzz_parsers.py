@@ -460,7 +460,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 PARSERS = table(Path(tempfile.mkdtemp(prefix="prime-fuzz-")))
-EXAMPLES, OF_A_MODEL = 120, 25
+EXAMPLES, OF_A_MODEL = 60, 15
 OF_LARGE_MODELS = {"evidence", "settlement", "settlement's file", "opinions", "index of policies"}
 """Parsers of which one example takes longer to make than to read. The soak run makes more."""
 NOT_TIMED = settings(

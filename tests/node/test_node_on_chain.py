@@ -81,7 +81,7 @@ def chain(deployed: Deployed, tmp_path: Path) -> Iterator[Chain]:
         yield Chain(world, deployed, pool)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_own_provider_on_a_test_network_stakes_and_joins_by_itself(chain: Chain) -> None:
     agent = chain.world.join(*chain.flags)
     chain.carry_invite()

@@ -17,7 +17,7 @@ from prime_orchestrator.manager import standing
 from prime_orchestrator.store import leases, nodes
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ten_seats_that_drop_their_leases_cost_a_pool_little(tmp_path: Path) -> None:
     established, fresh = measure(tmp_path, lives=3)
     assert established.after <= 0.1

@@ -614,7 +614,7 @@ Happened = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(happened=Happened, cut=st.integers(0, 13), size=st.integers(1, 7))
 def test_what_is_undone_leaves_the_state_as_if_it_had_never_come(
     tmp_path_factory: pytest.TempPathFactory,

@@ -320,7 +320,7 @@ def test_a_package_of_prosody_graders_trains_through_the_verifiers_adapter(
     assert len(set(own)) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_game_of_several_turns_trains_through_the_verifiers_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:

@@ -425,9 +425,12 @@ def _signals() -> Any:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_signals")
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(1, marks=pytest.mark.slow)]
+    + [pytest.param(at, marks=pytest.mark.soak) for at in (0, 3)],
+)
 def test_a_run_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:

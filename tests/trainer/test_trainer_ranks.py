@@ -151,7 +151,7 @@ def test_the_whole_program_runs_on_two_ranks(straight: list[str]) -> None:
     assert len(set(straight)) == STEPS + 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_of_which_one_is_killed_publish_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, model: Path, straight: list[str]
 ) -> None:

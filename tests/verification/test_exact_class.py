@@ -312,7 +312,7 @@ def test_files_of_exact_classes_are_summed_apart_from_others(small: Any) -> None
     assert setups == [f"plain/1 float32 {made.device} exact", f"plain/1 float32 {made.device}"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_settings_that_change_bits_but_no_version_change_the_key() -> None:
     """A calibration proves keys. Otherwise rows of one kind of machine would prove another kind,
     whose bits differ."""
