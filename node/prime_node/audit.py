@@ -47,7 +47,7 @@ from prime_core.verdict import Verdict
 from prime_engine.base import Engine
 from prime_node.api import NodeApi
 from prime_node.config import Settings
-from prime_node.link import Link, connect
+from prime_node.link import Link, connect, naming_mirrors
 from prime_node.state import DataFolder
 from prime_verify.audit import (
     MAX_OBJECT_BYTES,
@@ -78,7 +78,9 @@ def _opened(settings: Settings) -> Iterator[_Opened]:
     with ExitStack() as stack:
         api = NodeApi(settings.need_orchestrator(), None, allow_private=private)
         stack.callback(api.close)
-        link = connect(settings, api.client.pool())
+        with naming_mirrors("give a mirror's URL there"):
+            info = api.client.pool()
+        link = connect(settings, info)
         stack.callback(link.close)
         mirrors = AnnouncedMirrors(link.client, link.deployment, link.pool, allow_private=private)
         stack.callback(mirrors.close)

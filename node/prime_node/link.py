@@ -3,15 +3,19 @@ answer, in that order of trust (prime_chain.link)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.link import deployment_for
 from prime_core.deployment import Deployment
-from prime_core.errors import UserError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.messages import PoolInfo
 from prime_node.config import Settings
+
+MIRRORS = "prime-node audit mirrors --pool N --deployment FILE lists them"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,17 @@ class Link:
 
     def close(self) -> None:
         self.client.close()
+
+
+@contextmanager
+def naming_mirrors(instead: str) -> Iterator[None]:
+    """For the first requests of a command. `instead`: what can be typed while the orchestrator does
+    not answer. Raises UserError with that and UnavailableError's exit code."""
+    try:
+        yield
+    except UnavailableError as error:
+        hint = f"check --orchestrator, or {instead} ({MIRRORS})"
+        raise UserError(str(error), hint=hint, exit_code=error.exit_code) from error
 
 
 def connect(settings: Settings, info: PoolInfo | None) -> Link:

@@ -19,7 +19,7 @@ from prime_core.messages import RewardInfo
 from prime_core.settlement import settled_until
 from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_node.config import Settings
-from prime_node.link import Link, connect
+from prime_node.link import Link, connect, naming_mirrors
 from prime_node.spool import Spool
 from prime_node.state import DataFolder
 
@@ -58,10 +58,12 @@ class NodeRewards:
 def read_rewards(settings: Settings, node: Address) -> NodeRewards:
     """Reads the rewards from the orchestrator and, if an RPC is named, the chain."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
-        info = fetch_info(client, node)
-        if not settings.rpc:
+        with naming_mirrors("type prime-node rewards explain with a mirror's URL"):
+            info = fetch_info(client, node)
+            pool = client.pool() if settings.rpc else None
+        if pool is None:
             return NodeRewards(info, None)
-        link = connect(settings, client.pool())
+        link = connect(settings, pool)
         try:
             paid = link.contracts.rewards.claimed(link.pool, node)
             until = settled_until(info.epoch, link.deployment.periods.epoch_length)
@@ -96,7 +98,9 @@ def explain_rewards(settings: Settings, node: Address, epoch: int | None) -> Exp
     """Explains the node's amount in the chain's reward root from the chain's events and the
     published settlements. Raises NotFoundError if there is no valid root yet."""
     with OrchestratorClient(settings.need_orchestrator()) as client:
-        link = connect(settings, client.pool())
+        with naming_mirrors("give a mirror's URL there"):
+            info = client.pool()
+        link = connect(settings, info)
         try:
             events = read_events(
                 link.client,

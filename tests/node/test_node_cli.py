@@ -171,6 +171,15 @@ def test_orchestrator_that_does_not_answer(wallet: tuple[str, ...]) -> None:
         69, "does not answer", "stake", "show", *wallet, "--orchestrator", url,
         "--rpc", "http://127.0.0.1:9",
     )  # fmt: skip
+    for words in (
+        ["rewards", "show"], ["rewards", "explain"], ["audit", "show", "0x" + "1" * 64],
+    ):  # fmt: skip
+        said = fails(
+            69, "does not answer", *words, *wallet[:2], "--orchestrator", url,
+            "--rpc", "http://127.0.0.1:9",
+        )  # fmt: skip
+        assert "check --orchestrator" in said
+        assert "prime-node audit mirrors --pool N --deployment FILE" in said
 
 
 def test_rpc_that_does_not_answer(world: NodeWorld) -> None:
