@@ -136,24 +136,37 @@ class World:
         self.anvil.stop()
 
 
+_deployed: dict[Periods, tuple[bytes, Deployment]] = {}
+"""Chains of this process just after the deployment, by the contracts' periods."""
+
+
+def _deployed_chain(folder: Path, periods: Periods) -> tuple[Anvil, Deployment]:
+    """A chain with our contracts. They are deployed once; later chains load that state."""
+    state = folder / "chain.json"
+    if periods not in _deployed:
+        with Anvil(state=state) as anvil:
+            client = ChainClient([anvil.url], 31337)
+            anvil.fund(DEPLOYER.address)
+            options = Options(
+                periods=periods,
+                testnet=True,
+                holder=DEPLOYER.address,
+                supply=10 * FUNDS,
+                arbiter=ARBITER.address,
+                treasury=TREASURY.address,
+            )
+            deployment = deploy(client, DEPLOYER, options, journal=folder / "deploy.sqlite")
+            client.close()
+        _deployed[periods] = state.read_bytes(), deployment
+    saved, deployment = _deployed[periods]
+    state.write_bytes(saved)
+    return Anvil(state=state).start(), deployment
+
+
 def make_world(folder: Path, run: RunDefinition = RUN, periods: Periods = DEMO_PERIODS) -> World:
-    """Deploys, creates and funds a pool, appoints the validator, and builds the ticks."""
-    anvil = Anvil(state=folder / "chain.json").start()
+    """Creates and funds a pool, appoints the validator, and builds the ticks."""
+    anvil, deployment = _deployed_chain(folder, periods)
     client = ChainClient([anvil.url], 31337)
-    anvil.fund(DEPLOYER.address)
-    deployment = deploy(
-        client,
-        DEPLOYER,
-        Options(
-            periods=periods,
-            testnet=True,
-            holder=DEPLOYER.address,
-            supply=10 * FUNDS,
-            arbiter=ARBITER.address,
-            treasury=TREASURY.address,
-        ),
-        journal=folder / "deploy.sqlite",
-    )
     contracts = Contracts(client, deployment)
     mgr = open_manager(folder, deployment, run=run)
     world = World(
