@@ -159,14 +159,14 @@ def counted_step(
     mode: AbstractContextManager[Any],
 ) -> StepPlan:
     """Builds a learner with weights from `fill` under `mode`, and counts the allocations of its
-    second step (the first one creates the optimizer state). Also works with real tensors."""
+    second step (a small first one creates the optimizer state). Also works with real tensors."""
     settings = settings.model_copy(update={"mismatch_every": 0})  # its copies are in host memory
     run = run.model_copy(update={"samples_per_group": 2})  # exactly MICRO_BATCHES on each rank
     counted = Allocations()
     policies = empty_policies(run, settings, world)
     with mode, counted.counting():
         learner = filled_learner(*policies, run, settings, world, fill)
-        run_step(learner, MICRO_BATCHES, sample_tokens, prompt_tokens)
+        _train(learner, learner.world.data_size, sample_tokens, prompt_tokens)
         kept = counted.live
         counted.peak = kept
         counted.traffic.clear()
@@ -235,6 +235,11 @@ def run_step(learner: Learner, micro_batches: int, sample_tokens: int, prompt_to
     size = learner.run.samples_per_group
     each = samples_of_micro_batch(learner.settings, sample_tokens)
     groups = -(-micro_batches * each * learner.world.data_size // size)
+    _train(learner, groups, sample_tokens, prompt_tokens)
+
+
+def _train(learner: Learner, groups: int, sample_tokens: int, prompt_tokens: int) -> None:
+    size = learner.run.samples_per_group
     rows = [
         tuple(
             Rollout(
