@@ -56,6 +56,14 @@ SOAKS = {
         "the pool that README.md builds by hand, 20 training steps: does it learn (10 minutes)",
         ("pytest", "-q", "-s", "tests/e2e/test_docs.py::test_the_pool_of_the_readme_learns"),
     ),
+    "base": (
+        "a quickstart pool on a chain like Base Sepolia: train, claim, ten requests a second (10 "
+        "minutes)",
+        (
+            *("pytest", "-q", "-s"),
+            "tests/e2e/test_quickstart.py::test_a_node_works_and_is_paid_on_a_chain_like_base_sepolia",
+        ),
+    ),
     "faults": (
         "a pool of 200 nodes under crashes, partitions, full disks, stepped clocks … (25 minutes)",
         ("devnet", "faults", "--json"),

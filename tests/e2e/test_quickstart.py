@@ -1,6 +1,6 @@
 """`orchestrator quickstart` on a chain configured like Base Sepolia, by an endpoint that answers
 ten requests a second: it checks, waits for ether, goes on after a kill, and starts a pool that
-serves."""
+serves. `make soak ARGS=base`: a node works in such a pool, a trainer trains, the node is paid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,35 @@ def transactions(chain: Anvil, wallet: Path) -> int:
     return int(chain.rpc("eth_getTransactionCount", named_address(wallet), "latest"), 16)
 
 
-@pytest.mark.slow
-@pytest.mark.forge
-@pytest.mark.timeout(1200)
-def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
+@contextmanager
+def base() -> Iterator[tuple[Anvil, FaultyRpc]]:
+    """A chain with Base Sepolia's identifier, block time, finality, base fee and L1 data fee, and an
+    endpoint of it that answers ten requests a second."""
     require_anvil()
-    folder, port = tmp_path / "pool", free_port()
     fees = ("--block-base-fee-per-gas", "5000000")
     chain = Anvil(block_time=2, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)
     with chain, closing(FaultyRpc(chain.url, [RpcFault("rate", a_second=10)])) as rpc:
         chain.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
         until(lambda: int(chain.rpc("eth_blockNumber"), 16) > 0, "a block")
+        yield chain, rpc
+
+
+def serves(url: str, started: subprocess.Popen[bytes], log: Path) -> bool:
+    """Whether the pool that `started` runs answers."""
+    assert started.poll() is None, log.read_text()
+    try:
+        return httpx.get(f"{url}/v1/pool").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.forge
+@pytest.mark.timeout(1200)
+def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
+    folder, port = tmp_path / "pool", free_port()
+    url = f"http://127.0.0.1:{port}"
+    with base() as (chain, rpc):
         words = [
             sys.executable, "-m", "prime_orchestrator.cli.main", "quickstart", str(folder),
             "--network", "base-sepolia", "--rpc", rpc.url, "--port", str(port), "--json",
@@ -101,22 +120,14 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
         assert typed(code=64)[-1]["said"].startswith("code of Pools: there is no Pools")
         chain.rpc("anvil_setCode", pools, code)
 
-        with (tmp_path / "started.log").open("w") as log:
+        said = tmp_path / "started.log"
+        with said.open("w") as log:
             started = subprocess.Popen([*words, "--start"], stdout=log, stderr=log)
         try:
-
-            def serves() -> bool:
-                assert started.poll() is None, (tmp_path / "started.log").read_text()
-                try:
-                    answer = httpx.get(f"http://127.0.0.1:{port}/v1/pool")
-                except httpx.TransportError:
-                    return False
-                return answer.status_code == 200
-
-            until(serves, "an answer")
-            pool = httpx.get(f"http://127.0.0.1:{port}/v1/pool").json()
+            until(lambda: serves(url, started, said), "an answer")
+            pool = httpx.get(f"{url}/v1/pool").json()
             assert (pool["chain_id"], pool["pool"]) == (BASE_SEPOLIA.chain_id, 1)
-            relays = f"http://127.0.0.1:{port}/v1/relays"
+            relays = f"{url}/v1/relays"
             until(lambda: httpx.get(relays).json() != [], "the relay among those that nodes ask")
             started.send_signal(signal.SIGTERM)
             assert started.wait(60) == 0
@@ -125,6 +136,89 @@ def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> Non
             started.wait()
         assert processes_of(folder) == []
         assert rpc.injected["rate"] > 0, "the endpoint's limit was never reached"
+
+
+PERIODS = {
+    "epoch": 20, "validity": 120, "slash-window": 20, "dispute-window": 20,
+    "reward-delay": 10, "unbonding": 200,
+}  # fmt: skip
+"""Seconds, as few as blocks of two seconds allow."""
+
+
+@pytest.mark.soak
+@pytest.mark.forge
+@pytest.mark.timeout(1800)
+def test_a_node_works_and_is_paid_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
+    """All programs share the endpoint's ten requests a second."""
+    folder, port = tmp_path / "pool", free_port()
+    url, program = f"http://127.0.0.1:{port}", Path(sys.executable).parent
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *words: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{name}.log").open("w") as log:
+            running.append(
+                subprocess.Popen(
+                    [program / words[0], *words[1:]], cwd=tmp_path, stdout=log, stderr=log
+                )
+            )
+        return running[-1]
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [program / words[0], *words[1:]],
+            cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+
+    with base() as (chain, rpc):
+        quickstart = [
+            "orchestrator", "quickstart", str(folder), "--network", "base-sepolia",
+            "--rpc", rpc.url, "--port", str(port), "--validators", "1",
+            "--run", str(ROOT / "docs/examples/run-devnet.toml"),
+            "--model", str(ROOT / "devnet/model"),
+            *(word for name, value in PERIODS.items() for word in (f"--{name}", str(value))),
+        ]  # fmt: skip
+        try:
+            waits = typed(*quickstart)
+            assert waits.returncode == UserError.exit_code, waits.stderr
+            for file in folder.glob("*.json"):
+                chain.fund(named_address(file), 0.2)
+            pool = start("pool", *quickstart, "--start")
+            until(lambda: serves(url, pool, tmp_path / "pool.log"), "an answer", 600)
+
+            password = ("--password-file", str(folder / "password"))
+            made = typed("prime-node", "wallet", "new", "--out", f"{folder}/node.json", *password)
+            assert made.returncode == 0, made.stderr
+            chain.fund(named_address(folder / "node.json"), 0.2)
+            node = (
+                *("--orchestrator", url, "--rpc", rpc.url, "--data", str(folder / "node")),
+                *("--deployment", str(folder / "deployment.json")),
+                *("--wallet", str(folder / "node.json"), *password),
+            )
+            start("node", "prime-node", "join", *node, "--runtime", "process")
+            trainer = start(
+                "trainer", "trainer", "run", f"@{ROOT / 'docs/examples/run-devnet.trainer.toml'}",
+                "--orchestrator", url, "--model", str(ROOT / "devnet/model"), "--steps", "2",
+                "--wallet", str(folder / "trainer.json"), *password,
+                "--data", str(folder / "trainer"),
+            )  # fmt: skip
+            assert trainer.wait(900) == 0, (tmp_path / "trainer.log").read_text()
+
+            until(
+                lambda: typed("prime-node", "rewards", "claim", *node).returncode == 0,
+                "a claim", 600,
+            )  # fmt: skip
+            shown = json.loads(typed("prime-node", "rewards", "show", *node, "--json").stdout)
+            assert int(shown["paid"]) > 0
+            assert rpc.injected["rate"] > 0, "the endpoint's limit was never reached"
+        finally:
+            for process in reversed(running):
+                process.send_signal(signal.SIGTERM)
+            for process in running:
+                try:
+                    process.wait(120)
+                finally:
+                    process.kill()
+        assert processes_of(folder) == []
 
 
 def test_a_pool_that_others_reach_needs_the_relays_url_too(tmp_path: Path) -> None:
