@@ -15,7 +15,7 @@ from prime_core.errors import UnavailableError, UserError
 from prime_core.messages import PoolInfo
 from prime_node.config import Settings
 
-MIRRORS = "prime-node audit mirrors --pool N --deployment FILE lists them"
+MIRRORS = "prime-node audit mirrors --pool N --deployment FILE --rpc URL lists them"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     once a second   ask the orchestrator which policies are published, and who serves them
     each new one    check the trainer's signature and fetch it: from --upstream if given, else from
-                    the origin; every verified chunk is available at once
+                    the trainer's bucket or origin; every verified chunk is available at once
     on each change  (and every 30 s) announce the address and versions, signed, if there is a wallet
 
 Anyone may run a relay. For nodes to learn of it, it needs a seat in the pool or the operator's
@@ -236,6 +236,7 @@ class Loop:
         self._published: tuple[SignedManifest, ...] = ()
         self._tag: str | None = None
         self._sources: list[str] = []
+        self._own: list[str] = []
         self._sources_at = float("-inf")
         self._announced: tuple[int, ...] | None = None
         self._announced_at = float("-inf")
@@ -263,18 +264,20 @@ class Loop:
         if changed is not None:
             self._published, self._tag = changed[0].policies, changed[1]
         if self._now() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
-            self._sources = self._find_sources()
+            self._find_sources()
             self._sources_at = self._now()
         groups = [self._upstreams, self._sources] if self._upstreams else [self._sources]
-        self._server.offer(self._published, groups)
+        self._server.offer(self._published, groups, self._own)
         self._announce()
 
-    def _find_sources(self) -> list[str]:
+    def _find_sources(self) -> None:
         raw = self._client.request("GET", "/v1/relays", b"", signed=False)
         try:
-            return [info.url for info in _RELAYS.validate_json(raw)]
+            found = _RELAYS.validate_json(raw)
         except ValidationError as error:
             raise MalformedError("the orchestrator's list of relays does not parse") from error
+        self._sources = [info.url for info in found]
+        self._own = [info.url for info in found if info.own]
 
     def _announce(self) -> None:
         if not self._announces:

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,14 @@ PER_SOURCE = 2
 class Pace:
     """How hard a fetch tries: connections in all and per source, and the seconds without a verified
     chunk after which it gives up. Sources of the roles `last_resorts` are used only when no other
-    source is left, those of a role only when none of the earlier roles is."""
+    source is left, those of a role only when none of the earlier roles is. While one of the URLs
+    `own` may be a mirror, origins are among them too: it spares the trainer."""
 
     parallel: int = 4
     per_source: int = PER_SOURCE
     patience: float = PATIENCE
     last_resorts: tuple[str, ...] = ("origin",)
+    own: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class ChunkFetcher:
             left = [url for url in self._urls if url not in tried]
             with self._change:
                 task = next(iter(self._open), None)
-            source = self._book.newcomer(left, self._pace.last_resorts) if task else None
+            source = self._book.newcomer(left, self._last_resorts) if task else None
             if task is None or source is None:
                 continue
             tried.add(source.url)
@@ -211,7 +213,7 @@ class ChunkFetcher:
             buffer, begun = memoryview(bytearray(length)), time.monotonic()
             try:
                 source.role = link.role()
-                if self._book.spares(source, self._urls, self._pace.last_resorts):
+                if self._book.spares(source, self._urls, self._last_resorts):
                     self._book.release(source)
                     continue
                 link.read_range(
@@ -303,9 +305,15 @@ class ChunkFetcher:
             asked=task.running,
             unproven=unproven,
             length=task.item.span(task.index)[1],
-            last_resorts=self._pace.last_resorts,
+            last_resorts=self._last_resorts,
             starving=self._starving(),
         )
+
+    @property
+    def _last_resorts(self) -> tuple[str, ...]:
+        pace = self._pace
+        mirrored = bool(pace.own) and self._book.may_mirror(pace.own)
+        return ("origin", *pace.last_resorts) if mirrored else pace.last_resorts
 
     def _starving(self) -> bool:
         """Whether nothing arrives."""
@@ -347,7 +355,7 @@ class ChunkFetcher:
         try:
             if source.role == "unknown":
                 source.role = link.role()
-                if source.role in self._pace.last_resorts:
+                if source.role in self._last_resorts:
                     self._put_back(task, source)
                     self._book.release(source)
                     return

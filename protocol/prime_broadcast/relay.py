@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -307,6 +307,7 @@ class Relay:
         self._gave_way = False
         self._floor = 0
         self._sources: list[list[str]] = []
+        self._own: frozenset[str] = frozenset()
         self._change = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="relay-fetch", daemon=True)
@@ -355,9 +356,15 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def offer(self, manifests: Iterable[SignedManifest], sources: Sequence[Sequence[str]]) -> None:
+    def offer(
+        self,
+        manifests: Iterable[SignedManifest],
+        sources: Sequence[Sequence[str]],
+        own: Collection[str] = (),
+    ) -> None:
         """Takes the published manifests and where to fetch them: groups of base URLs, of which each
-        is used only if those before it fail.
+        is used only if those before it fail. `own` are those of the pool's own accounts: a bucket
+        among them spares the trainer's origin, where there is one group.
 
         Invalid manifests are refused (reported once as an event), never served. If the fetching
         thread has ended by an error, raises that error.
@@ -365,10 +372,11 @@ class Relay:
         if self._crash is not None:
             raise self._crash
         newest = layout.newest_first(manifests)[: self._keep]
-        own = normal_url(self.url)
-        groups = [[u for u in self._book.urls(group) if u != own] for group in sources]
+        this = normal_url(self.url)
+        groups = [[u for u in self._book.urls(group) if u != this] for group in sources]
         with self._change:
             self._sources = [group for group in groups if group]
+            self._own = frozenset(self._book.urls(own)) - {this}
         for signed in reversed(newest):
             self._learn(signed)
         with self._change:
@@ -529,8 +537,10 @@ class Relay:
             live.folder,
             urls,
             self._book,
-            # Where there is a bucket, it spares the trainer; other relays may wait for this one.
-            Pace(patience=PATIENCE, last_resorts=("origin", "relay") if len(groups) == 1 else ()),
+            # Other relays may wait for this one.
+            Pace(patience=PATIENCE, last_resorts=("relay",), own=self._own)
+            if len(groups) == 1
+            else Pace(patience=PATIENCE, last_resorts=()),
             Hooks(
                 stop=lambda: (
                     self._stopping

@@ -3,9 +3,8 @@
 Sources earn their place by measured throughput; failures cost a growing pause, a wrong chunk bans
 the sender. A source that has never delivered is asked only while no proven one stands; otherwise it
 is tried apart, with a chunk that proven sources fetch anyway (`newcomer`). Nodes ask origins only
-when no relay or mirror is left, to spare the trainer's uplink. Relays ask origins only when no
-mirror is left, and other relays only when no origin is left either, so that they do not wait for
-one another.
+when no relay or mirror is left, to spare the trainer's uplink. Relays ask other relays only when nothing else is left, so that they
+do not wait for one another, and origins only while no bucket of the pool's own stands.
 """
 
 from __future__ import annotations
@@ -209,6 +208,15 @@ class SourceBook:
             now = self.clock()
             proven = [s for s in map(self.get, urls) if s.proven and s.resting_until <= now]
         return len(not_before) == 1 or any(s.role not in not_before for s in proven)
+
+    def may_mirror(self, urls: Collection[str]) -> bool:
+        """Whether one of `urls` is a mirror that may be asked now, or has not shown its role."""
+        with self._lock:
+            now = self.clock()
+            return any(
+                s.role in ("mirror", "unknown") and not s.banned and s.resting_until <= now
+                for s in map(self.get, urls)
+            )
 
     def next_chance(self, urls: Collection[str], excluded: Collection[str]) -> float | None:
         """Seconds until some source may be asked (0 if one only is busy); None if all are banned

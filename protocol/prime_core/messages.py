@@ -497,10 +497,12 @@ class RelayAnnouncement(Strict):
 
 
 class RelayInfo(Answer):
-    """A relay that announced itself recently."""
+    """A relay that announced itself recently. `own`: by an account of the pool's own, so it may be
+    the trainer's origin or bucket."""
 
     url: str = Field(max_length=512)
     versions: tuple[int, ...] = ()
+    own: bool = False
 
 
 class BatchAnswer(Answer):

@@ -33,6 +33,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.memory import collect_as_usual
 from prime_core.proof_form import FinishReason
 from prime_engine.base import (
     Generation,
@@ -174,6 +175,7 @@ class VllmEngine(PolicyFacts):
             )
             planned = replace(cards, tensor_parallel=tensor_parallel, max_length=positions)
             self._ranks = Ranks(load, planned)
+        collect_as_usual()
         try:
             self._llm: Any = vllm.LLM(
                 model=str(folder),

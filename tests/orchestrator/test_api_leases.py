@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sqlalchemy as sa
@@ -162,6 +163,8 @@ def _refusals(folder: Path, count: int) -> dict[str, tuple[int, int]]:
         connection.execute(change.where(schema.nodes.c.address == fast).values(token_rate=1e6))
     assert ask(fast, pool.backend.digest(held.lease)).reason == scheduler.ENOUGH
     found["left for idle nodes"] = (seen[0], seen[1])
+    with patch.object(IdleCount, "lately", return_value=0):  # an old count gives no lease
+        assert ask(fast, pool.backend.digest(held.lease)).reason == scheduler.ENOUGH
     with store.begin() as connection:
         connection.execute(change.values(kept=10.0))
     refused(scheduler.ENOUGH)

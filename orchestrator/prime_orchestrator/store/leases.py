@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -350,7 +351,8 @@ def under_way(
     by the share of leases that its provider's nodes kept recently, and counts as 0 if the node's
     latest lease expired.
     """
-    given = {"now": now, "younger_than": younger_than, "proven": proven}
+    # deadlines are whole seconds, and so is what PostgreSQL compares them with
+    given = {"now": math.ceil(now), "younger_than": younger_than, "proven": proven}
     held = connection.execute(_held(), given).all()
     groups = [(version, n) for version, n, _ in held if n is not None]
     groups += [(version, n) for version, n in connection.execute(_judged_soon())]

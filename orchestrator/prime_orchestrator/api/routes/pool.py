@@ -118,10 +118,13 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
     def relay_list() -> Response:
         """Relays announced lately."""
+        own = backend.own_accounts
         with backend.store.read() as connection:
             since = backend.now() - RELAY_SECONDS
-            rows = policies.relays(connection, since=since, own=backend.own_accounts)
-        return answer([RelayInfo(url=row.url, versions=row.versions) for row in rows])
+            rows = policies.relays(connection, since=since, own=own)
+        return answer(
+            [RelayInfo(url=r.url, versions=r.versions, own=r.account in own) for r in rows]
+        )
 
     @post(routes, "/v1/relays", RelayAnnouncement)
     def announce(request: Signed = signed_by(backend, "relay")) -> Response:
