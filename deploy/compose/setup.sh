@@ -25,8 +25,13 @@ secret() { # writes a new secret into a file, once
   [ -s "$1" ] || { head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$1.part" && mv "$1.part" "$1"; }
 }
 
-identity() { # prints an account at the S3 server and its rights, as SeaweedFS reads it
-  printf '{"name": "%s", "credentials": [{"accessKey": "%s", "secretKey": "%s"}], "actions": [%s]}' "$1" "$1" "$(cat "s3-$1")" "$2"
+account() { # makes the key of an account at the S3 server in a folder, once, and writes it as AWS' programs read it
+  secret "$2/s3-$1"
+  printf '[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n' "$1" "$(cat "$2/s3-$1")" >"$2/aws-$1"
+}
+
+identity() { # prints an account at the S3 server, its key and its rights, as SeaweedFS reads it
+  printf '{"name": "%s", "credentials": [{"accessKey": "%s", "secretKey": "%s"}], "actions": [%s]}' "$1" "$1" "$2" "$3"
 }
 
 keys() {
@@ -37,15 +42,14 @@ keys() {
   done
   echo "allow_relay = [\"$(orchestrator wallet show --wallet relay.json)\"]" >orchestrator.toml
   echo "postgres:5432:*:prime:$(cat postgres)" >pgpass
-  for name in setup orchestrator trainer; do
-    secret s3-$name
-    printf '[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n' $name "$(cat s3-$name)" >aws-$name
-  done
-  # SeaweedFS may run under another user; no other service mounts this folder.
+  account orchestrator .
+  account trainer .
+  account setup "$S3_KEYS" # may do everything: only the services `pool` and `s3` mount this folder
+  # SeaweedFS may run under another user.
   (umask 022; printf '{"identities": [%s,\n%s,\n%s,\n{"name": "anonymous", "actions": ["Read:policies"]}]}\n' \
-    "$(identity setup '"Admin"')" \
-    "$(identity orchestrator '"Read:pools", "Write:pools", "List:pools"')" \
-    "$(identity trainer '"Read:policies", "Write:policies", "List:policies"')" >"$S3_KEYS/s3.json")
+    "$(identity setup "$(cat "$S3_KEYS/s3-setup")" '"Admin"')" \
+    "$(identity orchestrator "$(cat s3-orchestrator)" '"Read:pools", "Write:pools", "List:pools"')" \
+    "$(identity trainer "$(cat s3-trainer)" '"Read:policies", "Write:policies", "List:policies"')" >"$S3_KEYS/s3.json")
 }
 
 ether() { # gives each account one ether of the local chain
@@ -61,7 +65,7 @@ END
 }
 
 buckets() { # makes "pools" and "policies"
-  AWS_SHARED_CREDENTIALS_FILE=aws-setup python - "$S3" <<'END'
+  AWS_SHARED_CREDENTIALS_FILE=$S3_KEYS/aws-setup python - "$S3" <<'END'
 import sys, boto3
 
 s3 = boto3.client("s3", endpoint_url=sys.argv[1], region_name="us-east-1")
