@@ -1,7 +1,8 @@
 """deploy/helm: each manifest fits Kubernetes' schemas, each command parses, each name exists.
 
-Helm is no Python package, so the templates are rendered here. They use placeholders only:
-`.Release.Name`, `.Values`, and the functions `quote` and `toJson`. Anything else fails the test.
+Helm is no Python package, so the templates are rendered here. They use placeholders only
+(`.Release.Name`, `.Values`, and the functions `quote` and `toJson`) and lines
+`{{- if .Values.NAME }}` and `{{- end }}`. Anything else fails the test.
 """
 
 from __future__ import annotations
@@ -21,21 +22,30 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm"
 TEMPLATES = sorted((CHART / "templates").glob("*.yaml"))
 KUBERNETES = "1.31.0"
+BLOCK = re.compile(r"\n *\{\{- if \.(Values\.[\w.]+) \}\}(.*?)\n *\{\{- end \}\}", re.DOTALL)
 PLACEHOLDER = re.compile(r"\{\{ \.(Release\.Name|Values\.[\w.]+)(?: \| (quote|toJson))? \}\}")
 
 
-def rendered(template: Path) -> str:
-    """The template as `helm template pool deploy/helm` renders it."""
+def rendered(template: Path, bucket: str | None = None) -> str:
+    """The template as `helm template pool deploy/helm` renders it, with another `s3.policies` if
+    one is given."""
     values: Any = {"Values": yaml.safe_load((CHART / "values.yaml").read_text()),
                    "Release": {"Name": "pool"}}  # fmt: skip
+    if bucket is not None:
+        values["Values"]["s3"]["policies"] = bucket
+
+    def named(words: str) -> Any:
+        value = values
+        for name in words.split("."):
+            value = value[name]
+        return value
 
     def fill(found: re.Match[str]) -> str:
-        value = values
-        for name in found[1].split("."):
-            value = value[name]
+        value = named(found[1])
         return str(value) if found[2] is None else json.dumps(value)
 
-    text = PLACEHOLDER.sub(fill, template.read_text())
+    text = BLOCK.sub(lambda found: found[2] if named(found[1]) else "", template.read_text())
+    text = PLACEHOLDER.sub(fill, text)
     assert "{{" not in text, f"{template}: not a placeholder"
     return text
 
@@ -83,6 +93,15 @@ def test_a_program_s_command_settings_and_names(
             assert f"`{secret['secretName']}`" in page
         if (config := volume.get("configMap")) is not None:
             assert config["name"] in configured or f"`{config['name']}`" in page
+
+
+def test_without_a_bucket_for_policies_the_trainer_knows_no_s3_server() -> None:
+    template = CHART / "templates" / "trainer.yaml"
+    with_bucket, without = rendered(template), rendered(template, bucket="")
+    assert len(list(yaml.safe_load_all(without))) == len(list(yaml.safe_load_all(with_bucket)))
+    assert "PRIME_TRAINER_S3_BUCKET" in with_bucket
+    assert not re.search(r"_S3_|AWS_|s3-", without)
+    assert "PRIME_TRAINER_METRICS_HOST" in without
 
 
 def test_urls_name_services_of_the_chart() -> None:
