@@ -3,8 +3,9 @@
 Sources earn their place by measured throughput; failures cost a growing pause, a wrong chunk bans
 the sender. A source that has never delivered is asked only while no proven one stands; otherwise it
 is tried apart, with a chunk that proven sources fetch anyway (`newcomer`). Nodes ask origins only
-when no relay or mirror is left, to spare the trainer's uplink. Relays ask other relays only when nothing else is left, so that they
-do not wait for one another, and origins only while no bucket of the pool's own stands.
+when no relay or mirror is left, to spare the trainer's uplink. Relays ask other relays only when
+nothing else is left, so that they do not wait for one another, and origins only while no bucket of
+the pool's own stands.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def transactions(chain: Anvil, wallet: Path) -> int:
 
 @contextmanager
 def base() -> Iterator[tuple[Anvil, FaultyRpc]]:
-    """A chain with Base Sepolia's identifier, block time, finality, base fee and L1 data fee, and an
-    endpoint of it that answers ten requests a second."""
+    """A chain with Base Sepolia's identifier, block time, finality, base fee and L1 data fee, and
+    an endpoint of it that answers ten requests a second."""
     require_anvil()
     fees = ("--block-base-fee-per-gas", "5000000")
     chain = Anvil(block_time=2, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)

@@ -22,7 +22,9 @@ def test_relays_are_named_to_nodes_while_they_announce_themselves(world: World) 
     relay = world.login(signer(5), "relay")
     body = b'{"url":"http://relay:9000","versions":[0,1]}'
     assert world.post("/v1/relays", body, relay).json() == {}
-    assert world.http.get("/v1/relays").json() == [{"url": "http://relay:9000", "versions": [0, 1]}]
+    assert world.http.get("/v1/relays").json() == [
+        {"url": "http://relay:9000", "versions": [0, 1], "own": True}
+    ]
     node = world.member(1)
     beat = world.post("/v1/heartbeat", b'{"policy_version":null}', node).json()
     assert beat["relays"] == ["http://relay:9000"]
