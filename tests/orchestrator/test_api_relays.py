@@ -65,6 +65,8 @@ def test_a_relay_needs_a_seat_in_the_pool_or_the_operators_leave(world: World) -
     for number, account in enumerate((world.trainer, world.manager, signer(8), signer(9))):
         url = b'{"url":"http://relay:%d"}' % (9100 + number)
         assert world.post("/v1/relays", url, world.login(account, "relay")).status_code == 200
+    own = {info["url"]: info["own"] for info in world.http.get("/v1/relays").json()}
+    assert [own[f"http://relay:{9100 + number}"] for number in range(4)] == [True] * 2 + [False] * 2
     with world.backend.store.begin() as connection:
         nodes.set_status(connection, signer(8).address, "ejected", last_heartbeat=0.0)
     for account in (signer(8), signer(9)):
