@@ -71,7 +71,7 @@ def released(out: Path, **environment: str) -> None:
     assert (git("tag"), git("status", "--porcelain")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_dry_run_makes_everything_but_images_and_changes_nothing(tmp_path: Path) -> None:
     """Without an engine. Images by digest: the test below."""
