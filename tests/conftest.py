@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempts modules and tests from garbage collection, which takes a tenth of the tests' time
-    otherwise."""
+    """Excludes imported modules and collected tests from garbage collection. Scanning them takes
+    10 % of the tests' CPU time."""
     gc.collect()
     gc.freeze()
     collect_rarely()

@@ -67,8 +67,8 @@ PER_SOURCE = 2
 class Pace:
     """How hard a fetch tries: connections in all and per source, and the seconds without a verified
     chunk after which it gives up. Sources of the roles `last_resorts` are used only when no other
-    source is left, those of a role only when none of the earlier roles is. While one of the URLs
-    `own` may be a mirror, origins are among them too: it spares the trainer."""
+    source is left, in the order of the roles. `own` are URLs of the pool's own accounts. While one
+    of them is a mirror that may be asked (the trainer's bucket), origins are last resorts too."""
 
     parallel: int = 4
     per_source: int = PER_SOURCE

@@ -363,8 +363,9 @@ class Relay:
         own: Collection[str] = (),
     ) -> None:
         """Takes the published manifests and where to fetch them: groups of base URLs, of which each
-        is used only if those before it fail. `own` are those of the pool's own accounts: a bucket
-        among them spares the trainer's origin, where there is one group.
+        is used only if those before it fail. `own` are the URLs of the pool's own accounts. If
+        there is one group and a mirror is among `own`, the relay prefers it to the trainer's
+        origin.
 
         Invalid manifests are refused (reported once as an event), never served. If the fetching
         thread has ended by an error, raises that error.

@@ -211,7 +211,8 @@ class SourceBook:
         return len(not_before) == 1 or any(s.role not in not_before for s in proven)
 
     def may_mirror(self, urls: Collection[str]) -> bool:
-        """Whether one of `urls` is a mirror that may be asked now, or has not shown its role."""
+        """Returns whether one of `urls` may be asked now and is a mirror, or its role is not known
+        yet."""
         with self._lock:
             now = self.clock()
             return any(

@@ -497,8 +497,8 @@ class RelayAnnouncement(Strict):
 
 
 class RelayInfo(Answer):
-    """A relay that announced itself recently. `own`: by an account of the pool's own, so it may be
-    the trainer's origin or bucket."""
+    """A relay that announced itself recently. `own`: whether one of the pool's own accounts
+    announced it, for example the trainer its origin or bucket."""
 
     url: str = Field(max_length=512)
     versions: tuple[int, ...] = ()

@@ -101,8 +101,8 @@ class PoolView:
 
     @property
     def idle_lately(self) -> int:
-        """Like `idle`, or a recent count (api/idle.py): enough to refuse a lease, not to give
-        one."""
+        """Like `idle`, but may be a recent, cached count (api/idle.py). Use it to refuse a lease,
+        not to grant one."""
         count = self.backend.idle.lately(self.now)
         return self.idle if count is None else count
 
