@@ -5,13 +5,11 @@ The native binary is used, never the Node wrapper in `.bin`: ending that one lea
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import json
 import os
 import platform
-import random
 import shutil
 import signal
 import socket
@@ -25,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from devnet.ports import free_port
 from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Address
 from prime_core.signing import LocalSigner, limit_recursion
@@ -60,20 +59,6 @@ def find_anvil() -> Path:
 def _is_script(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"#!"
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago.
-
-    Below the range from which the kernel takes the near ends of outgoing connections: none of those
-    can take the port before its server does, or while the server is restarted.
-    """
-    for _ in range(1000):
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise FatalError("no free TCP port between 20000 and 32000: end what holds them")
 
 
 def dev_signer(index: int) -> LocalSigner:

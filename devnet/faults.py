@@ -33,12 +33,12 @@ from pathlib import Path
 import psutil
 
 from devnet import findings
-from devnet.chain import free_port
 from devnet.faulty import FaultyRpc, RpcFault
 from devnet.faulty import Kind as RpcKind
 from devnet.network import BIN, Network
 from devnet.observe import ChainFacts, claimed, published_leaves, rebuilt, trained
 from devnet.plan import NodePlan, Plan, run_definition
+from devnet.ports import free_port
 from devnet.processes import Child, Supervisor
 from devnet.s3 import BUCKET, S3Server, find_weed, s3_server
 from devnet.walk import Walk

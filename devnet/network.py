@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from devnet.chain import Anvil, free_port
+from devnet.chain import Anvil
 from devnet.faulty import KINDS, FaultyRpc, RpcFault
 from devnet.foreign import ForeignEvents
 from devnet.plan import TOKEN, NodePlan, Plan, run_definition
+from devnet.ports import free_port
 from devnet.processes import Child, Supervisor
 from prime_broadcast.manifest import build_manifest
 from prime_chain.client import ChainClient

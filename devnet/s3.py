@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from devnet.chain import end_with_parent, free_port
+from devnet.chain import end_with_parent
+from devnet.ports import free_port
 
 BUCKET = "pools"
 PUBLIC = "public"

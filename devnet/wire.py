@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 
 PIECE = 1 << 16
 CONNECT_SECONDS = 2.0

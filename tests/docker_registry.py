@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 
 
 @contextmanager

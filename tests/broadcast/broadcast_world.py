@@ -12,7 +12,7 @@ import numpy as np
 from served import served
 from served import until as until
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_broadcast import layout
 from prime_broadcast.client import Base, FetchStats, fetch
 from prime_broadcast.durable import NOTE

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from broadcast_world import CHUNK, TRAINER, TRUST, Run, same_files, until
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_broadcast import layout
 from prime_broadcast.chunks import PER_SOURCE
 from prime_broadcast.client import Base, FetchStats, fetch

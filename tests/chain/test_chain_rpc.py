@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from devnet.chain import CHAIN_ID, free_port
+from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
+from devnet.ports import free_port
 from prime_chain import rpc
 from prime_chain.client import Call, ChainClient, PaidFee
 from prime_chain.errors import (

@@ -7,8 +7,9 @@ import itertools
 import pytest
 from sender_kit import GWEI, FakeTime, Make, target, transfer
 
-from devnet.chain import CHAIN_ID, free_port
+from devnet.chain import CHAIN_ID
 from devnet.deployed import Deployed
+from devnet.ports import free_port
 from prime_chain.client import Call, ChainClient, Fees
 from prime_chain.errors import ChainRevertedError
 from prime_chain.fees import FeePolicy, bumped

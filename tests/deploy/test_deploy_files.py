@@ -29,7 +29,8 @@ import yaml
 from compose_file import COMPOSE, OURS, compose
 from programs import load_script
 
-from devnet.chain import Anvil, find_anvil, free_port
+from devnet.chain import Anvil, find_anvil
+from devnet.ports import free_port
 from devnet.s3 import S3Server
 from prime_core.errors import UserError
 from prime_core.settings import BaseSettings, load_settings, variable_of

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from devnet.chain import CHAIN_ID, Anvil, dev_signer, find_anvil, free_port
+from devnet.chain import CHAIN_ID, Anvil, dev_signer, find_anvil
+from devnet.ports import free_port
 from prime_core.errors import FatalError, UnavailableError, UserError
 
 pytestmark = pytest.mark.usefixtures("anvil")  # skips by name where it is missing

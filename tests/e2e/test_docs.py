@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from devnet.chain import free_port
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
+from devnet.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("docs", "devnet", "node_modules", "contracts", "scripts")

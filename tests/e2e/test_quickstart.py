@@ -19,8 +19,9 @@ import httpx
 import pytest
 from e2e_kit import ROOT, processes_of, require_anvil, until
 
-from devnet.chain import Anvil, free_port
+from devnet.chain import Anvil
 from devnet.faulty import FaultyRpc, RpcFault
+from devnet.ports import free_port
 from prime_chain.costs import GAS_PRICE_ORACLE
 from prime_chain.keystore import named_address
 from prime_chain.networks import BASE_SEPOLIA

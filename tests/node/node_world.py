@@ -25,7 +25,7 @@ from pools import deployment as deployment
 from served import until as until
 from stores import migrate
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_broadcast.publish import finalize, publish
 from prime_broadcast.server import Origin
 from prime_chain.keystore import save_keystore

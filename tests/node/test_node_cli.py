@@ -19,7 +19,7 @@ from programs import typed
 from served import served
 from typer.testing import CliRunner
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_chain.amounts import ETHER
 from prime_chain.keystore import create_keystore, load_keystore
 from prime_core.errors import PolicyError, UnavailableError, UserError

@@ -21,7 +21,7 @@ import pytest
 from bridge_kit import Kit, hand_in, heartbeat_loop, policy_keeper
 from node_world import NODE, node_world, run_definition, until
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_broadcast.pool import PoolNames
 from prime_core.errors import FatalError, UnavailableError
 from prime_core.task import Task

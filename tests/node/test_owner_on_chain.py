@@ -14,8 +14,9 @@ from eth_abi import abi
 from programs import keystore, typed
 from typer.testing import CliRunner
 
-from devnet.chain import dev_signer, free_port
+from devnet.chain import dev_signer
 from devnet.deployed import TEST_PERIODS, Deployed, opinions_on, pool_config
+from devnet.ports import free_port
 from prime_chain import flows
 from prime_chain.amounts import ETHER
 from prime_chain.client import Call

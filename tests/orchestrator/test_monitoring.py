@@ -26,7 +26,7 @@ from operator_kit import (
     without_unit,
 )  # fmt: skip
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from prime_broadcast import publish as layouts
 from prime_broadcast.manifest import Trust
 from prime_broadcast.relay import Relay

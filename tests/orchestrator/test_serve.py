@@ -37,7 +37,8 @@ from orchestrator_world import run_definition
 from served import served
 from typer.testing import CliRunner
 
-from devnet.chain import Anvil, free_port
+from devnet.chain import Anvil
+from devnet.ports import free_port
 from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.encoding import sha256

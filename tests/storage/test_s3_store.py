@@ -18,7 +18,7 @@ pytest.importorskip("boto3", reason="S3: pip install 'prime-open[s3]'")
 
 from served import served
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError, UserError

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from torch.multiprocessing import start_processes
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([

@@ -20,7 +20,7 @@ import trainer_kit as kit
 from safetensors.torch import load_file, save_file
 from trainer_pool import Pool, until
 
-from devnet.chain import free_port
+from devnet.ports import free_port
 from devnet.s3 import BUCKET, PUBLIC, S3Server
 from devnet.wire import Wires
 from prime_broadcast import layout
