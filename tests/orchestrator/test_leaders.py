@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
+from stores import migrate
 
 from devnet.deployed import Deployed
 from prime_chain.client import Call
 from prime_chain.sender import Sender
 from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.ids import address
-from prime_orchestrator.store import Store, open_store
+from prime_orchestrator.store import Store, leaders, open_store
 from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.leaders import BEAT_SECONDS, LEASE_SECONDS, LoopLease
+from prime_orchestrator.store.rows import insert_new
 
 
 class Clock:
@@ -85,6 +89,26 @@ def test_a_restart_from_the_same_folder_need_not_wait_and_a_clean_end_leaves_it_
     assert b.tick()
     a.release()  # another's is not let go
     assert not LoopLease(either_store, "c", now=Clock(0)).tick()
+
+
+@pytest.mark.postgres
+def test_a_lease_released_while_another_looks_at_it_is_taken(
+    empty_postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PostgreSQL the row can go between two statements of one transaction."""
+    ours, theirs = open_store(empty_postgres), open_store(empty_postgres)
+    migrate(ours)
+    a, b = LoopLease(ours, "a", now=Clock(0)), LoopLease(theirs, "b", now=Clock(0))
+    assert a.tick()
+
+    def insert_then_release(connection: sa.Connection, table: sa.Table, row: Any) -> None:
+        insert_new(connection, table, row)
+        a.release()
+
+    monkeypatch.setattr(leaders, "insert_new", insert_then_release)
+    assert b.tick()
+    ours.close()
+    theirs.close()
 
 
 def test_a_holder_without_database_stops_believing_in_its_lease(either_store: Store) -> None:

@@ -73,12 +73,14 @@ class LoopLease:
         started, was = self._now(), self.held()
         with self._store.begin() as connection:
             first = {"name": _NAME, "holder": self._holder, "beat": 0}
-            insert_new(connection, _table, first)
-            row = connection.execute(
-                sa.select(_table.c.holder, _table.c.beat)
-                .where(_table.c.name == _NAME)
-                .with_for_update()
-            ).one()
+            row = None
+            while row is None:  # PostgreSQL: between the two, the holder may release it
+                insert_new(connection, _table, first)
+                row = connection.execute(
+                    sa.select(_table.c.holder, _table.c.beat)
+                    .where(_table.c.name == _NAME)
+                    .with_for_update()
+                ).first()
             mine = row.holder == self._holder or self._stands_still((row.holder, int(row.beat)))
             if mine:
                 connection.execute(
