@@ -79,7 +79,10 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
 def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> list[Call]:
     """Returns the transaction that claims for one or several nodes or validators. With several,
     those with nothing payable are skipped. Raises as `payable_claim`."""
-    with OrchestratorClient(settings.need_orchestrator()) as client:
+    with (
+        naming_mirrors("give a mirror's URL there"),
+        OrchestratorClient(settings.need_orchestrator()) as client,
+    ):
         claim = partial(payable_claim, client, link.contracts, link.pool)
         if len(accounts) == 1:
             return [link.contracts.rewards.claim(claim(accounts[0]))]

@@ -1,13 +1,26 @@
-"""What an account can claim: the orchestrator's word, held to the reward root on chain."""
+"""What an account can claim: an entry of a reward root, checked against the root on chain.
+
+The orchestrator gives each account its entry. A mirror has settlements only, so the entry is read
+from the one behind the newest reward root that is payable.
+"""
 
 from __future__ import annotations
 
 from prime_chain.amounts import prime
 from prime_chain.contracts import Claim, Contracts
+from prime_chain.history import read_events
+from prime_chain.rewards import MAX_OBJECT_BYTES, standing_roots
 from prime_core.encoding import merkle_verify, reward_leaf
-from prime_core.errors import ConflictError, UntrustedError, UserError
+from prime_core.errors import (
+    ConflictError,
+    MalformedError,
+    NotFoundError,
+    UntrustedError,
+    UserError,
+)
 from prime_core.ids import Address
 from prime_core.messages import RewardInfo
+from prime_core.settlement import parse_settlement
 from prime_core.transport.client import OrchestratorClient
 
 
@@ -21,18 +34,47 @@ def payable_claim(
 ) -> Claim:
     """What can be claimed for a node or validator now, its proof checked against the root on chain.
 
-    Raises UserError if there is nothing to claim or not yet, UntrustedError if the orchestrator's
-    proof does not lead to the root, ConflictError if that root was disabled.
+    `client`: the orchestrator or a mirror. Raises UserError if there is nothing to claim or not
+    yet, UntrustedError if the orchestrator's proof does not lead to the root, ConflictError if that
+    root was disabled.
     """
-    info = fetch_info(client, account)
-    if info.epoch is None or int(info.cumulative) == 0:
+    try:
+        info = fetch_info(client, account)
+    except NotFoundError:
+        claim = _settled_claim(client, contracts, pool, account)
+    else:
+        claim = None
+        if info.epoch is not None:
+            claim = Claim(pool, info.epoch, account, int(info.cumulative), info.proof)
+    if claim is None or claim.cumulative == 0:
         raise UserError(
             f"{account} has no settled rewards yet",
             hint="an epoch is settled once its last file's validity has passed",
         )
-    return checked_claim(
-        contracts, Claim(pool, info.epoch, account, int(info.cumulative), info.proof)
-    )
+    return checked_claim(contracts, claim)
+
+
+def _settled_claim(
+    client: OrchestratorClient, contracts: Contracts, pool: int, account: Address
+) -> Claim | None:
+    """The account's entry in the settlement of the newest payable reward root, or of the newest one
+    if none is payable yet. None if it has none. Raises NotFoundError if `client` does not serve
+    the settlement, MalformedError if the object is none."""
+    events = read_events(contracts.client, contracts.deployment, contracts=("rewards",), pool=pool)
+    roots = standing_roots(events)
+    if not roots:
+        return None
+    now = contracts.vault.window_time()
+    payable = [root for root in roots if root.claimable_at <= now]
+    newest = (payable or roots)[-1]
+    try:
+        settlement = parse_settlement(client.get_object(newest.object, MAX_OBJECT_BYTES))
+    except ValueError as error:
+        raise MalformedError(f"object {newest.object} is not a settlement") from error
+    if all(entry.node != account for entry in settlement.entries):
+        return None
+    cumulative, proof = settlement.proof(account)
+    return Claim(pool, newest.epoch, account, cumulative, tuple(proof))
 
 
 def checked_claim(contracts: Contracts, claim: Claim) -> Claim:

@@ -163,6 +163,18 @@ def rebuild(
     return Rebuilder(events, deployment, pool, runs, objects).rebuild(epoch)
 
 
+def standing_roots(events: Sequence[Event]) -> list[RewardRootPosted]:
+    """Returns the newest reward root of each epoch, without disabled ones, from one pool's
+    events."""
+    live: dict[int, RewardRootPosted] = {}
+    for event in events:
+        if isinstance(event, RewardRootPosted):
+            live[event.epoch] = event
+        elif isinstance(event, RewardRootDisabled):
+            live = {n: e for n, e in live.items() if not event.epoch <= n <= event.last}
+    return [live[number] for number in sorted(live)]
+
+
 class Rebuilder:
     """One pool's events, and the objects behind them; see the module's docstring."""
 
@@ -201,13 +213,7 @@ class Rebuilder:
 
     def posted(self) -> list[RewardRootPosted]:
         """Reward roots that stand: the newest of each epoch, without disabled ones."""
-        live: dict[int, RewardRootPosted] = {}
-        for event in self._events:
-            if isinstance(event, RewardRootPosted):
-                live[event.epoch] = event
-            elif isinstance(event, RewardRootDisabled):
-                live = {n: e for n, e in live.items() if not event.epoch <= n <= event.last}
-        return [live[number] for number in sorted(live)]
+        return standing_roots(self._events)
 
     def rebuild(self, epoch: int) -> Rebuilt:
         """See `rebuild` above."""

@@ -411,9 +411,10 @@ def test_rewards_of_all_nodes_of_an_owner_are_claimed_at_once(
             forfeited="0",
         )
 
-    monkeypatch.setattr("prime_chain.claims.fetch_info", reported)
     where = ("--orchestrator", "http://127.0.0.1:9")
     claim = ("rewards", "claim", *where)
+    assert "audit mirrors --pool N" in owner.refused(*claim, "--node", NODE.address)
+    monkeypatch.setattr("prime_chain.claims.fetch_info", reported)
     assert "can be claimed in" in owner.refused("rewards", "claim", "--node", NODE.address, *where)
     deployed.anvil.forward(periods.reward_delay + 1)
     owner("payout", VALIDATOR.address)
