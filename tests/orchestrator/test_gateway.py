@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +29,7 @@ import pytest
 from operator_kit import PASSWORD, Operator, until, without_unit
 from orchestrator_world import run_definition
 from prometheus_client import generate_latest
+from sqlalchemy import Connection
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -314,6 +316,38 @@ def test_a_retry_gets_the_same_bytes_also_after_a_restart(world: World) -> None:
     Site.seen["/page"] += 5  # the page changes meanwhile
     world.start()
     assert world.ask().model_dump_json() == first
+
+
+@pytest.mark.parametrize("writes", [1, 2, 3])
+def test_a_gateway_killed_after_any_of_its_writes_answers_the_call_after_its_restart(
+    world: World, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """It takes the place, keeps the text, keeps the signed answer. Nothing of it is lost, and all
+    rows of the step get the same text."""
+
+    class KilledError(BaseException):
+        pass
+
+    begin, left = world.store.begin, [writes]
+
+    @contextmanager
+    def dying() -> Iterator[Connection]:
+        with begin() as connection:
+            yield connection
+        left[0] -= 1
+        if not left[0]:
+            raise KilledError
+
+    with monkeypatch.context() as death:
+        death.setattr(world.store, "begin", dying)
+        with pytest.raises(KilledError):
+            world.ask()
+    assert left == [0]
+    world.start()
+    again = world.ask()
+    assert world.ask(sample=1).text == again.text
+    assert Site.seen["/page"] == 1
+    again.require(world.call(), world.lease().lease.digest(WORK), GATEWAY.address)
 
 
 @pytest.mark.parametrize("change", [{"path": "/inject"}, {"prefix": ZERO_DIGEST}])
