@@ -23,10 +23,10 @@ from rich.text import Text
 
 from devnet.kinds import LIES
 from devnet.liars import known
-from devnet.plan import Plan, node_plans
+from devnet.plan import PERIODS, Plan, node_plans
 from devnet.processes import stop_recorded
 from prime_core.command_line import Json
-from prime_core.deployment import DEMO_PERIODS, Periods
+from prime_core.deployment import Periods
 from prime_core.errors import FatalError, PrimeError, UnavailableError, UserError
 from prime_core.folders import make_folder
 from prime_core.messages import NodeInfo, Status
@@ -167,7 +167,7 @@ def up(
         fixed_steps=steps is not None,
         nodes=node_plans(nodes, lying, kinds, shadows, planted),
         validators=validators,
-        periods=QUICK_PERIODS if quick else DEMO_PERIODS,
+        periods=QUICK_PERIODS if quick else PERIODS,
         port=port,
         runtime=chosen,
         image=image,
