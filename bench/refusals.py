@@ -37,7 +37,8 @@ def rows(quick: bool, database: Database) -> list[Row]:
     with serving(database, run) as servers:
         nodes = seat(servers.pool, 500 if quick else 10_000)
         with servers.pool.backend.store.begin() as connection:
-            connection.execute(sa.update(schema.nodes).values(kept=10.0))
+            change = sa.update(schema.nodes)
+            connection.execute(change.values(kept=10.0, challenge_rate=1000.0))
         return asyncio.run(_measure(servers, nodes, 400 if quick else 4_000))
 
 

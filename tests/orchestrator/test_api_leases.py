@@ -16,12 +16,14 @@ from prime_core.draws import DrawList
 from prime_core.encoding import sha256
 from prime_core.ids import Address, Digest
 from prime_core.messages import LeaseAnswer, LeaseRequest
+from prime_core.run import SpeedClasses
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason
 from prime_orchestrator import scheduler
 from prime_orchestrator.api import idle, leasing
 from prime_orchestrator.api.idle import IdleCount
 from prime_orchestrator.api.liveness import LifeTicks
+from prime_orchestrator.manager import speed
 from prime_orchestrator.manager.standing import PATIENCE
 from prime_orchestrator.store import leases, nodes, schema, submissions
 
@@ -110,17 +112,19 @@ def test_work_is_given_out_until_the_lead_is_full(
     assert "under way" in refused.reason
 
 
-def test_a_refusal_reads_no_more_in_a_pool_of_more_nodes(tmp_path: Path) -> None:
-    small, large = (_refusals(tmp_path / str(count), count) for count in (200, 1_000))
-    assert small.keys() == large.keys() == {"newcomers", "left for idle nodes", "enough"}
+def test_an_answer_reads_no_more_in_a_pool_of_more_nodes(tmp_path: Path) -> None:
+    """A given lease neither, while the pool's medians are recent."""
+    small, large = (_answers(tmp_path / str(count), count) for count in (200, 1_000))
+    assert small.keys() == large.keys() == {"given", "newcomers", "left for idle nodes", "enough"}
     for why, (statements, steps) in small.items():
         assert large[why][0] == statements, why
         assert large[why][1] <= 1.1 * steps, why
 
 
-def _refusals(folder: Path, count: int) -> dict[str, tuple[int, int]]:
-    """By why a node of a pool with so many idle nodes gets no lease: the statements of a refusal,
-    and SQLite's steps in them. The newest node is fast and alone has a record."""
+def _answers(folder: Path, count: int) -> dict[str, tuple[int, int]]:
+    """The statements of a given lease, and by why a node of a pool with so many idle nodes gets
+    none, those of a refusal; with SQLite's steps in them. The newest node is fast and alone has a
+    record."""
     pool = seats.Pool.make(folder)
     store, change = pool.backend.store, sa.update(schema.nodes)
     pool.seat(1, honest=True)
@@ -128,7 +132,8 @@ def _refusals(folder: Path, count: int) -> dict[str, tuple[int, int]]:
         row = nodes.get(connection, pool.honest[0])
         assert row is not None
         names = [Address(f"0x{at:040x}") for at in range(1, count + 1)]
-        rows = [asdict(replace(row, address=one, provider=None)) for one in names]
+        idle_row = replace(row, provider=None, challenge_rate=5.0)
+        rows = [asdict(replace(idle_row, address=one)) for one in names]
         connection.execute(sa.insert(schema.nodes), rows)
     pool.seat(1, honest=True)
     fast = pool.honest[1]
@@ -148,7 +153,7 @@ def _refusals(folder: Path, count: int) -> dict[str, tuple[int, int]]:
 
     def refused(reason: str) -> None:
         while (answer := ask(next(asking))).lease is not None:
-            pass
+            found["given"] = (seen[0], seen[1])
         assert answer.reason == reason
         assert ask(next(asking)).retry_after_ms == answer.retry_after_ms > idle.WAIT_MS
 
@@ -180,6 +185,54 @@ def test_many_idle_nodes_are_counted_again_ten_times_in_a_wait() -> None:
     assert [count.lately(at) for at in (99.9, 100, 104.9, 105)] == [None, 10_000, 10_000, None]
     count.note(100, 100.0)  # they wait for the minimum time
     assert count.lately(100.0) is None
+
+
+def test_only_a_large_pools_median_rates_are_kept_and_a_nodes_own_rate_counts_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "SMALL_POOL", 4)
+    classes = SpeedClasses(ratios_micro=(3_000_000,))
+    pool = seats.Pool.make(tmp_path, run=seats.definition().model_copy(update={"speed": classes}))
+    pool.seat(4, honest=True)
+    store, columns, medians = pool.backend.store, schema.nodes.c, speed.Medians()
+
+    def change(rate: float, *some: Address) -> None:
+        update = sa.update(schema.nodes).values(challenge_rate=rate)
+        with store.begin() as connection:
+            connection.execute(update.where(columns.address.in_(some)) if some else update)
+
+    def read(at: float) -> float | None:
+        with store.read() as connection:
+            tokens, solved = medians.read(connection, at)
+        assert tokens is None
+        return solved
+
+    def speed_class(node: Address) -> int:
+        answer = leasing.lease(pool.backend, node, LeaseRequest(policy_version=0))
+        assert answer.lease is not None
+        with store.read() as connection:
+            row = nodes.get(connection, node)
+        assert row is not None
+        return row.speed_class
+
+    assert read(1000.0) is None
+    change(1.0)
+    assert read(1000.0) == 1.0
+    change(2.0, *pool.honest[:2])
+    assert read(1000.0) == 1.5
+    pool.seat(8, honest=True)
+    change(1.0)
+    assert read(1000.0) == 1.0
+    change(2.0)  # kept for 8 ms, and not where the clock was put back
+    assert [read(at) for at in (1000.0, 1000.007, 1000.009, 1000.0)] == [1.0, 1.0, 2.0, 2.0]
+    assert speed_class(pool.honest[0]) == 1
+    change(20.0, pool.honest[1])
+    assert speed_class(pool.honest[1]) == 2
+    change(20.0)
+    assert speed_class(pool.honest[2]) == 2, "the median of this second is still the old one"
+    pool.clock[0] += 1
+    assert speed_class(pool.honest[3]) == 1
+    store.close()
 
 
 @pytest.mark.slow

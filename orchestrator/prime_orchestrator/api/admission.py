@@ -323,8 +323,8 @@ def admit(
             )
         current = nodes.get(connection, account)
         if current is not None:
-            rates = speed.PoolRates.read(connection, [current.address])
-            speed.refresh(connection, context.run, current, rates)
+            solved = challenges.rates_of(connection, [account]).get(account, ())
+            speed.refresh(connection, context.run, current, backend.medians, solved=solved, now=now)
         if known or row.shadow:  # shadow nodes get no invite
             return measured
         derive_node(connection, context, account, now)  # already a member if this store is new

@@ -25,7 +25,7 @@ from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
 from prime_orchestrator.manager.planting import Planted
-from prime_orchestrator.manager.speed import Turns
+from prime_orchestrator.manager.speed import Medians, Turns
 from prime_orchestrator.manager.standing import LEASE_SLOTS, Slots
 from prime_orchestrator.store import Store
 
@@ -98,6 +98,7 @@ class Backend:
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)
     idle: IdleCount = field(default_factory=IdleCount)
+    medians: Medians = field(default_factory=Medians)
 
     @cached_property
     def names(self) -> frozenset[str]:

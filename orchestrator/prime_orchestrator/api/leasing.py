@@ -302,8 +302,15 @@ def _make(
     again: LeaseRow | None,
 ) -> SignedLease:
     policy = view.policy(choice.policy_version)
-    accepted = view.ended(node, "accepted")
-    speed_class = speed.refresh(view.connection, run, node, view.rates, accepted=accepted)
+    speed_class = speed.refresh(
+        view.connection,
+        run,
+        node,
+        view.backend.medians,
+        solved=view.solved.get(node.address, ()),
+        now=view.now,
+        accepted=view.ended(node, "accepted"),
+    )
     problems = None
     if choice.heldout is not None and view.blocks is not None:
         target = view.blocks.target(choice.heldout)

@@ -19,13 +19,14 @@ from prime_core.run import RunDefinition
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.classes import held_by_enough
 from prime_orchestrator.api.evaluating import Blocks, blocks_of
-from prime_orchestrator.manager import revisions, speed, standing, targets
+from prime_orchestrator.manager import revisions, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
 from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
     batches,
+    challenges,
     evaluations,
     exact_classes,
     groups,
@@ -149,10 +150,6 @@ class PoolView:
         since = self.now - TRIES * self.backend.context.run.lease_seconds
         return bool(leases.to_issue_again(self.connection, (), since=since, tries=TRIES))
 
-    @cached_property
-    def rates(self) -> speed.PoolRates:
-        return speed.PoolRates.read(self.connection, self.nodes)
-
     def waits_for(self, step: int) -> str:
         """Returns `revisions.waits_for`."""
         if step not in self._waits:
@@ -209,6 +206,11 @@ class PoolView:
     def coverage(self) -> Coverage | None:
         """What providers' stake covers; None if the run sets no bound."""
         return Coverage.read(self.connection, self.run, self._everyone.values())
+
+    @cached_property
+    def solved(self) -> dict[Address, list[float]]:
+        """The rates of the challenges that the nodes solved, newest first."""
+        return challenges.rates_of(self.connection, self.nodes)
 
     @cached_property
     def with_failures(self) -> frozenset[Address]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prime_core.ids import Address
@@ -39,6 +39,11 @@ TURN_SECONDS = 20.0
 """A node that holds its address's turn without answering loses it after this many seconds."""
 PATIENCE_SECONDS = 40.0
 """A node that has waited this long for its turn is measured without one."""
+SMALL_POOL = 100
+"""In a pool of at most so many live nodes the medians are read each time."""
+KEPT_SECONDS = 0.001
+"""In a larger one they are kept for so long per live node beyond SMALL_POOL: reading them takes
+less than 1 % of a core, in a pool of 1,000 nodes as in one of 10,000."""
 
 
 def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = None) -> int:
@@ -75,58 +80,72 @@ def rates_of(files: Sequence[tuple[int, float, float]]) -> list[float]:
 
 
 @dataclass
-class PoolRates:
-    """Rates that speed classes are computed from: of live nodes (`nodes.live_rates`), and of the
-    challenges of the nodes to be classed, newest first."""
+class Medians:
+    """Medians of the rates of the pool's live nodes, kept in memory while they are recent, because
+    finding them reads all live nodes.
 
-    live: dict[Address, tuple[float | None, float | None]]
-    solved: Mapping[Address, Sequence[float]]
-    _medians: dict[int, float | None] = field(default_factory=dict)
+    In a pool of more than SMALL_POOL live nodes they are up to KEPT_SECONDS × (nodes - SMALL_POOL)
+    old: 9.9 s at 10,000 nodes. In a smaller one they are read each time. Each API process keeps its
+    own. Threads may share them.
+    """
 
-    @classmethod
-    def read(cls, connection: Connection, among: Collection[Address]) -> PoolRates:
-        """Reads the pool's rates, and what `refresh` needs of the nodes in `among`."""
-        return cls(nodes.live_rates(connection), challenges.rates_of(connection, among))
+    _kept: tuple[tuple[float | None, float | None], float, float] | None = None
+    """The medians, when they were read (Unix seconds), and for how many seconds they are kept."""
 
-    def set(self, node: Address, rates: tuple[float | None, float | None]) -> None:
-        """Notes a node's new rates."""
-        if node in self.live:
-            self.live[node] = rates
-            self._medians.clear()
+    def read(self, connection: Connection, now: float) -> tuple[float | None, float | None]:
+        """Returns the medians of the token rates and of the challenge rates; None where no live
+        node has such a rate."""
+        if (kept := self._kept) is not None:
+            medians, at, seconds = kept
+            if 0 <= now - at < seconds:
+                return medians
+        live = nodes.live_rates(connection)
+        medians = _median(tokens for tokens, _ in live), _median(solved for _, solved in live)
+        self._kept = medians, now, KEPT_SECONDS * (len(live) - SMALL_POOL)
+        return medians
 
-    def median(self, kind: int) -> float | None:
-        """Returns the median of the live nodes' token rates (0) or challenge rates (1); None if
-        there are none."""
-        if kind not in self._medians:
-            known = [rate for rates in self.live.values() if (rate := rates[kind]) is not None]
-            self._medians[kind] = statistics.median(known) if known else None
-        return self._medians[kind]
+
+def _median(rates: Iterable[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None
 
 
 def refresh(
     connection: Connection,
     run: RunDefinition,
     node: NodeRow,
-    rates: PoolRates,
+    medians: Medians,
     *,
+    solved: Sequence[float],
+    now: float,
     accepted: int = LEAST_FILES,
 ) -> int:
-    """Computes the node's rate and class from the store, writes what changed and returns the class.
+    """Computes the node's rate and class, writes what changed and returns the class. The rate is
+    exact; the medians that it is compared with may be some seconds old (`Medians`).
+
     A class based only on challenges has no margin, because the first node is measured when there is
-    no pool to compare it with. `accepted`: an upper bound on the node's accepted files, shadow ones
-    included; its files are not read if they are fewer than LEAST_FILES."""
+    no pool to compare it with.
+
+    Args:
+        solved: the rates of the node's challenges, newest first.
+        now: in Unix seconds.
+        accepted: an upper bound on the node's accepted files, shadow ones included; its files are
+            not read if they are fewer than LEAST_FILES.
+    """
     tokens: list[float] = []
     if accepted >= LEAST_FILES:
         files = submissions.latest_accepted(connection, node.address, LATEST_FILES + MOST_SLOTS)
         tokens = rates_of(files)[:LATEST_FILES]
     rate = statistics.median(tokens) if len(tokens) >= LEAST_FILES else None
-    best = max(rates.solved.get(node.address, ())[:CHALLENGES], default=node.challenge_rate)
+    best = max(solved[:CHALLENGES], default=node.challenge_rate)
     if (rate, best) != (node.token_rate, node.challenge_rate):
         nodes.set_rates(connection, node.address, token_rate=rate, challenge_rate=best)
-        rates.set(node.address, (rate, best))
-    own, median = (rate, rates.median(0)) if rate is not None else (best, rates.median(1))
+    own = best if rate is None else rate
+    if own is None:
+        return node.speed_class
+    median = medians.read(connection, now)[rate is None]
     median = own if median is None else median
-    if own is None or median is None or median <= 0:
+    if median <= 0:
         return node.speed_class
     current = node.speed_class if rate is not None else None
     found = class_of(own / median, run.speed.ratios_micro, current)

@@ -284,14 +284,12 @@ def of_providers(
     return found
 
 
-def live_rates(connection: Connection) -> dict[Address, tuple[float | None, float | None]]:
+def live_rates(connection: Connection) -> Sequence[tuple[float | None, float | None]]:
     """Returns (token rate, challenge rate) of every node that is admitted or active."""
-    query = sa.select(_nodes.address, _nodes.token_rate, _nodes.challenge_rate).where(
+    query = sa.select(_nodes.token_rate, _nodes.challenge_rate).where(
         _nodes.status.in_(("admitted", "active"))
     )
-    return {
-        Address(node): (tokens, challenge) for node, tokens, challenge in connection.execute(query)
-    }
+    return [(tokens, challenge) for tokens, challenge in connection.execute(query).all()]
 
 
 def store_heartbeats(connection: Connection, rows: Sequence[NodeRow]) -> None:
