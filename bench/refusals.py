@@ -33,7 +33,7 @@ GROUPS = 100
 
 def rows(quick: bool, database: Database) -> list[Row]:
     """The rows of refused leases; empties the database."""
-    run = definition().model_copy(update={"groups_per_batch": GROUPS, "death_seconds": 600})
+    run = definition().model_copy(update={"groups_per_batch": GROUPS, "death_seconds": 3600})
     with serving(database, run) as servers:
         nodes = seat(servers.pool, 500 if quick else 10_000)
         with servers.pool.backend.store.begin() as connection:
