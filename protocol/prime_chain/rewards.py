@@ -194,7 +194,8 @@ class Rebuilder:
         created = next((e for e in self._events if isinstance(e, PoolCreated)), None)
         if created is None:
             raise NotFoundError(f"the chain has no pool {pool}")
-        named = (created.run_digest, [(e.from_step, e.run_digest) for e in _revised(self._events)])
+        self._revised = _revised(self._events)
+        named = (created.run_digest, [(e.from_step, e.run_digest) for e in self._revised])
         if named != (runs.first.digest(), [(s, run.digest()) for s, run in runs.revisions]):
             raise UntrustedError("the run definitions are not those that the pool names on chain")
         self._manager = created.manager
@@ -587,8 +588,8 @@ class Rebuilder:
             raise UntrustedError(f"the receipt of {digest} is not signed by the manager")
 
     def _judged(self, digest: Digest, claim: _Claim) -> tuple[JudgedFact, RunDefinition]:
-        """What was found in a submission, and the run of its step, which says what it pays. The
-        step is in the table that the verdict names."""
+        """What was found in a submission, and the run that says what it pays. The step is in the
+        table that the verdict names."""
         verdict = _parse(Verdict, self._get(claim.verdict))
         check_opinions(verdict, digest, self._deployment, self._validators)
         deciding = verdict.deciding
@@ -597,7 +598,19 @@ class Rebuilder:
             raise UntrustedError(f"verdict {claim.verdict} names the table of another file")
         accepted = deciding.outcome is Outcome.ACCEPTED
         units = (table.units, table.prompt_units) if accepted else (0, 0)
-        return judged_fact(claim.verdict, verdict, *units), self._runs.at(table.step)
+        run = self._paying(deciding.law.run, table.step, claim.received_at)
+        return judged_fact(claim.verdict, verdict, *units), run
+
+    def _paying(self, named: str, step: int, received_at: int) -> RunDefinition:
+        """The run by which a file of `step` is paid: that of the step, or the one `named` by its
+        lease, if a revision took its place on chain only after the lease can have been given. So
+        no revision of a step that is leased changes a price."""
+        given, found = received_at - self._runs.first.lease_seconds, self._runs.first
+        for event, (from_step, run) in zip(self._revised, self._runs.revisions, strict=True):
+            if from_step > step or (event.block_time > given and found.digest() == named):
+                break
+            found = run
+        return found
 
     def _slashes(self, published: Settlement) -> list[SlashFact]:
         """Slashes of the nodes concerned as of the settlement's block.

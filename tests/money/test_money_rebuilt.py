@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import ARBITER, World, make_world
 from fastapi.testclient import TestClient
-from money_kit import RUN, TOKEN, VALIDATOR
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR
 from walk_kit import (
     HONEST,
     LIAR,
@@ -360,20 +360,29 @@ def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
     assert rebuilt.match, rebuilt.problems
 
 
+@pytest.mark.parametrize("announced", [False, True])
 def test_rebuild_finds_a_manager_that_pays_by_a_cheaper_revision(
-    members: World, monkeypatch: pytest.MonkeyPatch
+    members: World, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
+    """`announced`: it revises on chain a step whose files it has already."""
     world, mgr = members, members.mgr
-    cheap = RunHistory(RUN.model_copy(update={"price_per_unit": RUN.price_per_unit // 2}))
-    mgr.judge(mgr.submit(HONEST))
+    cheap = RUN.model_copy(update={"price_per_unit": RUN.price_per_unit // 2})
+    mgr.judge(mgr.submit(HONEST, step=3))
     world.until_rooted()
+    if announced:
+        world.send(MANAGER, world.contracts.pools.revise(1, cheap.digest(), 3))
+        with mgr.store.begin() as connection:
+            runs.add(connection, RunRow(3, cheap.digest(), cheap.raw(), True, announced_at=0.0))
+    else:
+        monkeypatch.setattr(revisions, "history", lambda *_: RunHistory(cheap))
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)
-    monkeypatch.setattr("prime_orchestrator.manager.revisions.history", lambda *_: cheap)
     world.ticks(4)
     found = settled(world)
     assert found.amounts() == {HONEST.address: 20 * RUN.price_per_unit // 2}
     monkeypatch.undo()
-    assert not rebuild_root(world, found.epoch).match
+    rebuilt = rebuild_root(world, found.epoch)
+    assert rebuilt.settlement.amounts() == {HONEST.address: 20 * RUN.price_per_unit}
+    assert not rebuilt.match
 
 
 def rooted_late(world: World, patch: pytest.MonkeyPatch) -> tuple[SubmissionRow, SubmissionRow]:
