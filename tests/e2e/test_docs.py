@@ -131,6 +131,24 @@ def test_every_page_that_a_source_names_exists() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_each_rule_names_code_and_tests_that_exist() -> None:
+    sections = re.split(r"^### (\d+)\. ", (ROOT / "docs" / "rules.md").read_text(), flags=re.M)
+    assert [int(number) for number in sections[1::2]] == list(range(1, 27))
+    faults = []
+    for number, text in zip(sections[1::2], sections[2::2], strict=True):
+        kept, _, tested = text.partition("*tested by*")
+        places = re.findall(r"`([\w/]+\.(?:py|sol))`", kept)
+        tests = re.findall(r"`([\w/]+\.(?:py|t\.sol))::(\w+)`", tested)
+        if not places or not tests:
+            faults.append(f"rule {number} names no code or no test")
+        faults += [name for name in places if not (ROOT / name).is_file()]
+        for name, test in tests:
+            file = ROOT / "tests" / name
+            if not file.is_file() or not re.search(rf"\b{test}\(", file.read_text()):
+                faults.append(f"rule {number}: {name}::{test}")
+    assert not faults, "\n".join(faults)
+
+
 def run_session(parts: list[str], folder: Path) -> None:
     """Runs the blocks in one bash session below `folder`, for at most SECONDS, and ends every
     process it started."""

@@ -97,6 +97,24 @@ def test_rows_end_at_an_end_token_or_their_limit(engine: PlainEngine) -> None:
         assert engine.end_tokens.isdisjoint(row.output_tokens[:-1])
 
 
+def test_a_model_s_own_sampling_settings_change_no_token(
+    engine: PlainEngine, tmp_path: Path, tiny_folder: Path
+) -> None:
+    """Runs sample by temperature alone; only end tokens are read from generation_config.json."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    settings = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0}
+    settings["eos_token_id"] = sorted(engine.end_tokens)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    greedy, requests = PlainEngine(folder, noise=gumbel), _requests(engine, 4)
+    assert greedy.end_tokens == engine.end_tokens
+    for one, other in zip(
+        greedy.generate(requests, 1.5), engine.generate(requests, 1.5), strict=True
+    ):
+        assert one.output_tokens == other.output_tokens
+        assert np.array_equal(one.logprobs, other.logprobs)
+
+
 def test_no_noise_means_the_most_probable_token(engine: PlainEngine) -> None:
     prompt = _requests(engine, 1)[0].prompt_tokens
     (greedy,) = engine.generate([GenerationRequest(prompt, 6, None)], 1.0)

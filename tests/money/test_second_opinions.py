@@ -31,6 +31,7 @@ from prime_core.validator_messages import Job, KeepRequest, OpinionList, Release
 from prime_core.verdict import MAX_TABLE_BYTES, Outcome, Reason, SignedOpinion, Verdict
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
+from prime_orchestrator.manager.history import draw_count
 from prime_orchestrator.manager.judging import AGAIN_SECONDS, enough
 from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
 from prime_orchestrator.store import jobs, leases, meta, opinions, schema
@@ -219,6 +220,8 @@ def test_no_opinion_is_taken_before_all_that_are_needed_are_sealed(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, mine, its = two_claims(panel, monkeypatch)
+    alone = draw_count(panel.mgr.context.run, 0, mine.second)
+    assert mine.rows == its.rows == alone, "a claim does not show that another judges the file"
     rows = court_rows(panel, mine)
     first = panel.validator.opinion(mine, Reason.NONE, rows)
     assert not panel.validator.seal(first)

@@ -66,6 +66,7 @@ def test_a_run_that_pays_has_a_price_for_prompts_and_bounds_work_at_risk_unless_
         ("[budgets] ", "[bugdets] ", "budgets"),
         ("samples_per_group = 16", "samples_per_group = ", "TOML"),
         ("price_per_unit", "prize_per_unit", "price_per_unit"),
+        ("temperature_micro", "top_p_micro = 900_000\ntemperature_micro", "top_p_micro"),
         ("[task]", '[cards]\nkinds = ["h900"]\ncounts = [4]\n\n[task]', "h900"),
     ],
 )
