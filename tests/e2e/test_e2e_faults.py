@@ -11,8 +11,8 @@ from devnet.faults import KINDS, Sizes, play
 from prime_core.deployment import DEMO_PERIODS
 from prime_core.errors import UserError
 
-SHORT = tuple(kind for kind in KINDS if kind not in ("postgres-crash", "kill-s3"))
-"""After a full disk, both servers are killed and started as well."""
+SHORT = tuple(kind for kind in KINDS if kind not in ("disk-full-postgres", "disk-full-s3"))
+"""The long run fills the servers' disks as well."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
