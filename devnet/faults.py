@@ -46,7 +46,7 @@ from devnet.s3 import BUCKET, S3Server, find_weed, s3_server
 from devnet.walk import Walk
 from devnet.wire import CLEAR, Weather, Wires
 from prime_chain import events
-from prime_chain.claims import payable_claim
+from prime_chain.claims import Payable
 from prime_core.deployment import Periods
 from prime_core.errors import PrimeError, UnavailableError, UserError
 from prime_core.ids import Address, Digest
@@ -786,9 +786,10 @@ class FaultRun:
         owner = Owner(link, network.accounts["deployer"].open(), network.root / "claims")
         claims = []
         with network.client() as client:
+            payable = Payable(client, contracts, network.pool)
             for address in network.addresses():
                 with contextlib.suppress(UserError):  # it has earned nothing
-                    claims.append(payable_claim(client, contracts, network.pool, address))
+                    claims.append(payable.claim_of(address))
         try:
             for at in range(0, len(claims), CLAIMS_AT_ONCE):
                 owner.perform([contracts.rewards.claim_many(claims[at : at + CLAIMS_AT_ONCE])])

@@ -46,11 +46,18 @@ class _Ports:
                     return port
         raise FatalError(f"no free TCP port between {FIRST} and {LAST}: end what holds them")
 
+    def forget(self) -> None:
+        """Gives up all blocks. For a forked child, whose parent has them too."""
+        self._lock = threading.Lock()
+        while self._locks:
+            os.close(self._locks.pop())
+        self._undrawn = []
+
     def _take_block(self) -> list[int]:
         if len(self._locks) == _HELD:
             os.close(self._locks.popleft())
         folder = Path(tempfile.gettempdir()) / f"prime-ports-{os.getuid()}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         starts = list(range(FIRST, LAST, BLOCK))
         random.SystemRandom().shuffle(starts)
         for start in starts:
@@ -66,9 +73,10 @@ class _Ports:
 
 
 _PORTS = _Ports()
+os.register_at_fork(after_in_child=_PORTS.forget)
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free, and that this function returns to no other caller of
-    this user before this process ends or has drawn at least 80 more. Raises FatalError."""
+    """Returns a TCP port of 127.0.0.1 that is free. No other process of this user draws it before
+    this one ends or has drawn the ports of two more blocks. Raises FatalError if none is free."""
     return _PORTS.draw()

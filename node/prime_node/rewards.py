@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prime_chain.claims import fetch_info, payable_claim
+from prime_chain.claims import Payable, fetch_info
 from prime_chain.client import Call
 from prime_chain.explain import Explanation, explain
 from prime_chain.history import read_events
@@ -78,12 +78,12 @@ def read_rewards(settings: Settings, node: Address) -> NodeRewards:
 
 def claim_calls(settings: Settings, link: Link, accounts: Sequence[Address]) -> list[Call]:
     """Returns the transaction that claims for one or several nodes or validators. With several,
-    those with nothing payable are skipped. Raises as `payable_claim`."""
+    those with nothing payable are skipped. Raises as `Payable.claim_of`."""
     with (
         naming_mirrors("give a mirror's URL there"),
         OrchestratorClient(settings.need_orchestrator()) as client,
     ):
-        claim = partial(payable_claim, client, link.contracts, link.pool)
+        claim = Payable(client, link.contracts, link.pool).claim_of
         if len(accounts) == 1:
             return [link.contracts.rewards.claim(claim(accounts[0]))]
         claims, why = [], UserError("this owner has no node")

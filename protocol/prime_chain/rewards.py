@@ -561,7 +561,7 @@ class Rebuilder:
         self._check_receipt(digest, claim.received_at, claim.receipt)
         judged, run = None, None
         if claim.verdict != ZERO_DIGEST:
-            judged, run = self._judged(digest, claim)
+            judged, run = self._judged(digest, claim, root.block_time)
         return LeafFact(
             submission_digest=digest,
             node=leaf.node,
@@ -587,9 +587,11 @@ class Rebuilder:
         if receipt.recover(self._deployment.domain_of(receipt), signature) != self._manager:
             raise UntrustedError(f"the receipt of {digest} is not signed by the manager")
 
-    def _judged(self, digest: Digest, claim: _Claim) -> tuple[JudgedFact, RunDefinition]:
+    def _judged(
+        self, digest: Digest, claim: _Claim, rooted_at: int
+    ) -> tuple[JudgedFact, RunDefinition]:
         """What was found in a submission, and the run that says what it pays. The step is in the
-        table that the verdict names."""
+        table that the verdict names. `rooted_at`: time of the root's block."""
         verdict = _parse(Verdict, self._get(claim.verdict))
         check_opinions(verdict, digest, self._deployment, self._validators)
         deciding = verdict.deciding
@@ -598,14 +600,18 @@ class Rebuilder:
             raise UntrustedError(f"verdict {claim.verdict} names the table of another file")
         accepted = deciding.outcome is Outcome.ACCEPTED
         units = (table.units, table.prompt_units) if accepted else (0, 0)
-        run = self._paying(deciding.law.run, table.step, claim.received_at)
+        made_by = min(claim.received_at, rooted_at, deciding.opinion.judged_at)
+        run = self._paying(deciding.law.run, table.step, made_by)
         return judged_fact(claim.verdict, verdict, *units), run
 
-    def _paying(self, named: str, step: int, received_at: int) -> RunDefinition:
+    def _paying(self, named: str, step: int, made_by: int) -> RunDefinition:
         """The run by which a file of `step` is paid: that of the step, or the one `named` by its
-        lease, if a revision took its place on chain only after the lease can have been given. So
-        no revision of a step that is leased changes a price."""
-        given, found = received_at - self._runs.first.lease_seconds, self._runs.first
+        lease, if a revision took its place on chain only after the lease can have been given.
+
+        `made_by`: a time at which the file existed (Unix seconds). The manager signs when it
+        received the file, so the root's block and the opinion bound that time.
+        """
+        given, found = made_by - self._runs.first.lease_seconds, self._runs.first
         for event, (from_step, run) in zip(self._revised, self._runs.revisions, strict=True):
             if from_step > step or (event.block_time > given and found.digest() == named):
                 break

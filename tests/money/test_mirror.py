@@ -21,7 +21,7 @@ from money_kit import RUN, VALIDATOR, key
 from programs import typed
 from walk_kit import HONEST, LIAR, OWNER, one, settled
 
-from prime_chain.claims import payable_claim
+from prime_chain.claims import Payable
 from prime_chain.contracts import Claim
 from prime_chain.event import Event
 from prime_chain.events import EVENTS, FileRestored, RewardRootPosted, RootPosted
@@ -126,9 +126,10 @@ def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirro
     world.anvil.forward(silent - world.client.block("latest").time)
     before = c.token.balance_of(OWNER.address)
     with OrchestratorClient(mirrored) as client:
-        of_first = payable_claim(client, c, 1, HONEST.address)
+        payable = Payable(client, c, 1)
+        of_first = payable.claim_of(HONEST.address)
         with pytest.raises(UserError, match="no settled rewards yet"):
-            payable_claim(client, c, 1, LIAR.address)
+            payable.claim_of(LIAR.address)
     world.send(STRANGER, c.rewards.claim(of_first))
     assert c.token.balance_of(OWNER.address) - before == 20 * RUN.price_per_unit
     world.send(STRANGER, c.rewards.post_table(table, [signature]))
@@ -137,7 +138,7 @@ def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirro
         OrchestratorClient(mirrored) as client,
         pytest.raises(NotFoundError, match="this mirror has no"),
     ):
-        payable_claim(client, c, 1, HONEST.address)  # of the table, which it does not hold
+        Payable(client, c, 1).claim_of(HONEST.address)  # of the table, which it does not hold
     amount, proof = found.proof(HONEST.address)
     claim = Claim(1, found.epoch, HONEST.address, amount, tuple(proof))
     world.send(STRANGER, c.rewards.claim(claim))

@@ -37,8 +37,9 @@ from prime_core.encoding import sha256
 from prime_core.errors import UntrustedError
 from prime_core.fees import FAULT_FEES
 from prime_core.ids import ZERO_DIGEST, Digest
-from prime_core.messages import SubmissionInfo
+from prime_core.messages import ReceiptAnswer, SubmissionInfo
 from prime_core.revisions import RunHistory
+from prime_core.rollout import Receipt
 from prime_core.storage.base import put_object
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
@@ -360,19 +361,30 @@ def test_each_file_is_paid_by_the_revision_of_its_step_and_rebuilt_so(
     assert rebuilt.match, rebuilt.problems
 
 
-@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("how", ["hidden", "announced", "with a later receipt"])
 def test_rebuild_finds_a_manager_that_pays_by_a_cheaper_revision(
-    members: World, monkeypatch: pytest.MonkeyPatch, announced: bool
+    members: World, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """`announced`: it revises on chain a step whose files it has already."""
+    """`how`: all but the first revise on chain a step whose files the manager has already."""
     world, mgr = members, members.mgr
     cheap = RUN.model_copy(update={"price_per_unit": RUN.price_per_unit // 2})
-    mgr.judge(mgr.submit(HONEST, step=3))
+    file = mgr.submit(HONEST, step=3)
+    mgr.judge(file)
     world.until_rooted()
-    if announced:
+    if how != "hidden":
         world.send(MANAGER, world.contracts.pools.revise(1, cheap.digest(), 3))
         with mgr.store.begin() as connection:
             runs.add(connection, RunRow(3, cheap.digest(), cheap.raw(), True, announced_at=0.0))
+        if how == "with a later receipt":
+            at = world.client.block("latest").time + RUN.lease_seconds + 1
+            receipt = Receipt(submission_digest=file.digest, received_at=at)
+            answer = ReceiptAnswer(receipt=receipt, signature=mgr.backend.sign(receipt))
+            with mgr.store.begin() as connection:
+                connection.execute(
+                    sa.update(schema.submissions)
+                    .where(schema.submissions.c.digest == file.digest)
+                    .values(received_at=at, receipt=answer.model_dump_json())
+                )
     else:
         monkeypatch.setattr(revisions, "history", lambda *_: RunHistory(cheap))
     world.forward(RUN.validity_seconds + RUN.epoch_seconds)

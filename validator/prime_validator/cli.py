@@ -274,11 +274,11 @@ def claim(
     orchestrator: Server,
 ) -> Done:
     """Have what the account earned by judging files paid to it."""
-    from prime_chain.claims import payable_claim
+    from prime_chain.claims import Payable
     from prime_core.transport.client import OrchestratorClient
 
     with OrchestratorClient(orchestrator) as server:
-        found = payable_claim(server, session.contracts, pool, session.account)
+        found = Payable(server, session.contracts, pool).claim_of(session.account)
     paid = found.cumulative - session.contracts.rewards.claimed(pool, session.account)
     session.perform([session.contracts.rewards.claim(found)])
     facts = {"pool": pool, "epoch": found.epoch, "paid": str(paid)}
