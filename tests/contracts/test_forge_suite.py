@@ -15,7 +15,8 @@ from forge_kit import forge, need_forge
 from bench import gas
 from prime_core.errors import UnavailableError
 
-pytestmark = pytest.mark.forge
+pytestmark = [pytest.mark.forge, pytest.mark.timeout(900)]
+"""Compiling alone takes 150 s where other tests keep both cores busy."""
 
 
 def _passed(output: str) -> int:
