@@ -91,6 +91,8 @@ class Reason(IntEnum):
 
 POOLS_FAULT = frozenset({Reason.UNAVAILABLE, Reason.POLICY_TOO_OLD, Reason.UNROOTED})
 """Reasons for which a file is void through no act of its node: `expired_unjudged` in pages."""
+MANAGERS_OWN = frozenset({Reason.UNAVAILABLE, Reason.LATE, Reason.UNROOTED})
+"""Reasons that the manager gives for what no look at a file shows. No opinion states them."""
 
 _LIE = "the evidence is public: prime-node audit replay SUBMISSION shows it on any machine"
 _FIX = "nothing is lost but this file's pay; update the worker, or tell the pool if it is current"
@@ -228,6 +230,8 @@ class SignedOpinion(Strict):
             raise MalformedError("an opinion accepts, rejects or voids")
         if self.reason.outcome is not self.outcome:
             raise MalformedError("the opinion's reason belongs to another outcome")
+        if self.reason in MANAGERS_OWN:
+            raise MalformedError(f"only the manager gives the reason {self.reason.name}")
         if said.table == ZERO_DIGEST:
             raise MalformedError("an opinion names the table of what was replayed")
         if (said.evidence != ZERO_DIGEST) != (self.outcome is Outcome.REJECTED):

@@ -28,7 +28,14 @@ from prime_core.ids import Digest
 from prime_core.opinions import check_opinions
 from prime_core.storage.base import digest_key, put_object
 from prime_core.validator_messages import Job, KeepRequest, OpinionList, ReleaseRequest
-from prime_core.verdict import MAX_TABLE_BYTES, Outcome, Reason, SignedOpinion, Verdict
+from prime_core.verdict import (
+    MAX_TABLE_BYTES,
+    Outcome,
+    Reason,
+    SignedOpinion,
+    Verdict,
+    reason_digest,
+)
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
 from prime_orchestrator.manager.history import draw_count
@@ -470,6 +477,12 @@ HOSTILE: dict[str, tuple[Callable[[JudgedPool, SignedOpinion], SignedOpinion], t
     ),
     "another outcome than its reason": (
         lambda panel, signed: resigned(panel.validator, signed, outcome=int(V)),
+        MalformedError,
+    ),
+    "a reason of the manager's": (
+        lambda panel, signed: resigned(
+            panel.validator, signed, outcome=int(V), reason=reason_digest(Reason.UNROOTED)
+        ),
         MalformedError,
     ),
     "evidence with an acceptance": (
