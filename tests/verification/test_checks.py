@@ -19,8 +19,8 @@ from prime_verify.checks import CHECKS, ordered
 from prime_verify.verify import verify_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
-GIVEN_ELSEWHERE = {Reason.NONE} | MANAGERS_OWN
-"""An accepted file's, and those that no look at the file gives."""
+GIVEN_ELSEWHERE = {Reason.NONE, Reason.LATE} | MANAGERS_OWN
+"""An accepted file's, and those that no look at the file gives. LATE follows from the receipt."""
 FOR_ANY_CHECK = {Reason.OUT_OF_RESOURCES}
 
 
