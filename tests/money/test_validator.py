@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
@@ -26,6 +27,8 @@ from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import MalformedError, NotFoundError, PrimeError, UnavailableError
 from prime_core.ids import Digest
+from prime_core.messages import ReceiptAnswer
+from prime_core.rollout import Receipt
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.validator_messages import Job
@@ -337,6 +340,25 @@ def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing
     panel.mgr.now.time += LATER_SECONDS
     assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "accepted"
+
+
+def test_a_file_whose_receipt_is_later_than_its_lease_is_void(panel: JudgedPool) -> None:
+    """The manager refuses such files; a validator does not rely on that."""
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    with panel.mgr.store.begin() as connection:
+        lease = leases.get(connection, row.lease_digest)
+        assert lease is not None
+        at = int(lease.deadline) + 1
+        receipt = Receipt(submission_digest=row.digest, received_at=at)
+        answer = ReceiptAnswer(receipt=receipt, signature=panel.mgr.backend.sign(receipt))
+        connection.execute(
+            sa.update(schema.submissions)
+            .where(schema.submissions.c.digest == row.digest)
+            .values(received_at=at, receipt=answer.model_dump_json())
+        )
+    assert panel.validator.judge_next() == row.digest
+    after = panel.mgr.row(row.digest)
+    assert (after.status, after.reason) == ("void", Reason.LATE)
 
 
 @pytest.mark.parametrize("kind", [_LaterError, _AbstainError])
