@@ -67,7 +67,7 @@ APART = "validator-3"
 SMALL_DISKS = ("orchestrator-2", "validator-2", "relay", "trainer", "nodes/honest-1")
 DISK_BYTES = 256 << 20
 SERVER_DISK_BYTES = 1 << 30
-"""Of the disks of PostgreSQL, whose log alone may take this much, and of S3."""
+"""Size of the disks of PostgreSQL and S3. PostgreSQL's log alone may take 1 GB."""
 CLOCKS = ("orchestrator-1", "validator", "trainer", "relay", "honest-2")
 CLOCK_STEP = 600
 LYING: tuple[RpcKind, ...] = (
@@ -519,7 +519,7 @@ class Faults:
         return Fault("disk-full", place, lambda: _fill(disk), lambda: _free(disk))
 
     def _postgres_disk(self) -> Fault:
-        """The server first refuses what needs room, and at the end cannot write its log."""
+        """While the disk is full, the server refuses writes. At the end it cannot write its log."""
         database = self._network.database
 
         def end() -> None:
@@ -530,8 +530,8 @@ class Faults:
         return Fault("disk-full-postgres", "postgres", lambda: _fill(database.disk), end)
 
     def _s3_disk(self) -> Fault:
-        """SeaweedFS is started again: once its table of names could not be written, it is never
-        written again."""
+        """Restarts SeaweedFS at the end. Once a write of its table of names has failed, it never
+        tries again."""
         server, disk = self._network.s3, self._network.root / "s3"
 
         def end() -> None:

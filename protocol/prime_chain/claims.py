@@ -45,7 +45,8 @@ class Payable:
 
         Raises UserError if there is nothing to claim or not yet, UntrustedError if the
         orchestrator's proof does not lead to the root, ConflictError if that root was disabled,
-        NotFoundError if a mirror does not serve the settlement, MalformedError if that is none.
+        NotFoundError if a mirror does not serve the settlement, MalformedError if the object is
+        not a settlement.
         """
         try:
             info = fetch_info(self._client, account)

@@ -92,7 +92,7 @@ class Reason(IntEnum):
 POOLS_FAULT = frozenset({Reason.UNAVAILABLE, Reason.POLICY_TOO_OLD, Reason.UNROOTED})
 """Reasons for which a file is void through no act of its node: `expired_unjudged` in pages."""
 MANAGERS_OWN = frozenset({Reason.UNAVAILABLE, Reason.UNROOTED})
-"""Reasons that the manager gives for what no validator can find. No opinion states them."""
+"""Reasons that only the manager can give. No opinion states them."""
 
 _LIE = "the evidence is public: prime-node audit replay SUBMISSION shows it on any machine"
 _FIX = "nothing is lost but this file's pay; update the worker, or tell the pool if it is current"

@@ -133,6 +133,11 @@ def test_rewards_of_a_silent_manager_are_settled_tabled_and_claimed_from_a_mirro
     world.send(STRANGER, c.rewards.claim(of_first))
     assert c.token.balance_of(OWNER.address) - before == 20 * RUN.price_per_unit
     world.send(STRANGER, c.rewards.post_table(table, [signature]))
+    with (
+        OrchestratorClient(mirrored) as client,
+        pytest.raises(UserError, match=f"of epoch {first.epoch} and before are paid already"),
+    ):
+        Payable(client, c, 1).claim_of(HONEST.address)  # the table is not payable yet
     world.anvil.forward(world.deployment.periods.reward_delay + 1)
     with (
         OrchestratorClient(mirrored) as client,

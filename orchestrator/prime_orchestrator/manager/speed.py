@@ -40,10 +40,10 @@ TURN_SECONDS = 20.0
 PATIENCE_SECONDS = 40.0
 """A node that has waited this long for its turn is measured without one."""
 SMALL_POOL = 100
-"""In a pool of at most so many live nodes the medians are read each time."""
+"""Up to this number of live nodes, the medians are read each time."""
 KEPT_SECONDS = 0.001
-"""In a larger one they are kept for so long per live node beyond SMALL_POOL: reading them takes
-less than 1 % of a core, in a pool of 1,000 nodes as in one of 10,000."""
+"""In a larger pool, they are kept for this many seconds per live node beyond SMALL_POOL. Reading
+them then takes less than 1 % of a core at any size."""
 
 
 def class_of(ratio: float, ratios_micro: Sequence[int], current: int | None = None) -> int:
@@ -81,8 +81,7 @@ def rates_of(files: Sequence[tuple[int, float, float]]) -> list[float]:
 
 @dataclass
 class Medians:
-    """Medians of the rates of the pool's live nodes, kept in memory while they are recent, because
-    finding them reads all live nodes.
+    """Caches the median rates of the pool's live nodes. Computing them reads all live nodes.
 
     In a pool of more than SMALL_POOL live nodes they are up to KEPT_SECONDS × (nodes - SMALL_POOL)
     old: 9.9 s at 10,000 nodes. In a smaller one they are read each time. Each API process keeps its
