@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging_kit import LIAR, MODEL, JudgedPool, signed_policy, small_run
+from judges import judge_of
+from judging_kit import HONEST, LIAR, MODEL, JudgedPool, signed_policy, small_run
+from money_kit import key
 from transformers import AutoTokenizer
 
 from bench.conversations import registered
@@ -91,6 +93,32 @@ def test_an_honest_conversation_is_accepted_and_paid_by_the_models_tokens(
     rows = read_rollout_file(panel.file(row)).rows
     assert any(len(one.spans) == 5 for one in rows)
     assert row.units == sum(len(one.model_tokens) for one in rows)
+
+
+def test_one_validator_that_cannot_repeat_a_reply_voids_no_file(panel: JudgedPool) -> None:
+    """The first says so; the second, and then a third, find the file honest."""
+    others = panel.another(key(70)), panel.another(key(71))
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    job = panel.validator.claim()
+    assert job is not None
+    panel.validator.say(job, Reason.WRONG_ROWS)
+    judge_of(panel.mgr.backend).tick()
+    assert panel.mgr.row(row.digest).status == "submitted", "one opinion is not a verdict"
+    judged = [bench.judge_next() for bench in others * 2]
+    assert judged.count(row.digest) == 2
+    assert panel.mgr.row(row.digest).status == "accepted"
+
+
+def test_two_validators_void_a_file_whose_replies_they_cannot_repeat(panel: JudgedPool) -> None:
+    second = panel.another(key(70))
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    for bench in (panel.validator, second):
+        job = bench.claim()
+        assert job is not None
+        bench.say(job, Reason.WRONG_ROWS)
+        judge_of(panel.mgr.backend).tick()
+    judged = panel.mgr.row(row.digest)
+    assert (judged.status, judged.reason) == ("void", Reason.WRONG_ROWS)
 
 
 def forged(row: FileRow) -> FileRow:

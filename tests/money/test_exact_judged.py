@@ -237,6 +237,9 @@ def _claimed(exact: ExactPool, row: SubmissionRow) -> tuple[Bench, Job]:
 )
 def test_how_many_must_have_seen_a_mismatch(said: list[Outcome], expected: bool) -> None:
     assert enough(Outcome.VOID, said, 2, 1, Reason.UNPROVEN_MISMATCH, quorum=2) is expected
+    talks = enough(Outcome.VOID, said, 2, 1, Reason.WRONG_ROWS, quorum=2, conversation=True)
+    assert talks is expected
+    assert enough(Outcome.VOID, said[:1], 2, 1, Reason.WRONG_ROWS, quorum=2)
     assert enough(Outcome.VOID, [Outcome.VOID], 1, 1, Reason.UNPROVEN_MISMATCH, quorum=2)
     assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED, quorum=2)
 

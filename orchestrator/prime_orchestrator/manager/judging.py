@@ -17,8 +17,9 @@ How many opinions must agree (`enough`):
                     the lease names if they are fewer
     contradicted    two
     accepted        two for a share of files, drawn before any judgement; else one
-    void            one: anyone can verify it from the bytes; but two for a mismatch of a proof
-                    pass, which only machines of its class can repeat
+    void            one: anyone can verify it from the bytes; but two for what only a repetition
+                    shows: a mismatch of a proof pass, or rows of a conversation, in which the
+                    environment's replies are computed again
 
 Opinions count together only under the same law. If the lease names only one validator, it decides
 alone. Statistics decide a file (`by_statistics`) if one validator states a mismatch, all others
@@ -196,30 +197,35 @@ def enough(
     reason: Reason = Reason.NONE,
     *,
     quorum: int,
+    conversation: bool = False,
 ) -> bool:
     """Whether enough opinions agree to make `outcome` the verdict.
 
     Args: `said` are the outcomes of all opinions on the file, `named` the number of validators that
     its lease names, `needed` the number of opinions that it needed at first, `reason` that of the
     outcome. `quorum` is the pool's: the chain takes no proposal with fewer rejections. A lease that
-    names fewer validators can lead to a rejection, but not to a slash.
+    names fewer validators can lead to a rejection, but not to a slash. `conversation`: whether the
+    run has conversations, so that WRONG_ROWS may be about a reply that was not repeated.
     """
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
+    repeated = reason is Reason.UNPROVEN_MISMATCH or (conversation and reason is Reason.WRONG_ROWS)
     if named < 2 and not contradicted:
         wanted = 1
     elif outcome is Outcome.REJECTED:
         wanted = max(2, min(quorum, named))
-    elif reason is Reason.UNPROVEN_MISMATCH or contradicted:
+    elif contradicted or repeated:
         wanted = 2
     else:
         wanted = min(2, needed) if outcome is Outcome.ACCEPTED else 1
     return agree >= wanted
 
 
-def chosen_of(found: Sequence[Judgement], named: int, needed: int, quorum: int) -> Judgement | None:
+def chosen_of(
+    found: Sequence[Judgement], named: int, needed: int, quorum: int, *, conversation: bool
+) -> Judgement | None:
     """Returns the first opinion whose outcome enough opinions share under one law; None if another
-    opinion is needed."""
+    opinion is needed. Arguments as of `enough`."""
     for one in found:
         law = one.signed.opinion.law
         counted = [
@@ -227,7 +233,10 @@ def chosen_of(found: Sequence[Judgement], named: int, needed: int, quorum: int) 
             for other in found
             if other.outcome is not one.outcome or other.signed.opinion.law == law
         ]
-        if enough(one.outcome, counted, named, needed, one.reason, quorum=quorum):
+        if enough(
+            one.outcome, counted, named, needed, one.reason,
+            quorum=quorum, conversation=conversation,
+        ):  # fmt: skip
             return one
     return None
 
@@ -245,7 +254,8 @@ def by_statistics(found: Sequence[Judgement]) -> Judgement | None:
 class Due:
     """A file whose opinions are complete: `given` as stored, `found` those that count, `faults` why
     others do not. `named`: how many validators its lease names; `quorum`: how many must reject it;
-    `last`: whether it is of an exact lease and none of them is left to judge it."""
+    `conversation`: whether its run has conversations; `last`: whether it is of an exact lease and
+    none of them is left to judge it."""
 
     row: SubmissionRow
     job: JobRow
@@ -254,12 +264,16 @@ class Due:
     faults: Mapping[Address, str]
     named: int
     quorum: int
+    conversation: bool
     last: bool
 
     @cached_property
     def chosen(self) -> Judgement | None:
         """The opinion that decides the file, if enough agree, or no other can be had."""
-        agreed = chosen_of(self.found, self.named, self.job.needed or 1, self.quorum)
+        agreed = chosen_of(
+            self.found, self.named, self.job.needed or 1, self.quorum,
+            conversation=self.conversation,
+        )  # fmt: skip
         return by_statistics(self.found) if agreed is None and self.last else agreed
 
     @property
@@ -442,7 +456,8 @@ class Judge:
         named = len(self.board.listed(self.objects, promise).commitments)
         rejected = any(one.outcome is Outcome.REJECTED for one in found)
         needed = quorum() if rejected else 1
-        return Due(row, job, given, found, faults, named, needed, last=False)
+        talks = run.conversation is not None
+        return Due(row, job, given, found, faults, named, needed, talks, last=False)
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
         """Decides files; returns those that got a verdict."""
