@@ -403,9 +403,8 @@ class Rebuilder:
         for e in self._events:
             if not isinstance(e, FileRestored):
                 continue
-            fact = RestoredFact(
-                e.leaf, e.node, e.block, min(e.amount, self._runs.at(e.step).most_worth)
-            )
+            amount = min(e.amount, self._runs.most_worth(e.step))
+            fact = RestoredFact(e.leaf, e.node, e.block, amount)
             if root := own.get(e.leaf):
                 received, within = own_root(
                     root.block_time, epoch_seconds=periods.epoch_length, validity=periods.validity

@@ -54,6 +54,12 @@ class RunHistory:
                 found = run
         return found
 
+    def most_worth(self, step: int) -> int:
+        """Maximum earnings of a file of `step`, in wei: under the best-paid definition that a lease
+        of it may have named, also one given before a revision of the step."""
+        before = [run for from_step, run in self.revisions if from_step <= step]
+        return max(run.most_worth for run in (self.first, *before))
+
     def of(self, digest: Digest) -> RunDefinition:
         """The definition with this digest. Raises NotFoundError if the pool has none."""
         for run in (self.first, *(run for _, run in self.revisions)):

@@ -107,11 +107,11 @@ class SettledSlash(Strict):
 class Restored(Strict):
     """A file that the arbiter had paid (the event FileRestored).
 
-    `amount` is what the node earns, in wei: at most what the run of the file's step pays for the
-    largest file. `received_at` is that of the settled file. If no settlement has the file, it is
-    the earliest time that the root of its node allows, and the latest is `received_within` seconds
-    later. `state` and `because` mean the same as for an accepted file. The next settlement decides
-    on a held one again.
+    `amount` is what the node earns, in wei: at most what the largest file of its step earns
+    (RunHistory.most_worth). `received_at` is that of the settled file. If no settlement has the
+    file, it is the earliest time that the root of its node allows, and the latest is
+    `received_within` seconds later. `state` and `because` mean the same as for an accepted file.
+    The next settlement decides on a held one again.
     """
 
     submission_digest: DigestField

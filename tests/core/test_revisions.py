@@ -65,6 +65,7 @@ def test_a_step_has_one_run_and_a_lease_must_name_it(starts: set[int], step: int
     begun = [run for start, run in revisions if start <= step]
     expected = begun[-1] if begun else FIRST
     assert history.at(step) is expected
+    assert history.most_worth(step) == max(run.most_worth for run in (FIRST, *begun))
     for run in (FIRST, *OTHERS):
         if run is expected:
             assert history.of_lease(lease(step, run)) is run

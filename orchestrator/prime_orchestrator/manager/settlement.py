@@ -342,7 +342,7 @@ def _restored(connection: Connection, context: PoolContext) -> list[RestoredFact
     found, history, periods = [], revisions.history(connection, context), context.deployment.periods
     for event in chain.events(connection, "FileRestored"):
         args = event.arguments()
-        amount = min(int(args["amount"]), history.at(int(args["step"])).most_worth)
+        amount = min(int(args["amount"]), history.most_worth(int(args["step"])))
         fact = RestoredFact(Digest(args["leaf"]), Address(args["node"]), event.block, amount)
         for root in chain.events(connection, "RootPosted", subject=fact.leaf):
             posted = root.arguments()
