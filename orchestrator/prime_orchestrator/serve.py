@@ -72,6 +72,7 @@ BATCH_SECONDS = 0.5
 JUDGE_SECONDS = 0.2
 MONEY_SECONDS = 1.0
 LIFE_SECONDS = 1.0
+PROBE_SECONDS = 5.0
 LONGEST_PAUSE = 10.0
 KEPT_FILES = 1024
 """Open files reserved for the database, the chain and the object store."""
@@ -182,12 +183,14 @@ async def _serve(
             announce(serve_file, url, listener.getsockname()[1])
             log.info("serving pool %d at %s", backend.context.pool, url)
             loops.start("lease", lease.tick, BEAT_SECONDS)
+            lives = LifeTicks(backend)
             ticks: tuple[tuple[str, Callable[[], object], float], ...] = (
                 ("chain", manager.chain_tick, settings.chain_poll_seconds),
                 ("verdicts", manager.judge_tick, JUDGE_SECONDS),
                 ("batches", manager.batch_tick, BATCH_SECONDS),
                 ("money", manager.money_tick, MONEY_SECONDS),
-                ("lives", LifeTicks(backend).tick, LIFE_SECONDS),
+                ("lives", lives.tick, LIFE_SECONDS),
+                ("objects", lives.probe, PROBE_SECONDS),
                 ("uploads", manager.upload_tick, SWEEP_SECONDS),
                 ("archive", manager.archive_tick, ARCHIVE_SECONDS),
             )

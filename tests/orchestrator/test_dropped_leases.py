@@ -10,6 +10,7 @@ from test_api_leases import ask
 
 from bench.seats import measure
 from prime_core import seeds
+from prime_core.errors import UnavailableError
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.api.liveness import LifeTicks
@@ -95,6 +96,37 @@ def test_a_lease_that_expired_while_the_orchestrator_was_away_is_excused(world: 
     assert row.status == "expired"
     assert node is not None
     assert (node.missed, node.misses) == (0, 0)
+
+
+@pytest.mark.parametrize("back", ["before its deadline", "later"])
+def test_a_lease_that_expires_after_the_object_store_failed_is_excused(
+    world: World, monkeypatch: pytest.MonkeyPatch, back: str
+) -> None:
+    watch, session = Watch(world), world.member(1)
+    given = world.lease_digest(world.lease(session))
+
+    def fail(key: str, data: bytes) -> None:
+        raise UnavailableError("the disk is full")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.backend.objects, "put", fail)
+        with pytest.raises(UnavailableError):
+            watch.life.probe()
+        watch.wait(10 if back != "later" else 61)
+    watch.life.probe()
+    watch.wait(61)
+    with world.backend.store.read() as connection:
+        row, node = leases.get(connection, given), nodes.get(connection, session.account.address)
+    assert row is not None
+    assert row.status == "expired"
+    assert node is not None
+    assert (node.missed, node.misses) == (0, 0)
+    world.lease(session)  # after the outage: this one counts
+    watch.wait(61)
+    with world.backend.store.read() as connection:
+        node = nodes.get(connection, session.account.address)
+    assert node is not None
+    assert node.misses == 1
 
 
 def test_a_fresh_seat_of_the_same_provider_gains_nothing(world: World) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from prime_core.errors import UnavailableError
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeState, step_node
 from prime_core.messages import Directive, FileEnding, Heartbeat, HeartbeatAnswer
@@ -43,6 +45,8 @@ GAP_SECONDS = 10.0
 """Ticks come every second; after a gap this long, heartbeats may have been missed through our
 fault."""
 FORGET_SECONDS = 10.0
+PROBE = "probe"
+"""Key of the object that `LifeTicks.probe` writes."""
 """How often what is no longer needed is deleted, and nodes are drawn to be measured again."""
 RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
@@ -288,12 +292,26 @@ def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
 class LifeTicks:
     """Handles silence and deadlines. A node's silence counts only from this orchestrator's start,
     and again after each gap between ticks (database down, machine suspended, loops run elsewhere),
-    so that our downtime never counts against a node."""
+    so that our downtime never counts against a node. Nor does an expired lease that was open while
+    the object store failed, as `probe` sees it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._up_since = self._ticked_at = backend.now()
+        self._stored_since = 0.0  # infinite while the object store fails
         self._forget_at = self._drawn_at = self._up_since
+
+    def probe(self) -> None:
+        """Writes a small object, to see whether nodes can hand in their files. Raises
+        UnavailableError if the object store fails. A loop of its own calls it, because an object
+        store that does not answer may take as long as its timeouts."""
+        try:
+            self._backend.objects.put(PROBE, b"ok")
+        except UnavailableError:
+            self._stored_since = math.inf
+            raise
+        if self._stored_since == math.inf:
+            self._stored_since = self._backend.now()
 
     def tick(self) -> None:
         """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""
@@ -323,7 +341,7 @@ class LifeTicks:
                     connection,
                     lease,
                     backend.context.run.lease_seconds,
-                    excused=lease.created_at < self._up_since,
+                    excused=lease.created_at < max(self._up_since, self._stored_since),
                 )
         if now >= self._forget_at:
             self._forget(now)
