@@ -176,8 +176,7 @@ class Bench:
             policy_version=job.lease.policy_version,
             step=promise.step,
             rows=tuple(rows),
-            draw_secret=draw.secret,
-            **{"rows_drawn": tuple(drawn), **fields},
+            **{"draw_secret": draw.secret, "rows_drawn": tuple(drawn), **fields},
         )
         evidence = ZERO_DIGEST
         if reason.outcome is Outcome.REJECTED:

@@ -2,8 +2,8 @@
 
     slash      transaction → proposal → evidence object → file, policy → the same drawn rows →
                same outcome and reason? → match | mismatch
-    accepted   submission → its leaf in a root on chain → verdict, table, file, policy → every
-               reward regraded, rows replayed → accepted | mismatch
+    accepted   submission → its leaf in a root on chain → verdict, tables, file, policy → rows of
+               each opinion as drawn, every reward regraded, rows replayed → accepted | mismatch
     void       as accepted; the same reason → match
 
 Every signature and digest on the way is checked; evidence that does not belong to the slash is also
@@ -38,6 +38,7 @@ from prime_core.opinions import check_opinions
 from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
 from prime_core.run import RunDefinition
+from prime_core.seeds import drawn_rows
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, Verdict, VerdictTable
 from prime_envs.base import Environment
@@ -122,14 +123,14 @@ def audit_slash(slash: RecordedSlash, setting: Setting, library: Library) -> Aud
         evidence = _parse_evidence(raw)
         _check_evidence(evidence, slash, setting)
         notes = check_draw(
-            evidence,
-            slash.leaf,
-            setting.deployment,
-            setting.runs.first,
+            Drawn(
+                evidence.lease, evidence.validator, Digest(evidence.draw_secret),
+                evidence.statistics.get("draw_commitment"),
+            ),
+            slash.leaf, setting.deployment, setting.runs.first,
             lambda name: library.object(name, MAX_OBJECT_BYTES),
-            manager=setting.manager,
-            now=setting.now,
-        )
+            manager=setting.manager, now=setting.now,
+        )  # fmt: skip
         data = library.object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
         _check_calibration(evidence, setting)
     except (NotFoundError, UnavailableError) as error:
@@ -165,23 +166,24 @@ def audit_submission(
         if info.verdict is None:
             return Audit("cannot tell", f"it has no verdict yet (it is {info.status})")
         verdict = _verdict(library.object(info.verdict, MAX_OBJECT_BYTES), digest, setting)
-        if verdict.outcome is Outcome.REJECTED:
-            return _audit_rejected(digest, verdict, setting, library)
+        said = verdict.deciding
+        if said.outcome is Outcome.REJECTED:
+            return _audit_rejected(digest, said, setting, library)
         signed = rooted(info)
         lease = library.lease(signed.submission.lease_digest)
         _check_pair(signed, lease, digest, setting)
         data = library.object(signed.submission.sha256, MAX_FILE_BYTES)
-        table = None
-        if verdict.outcome is Outcome.ACCEPTED:
-            raw = library.object(verdict.opinion.table, MAX_OBJECT_BYTES)
-            table = VerdictTable.model_validate_json(raw)
+        table, notes = None, tuple[str, ...]()
+        if said.outcome is Outcome.ACCEPTED:
+            table = _table(said, library)
+            notes = _check_draws(verdict, digest, lease, setting, library)
     except (NotFoundError, UnavailableError) as error:
         return Audit("cannot tell", str(error))
     except (UntrustedError, MalformedError, ValueError) as error:
         return Audit("mismatch", f"the published data is wrong: {error}")
     secret = file_secret(ZERO_DIGEST, digest)  # our own draw: any rows must pass
     finding = _run(data, signed, lease, secret, setting)
-    return compare_verdict(verdict, table, finding, lease)
+    return compare_verdict(said, table, finding, lease, notes)
 
 
 def _audit_rejected(
@@ -256,8 +258,8 @@ def _check_pair(
     setting.runs.of_lease(promise)
 
 
-def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedOpinion:
-    """Parses a verdict, checks all of its opinions, and returns the deciding one."""
+def _verdict(raw: bytes, digest: Digest, setting: Setting) -> Verdict:
+    """Parses a verdict and checks all of its opinions."""
     try:
         verdict = Verdict.model_validate_json(raw)
     except ValueError as error:
@@ -265,7 +267,44 @@ def _verdict(raw: bytes, digest: Digest, setting: Setting) -> SignedOpinion:
     check_opinions(verdict, digest, setting.deployment, setting.validators)
     if verdict.deciding.opinion.pool not in (setting.pool, shadow_pool(setting.pool)):
         raise UntrustedError("the verdict is of another pool")
-    return verdict.deciding
+    return verdict
+
+
+def _table(said: SignedOpinion, library: Library) -> VerdictTable:
+    raw = library.object(Digest(said.opinion.table), MAX_OBJECT_BYTES)
+    return VerdictTable.model_validate_json(raw)
+
+
+def _check_draws(
+    verdict: Verdict, digest: Digest, lease: SignedLease, setting: Setting, library: Library
+) -> tuple[str, ...]:
+    """Checks that each validator that accepted the file replayed the rows that the two secrets
+    draw. Returns notes on secrets that are not published.
+
+    Raises UntrustedError if a validator replayed other rows, NotFoundError or UnavailableError if
+    its table is not there, ValueError if that does not parse.
+    """
+    notes: dict[str, None] = {}
+    for one in verdict.opinions:
+        if one.outcome is not Outcome.ACCEPTED:
+            continue
+        table, author = _table(one, library), Address(one.validator)
+        drawn = Drawn(lease, author, Digest(table.draw_secret))
+        try:
+            found = check_draw(
+                drawn, digest, setting.deployment, setting.runs.first,
+                lambda name: library.object(name, MAX_OBJECT_BYTES),
+                manager=setting.manager, now=setting.now,
+            )  # fmt: skip
+        except NotFoundError as error:
+            found = (str(error),)
+        except UntrustedError as error:
+            raise UntrustedError(f"the acceptance of {author}: {error}") from error
+        notes |= dict.fromkeys(found)
+        due = drawn_rows(drawn.secret, digest, len(table.rows), len(table.rows_drawn))
+        if list(table.rows_drawn) != due:
+            raise UntrustedError(f"the acceptance of {author} names other rows than its draw")
+    return tuple(notes)
 
 
 # ── rerun of the verifier ────────────────────────────────────────────────────────────────────────
@@ -300,8 +339,19 @@ def _run(
     )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A draw as a validator states it: the file's lease, and the secret that selected the rows.
+    `commitment`: the validator's, if it states that too."""
+
+    lease: SignedLease
+    validator: Address
+    secret: Digest
+    commitment: str | None = None
+
+
 def check_draw(
-    evidence: Evidence,
+    drawn: Drawn,
     leaf: Digest,
     deployment: Deployment,
     run: RunDefinition,
@@ -320,12 +370,12 @@ def check_draw(
     `leaf` is the submission's digest. `fetch` returns the bytes of an object, checked against its
     digest, or raises NotFoundError. `manager` is the pool's; `now` is in Unix seconds.
     """
-    signed, second = _commitments(evidence, deployment, fetch)
+    signed, second = _commitments(drawn, deployment, fetch)
     epoch = signed.commitment.epoch
     due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
     secrets = []
     for author, commitment in (
-        (evidence.validator, signed.commitment.commitment),
+        (drawn.validator, signed.commitment.commitment),
         (manager, second),
     ):
         try:
@@ -344,16 +394,16 @@ def check_draw(
         except ValueError as error:
             raise UntrustedError("what the draw's commitment names is not a secret") from error
         shown = (reveal.pool, reveal.validator, reveal.epoch)
-        if shown != (evidence.lease.lease.pool, author, epoch):
+        if shown != (drawn.lease.lease.pool, author, epoch):
             raise UntrustedError("the revealed secret is of another pool, validator or epoch")
         secrets.append(file_secret(reveal.secret, leaf))
-    if rows_secret(*secrets) != evidence.draw_secret:
+    if rows_secret(*secrets) != drawn.secret:
         raise UntrustedError("the rows were not drawn by the secrets that were committed to")
     return ()
 
 
 def _commitments(
-    evidence: Evidence, deployment: Deployment, fetch: Fetch
+    drawn: Drawn, deployment: Deployment, fetch: Fetch
 ) -> tuple[SignedDrawCommitment, Digest]:
     """Returns the validator's commitment and the manager's, from the list that the lease's salt
     commits to.
@@ -361,7 +411,7 @@ def _commitments(
     The node signed the lease's digest with its file, so the commitment is older than the file.
     Raises UntrustedError if there is no valid one.
     """
-    lease = evidence.lease
+    lease = drawn.lease
     if lease.opening is None or not lease.opens():
         raise UntrustedError("the lease's salt commits to no draws")
     try:
@@ -369,13 +419,13 @@ def _commitments(
     except ValueError as error:
         raise UntrustedError("the lease's list of draw commitments does not parse") from error
     pool = lease.lease.pool
-    signed = listed.of(evidence.validator)
+    signed = listed.of(drawn.validator)
     if signed is None or listed.pool != pool:
-        raise UntrustedError(f"the lease names no draw of {evidence.validator}")
+        raise UntrustedError(f"the lease names no draw of {drawn.validator}")
     statement = signed.commitment
     signer = statement.recover(deployment.domain_of(statement), signed.signature)
-    if signer != evidence.validator or statement.pool != pool:
+    if signer != drawn.validator or statement.pool != pool:
         raise UntrustedError("the draw's commitment is not signed by the validator for this pool")
-    if evidence.statistics.get("draw_commitment", statement.commitment) != statement.commitment:
+    if drawn.commitment not in (None, statement.commitment):
         raise UntrustedError("the evidence names another draw than its lease")
     return signed, listed.second

@@ -124,13 +124,18 @@ def _rows_apart(evidence: Evidence, finding: Finding) -> tuple[str, ...]:
 
 
 def compare_verdict(
-    signed: SignedOpinion, table: VerdictTable | None, finding: Finding, lease: SignedLease
+    signed: SignedOpinion,
+    table: VerdictTable | None,
+    finding: Finding,
+    lease: SignedLease,
+    notes: tuple[str, ...] = (),
 ) -> Audit:
-    """Compares the deciding opinion (and its table if it accepts) with this machine's finding."""
+    """Compares the deciding opinion (and its table if it accepts) with this machine's finding.
+    `notes` become the audit's."""
     expected = signed.reason
 
     def audit(result: Result, detail: str) -> Audit:
-        return Audit(result, detail, expected, finding.reason)
+        return Audit(result, detail, expected, finding.reason, notes=notes)
 
     if finding.outcome is Outcome.ABSTAINED:
         return audit("cannot tell", finding.detail)
@@ -147,9 +152,9 @@ def compare_verdict(
     due = (signed.opinion.submission, lease.policy_version, lease.lease.step)
     if named != due or not table.holds(finding.table):
         return audit("mismatch", "the verdict table holds other rows or rewards")
-    notes = (other_class(lease, finding),) if other_class(lease, finding) else ()
-    detail = f"{finding.units} units; {finding.detail}"
-    return Audit("accepted", detail, expected, finding.reason, notes=notes)
+    if elsewhere := other_class(lease, finding):
+        notes += (elsewhere,)
+    return audit("accepted", f"{finding.units} units; {finding.detail}")
 
 
 def as_sure(published: str, found: str) -> bool:

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 from judges import judge_of
 from judging_kit import HONEST, LIAR, JudgedPool, StoreReader
 from money_kit import TRAINER, VALIDATOR, key
+from test_audit_export import Published
 
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
@@ -29,6 +30,7 @@ from prime_core.errors import MalformedError, NotFoundError, PrimeError, Unavail
 from prime_core.ids import Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
+from prime_core.seeds import drawn_rows
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.validator_messages import Job
@@ -43,7 +45,8 @@ from prime_validator.folder import Folder, Sealed
 from prime_validator.judging import LATER_SECONDS, Validator, _AbstainError, _LaterError
 from prime_validator.run import Background, judge_until
 from prime_verify import replay
-from prime_verify.audit import audit_slash
+from prime_verify.audit import audit_slash, audit_submission
+from prime_verify.audit_compare import Audit
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
 from prime_verify.proofs.thresholds import STATISTICS
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
@@ -493,6 +496,52 @@ def test_an_audit_checks_that_the_rows_were_drawn_by_the_lease_s_secret(panel: J
     lying = panel.audit(replaced(panel, row, chosen))
     assert lying.result == "mismatch"
     assert "not drawn by the secrets" in lying.detail
+
+
+def _known(name: Digest | None) -> Digest:
+    assert name is not None
+    return name
+
+
+def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
+    panel: JudgedPool,
+) -> None:
+    """On the second file the validator chose the secret, on the third the rows."""
+    mgr, library = panel.mgr, Published(panel.mgr)
+    rows = [panel.judged(panel.honest)]
+    said = VerdictTable.model_validate_json(library.object(_known(rows[0].verdict_table), 1 << 20))
+    number, least = len(said.rows), mgr.context.run.least_drawn(len(said.rows))
+    assert least < number
+    for chosen in ("secret", "rows"):
+        row = mgr.submit(HONEST, make=panel.honest)
+        job = panel.validator.claim()
+        assert job is not None
+        mine = panel.validator.draws.draw(job).secret
+        secret = encoding.sha256(b"chosen") if chosen == "secret" else mine
+        drawn = drawn_rows(secret, row.digest, number, least)
+        if chosen == "rows":
+            drawn = sorted((one + 1) % number for one in drawn)
+        fields = {"draw_secret": secret, "rows_drawn": tuple(drawn)}
+        panel.validator.say(job, Reason.NONE, said.rows, **fields)
+        judge_of(mgr.backend).tick()
+        rows.append(mgr.row(row.digest))
+    assert {row.status for row in rows} == {"accepted"}
+
+    def audit(row: SubmissionRow) -> Audit:
+        return audit_submission(row.digest, panel.setting(), library, lambda _: row.signed())
+
+    (note,) = audit(rows[0]).notes
+    assert "is not shown before" in note
+    mgr.now.time += 2 * mgr.context.run.epoch_seconds + mgr.context.run.lease_seconds + 30
+    panel.validator.draws.prepare()
+    assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
+    found = audit(rows[0])
+    assert (found.result, found.notes) == ("accepted", ()), found
+    for row, why in zip(rows[1:], ("not drawn by the secrets", "other rows"), strict=True):
+        found = audit(row)
+        assert found.result == "mismatch"
+        assert why in found.detail
+        assert panel.validator.signer.address in found.detail
 
 
 def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(
