@@ -44,7 +44,8 @@ class Backing:
     """What the chain shows. `settled_until`: files received before (Unix seconds) are settled by a
     reward root with an amount for this node. `money`: the pool's bond + free funds, in wei.
     `cumulative`: that amount, in wei; it includes every accepted file received before
-    `included_until`. A file received later may belong to a later epoch's root."""
+    `included_until`, one validity before the root's epoch. A file received later may belong to a
+    later epoch's root, because files are put on chain after their receipt, later in an outage."""
 
     settled_until: int
     money: int
@@ -197,12 +198,17 @@ class BackingReader:
         claims = self._claims()
         block = rewards.client.numbered("latest")  # not older than what the orchestrator states
         self._kept = next((one for one in claims if self._settled(one, block)), None)
-        length = self._link.deployment.periods.epoch_length
+        periods = self._link.deployment.periods
         money = rewards.funds(pool, block).free + rewards.bond_of(pool, block)
         if self._kept is None:
             return Backing(0, money)
-        epoch = self._kept.epoch
-        return Backing(settled_until(epoch, length), money, self._kept.cumulative, epoch * length)
+        start = self._kept.epoch * periods.epoch_length
+        return Backing(
+            settled_until(self._kept.epoch, periods.epoch_length),
+            money,
+            self._kept.cumulative,
+            max(0, start - periods.validity),
+        )
 
     def _claims(self) -> list[Claim]:
         known = [one for one in (self._stated(), self._kept) if one is not None]

@@ -173,7 +173,8 @@ def audit_submission(
         lease = library.lease(signed.submission.lease_digest)
         _check_pair(signed, lease, digest, setting)
         data = library.object(signed.submission.sha256, MAX_FILE_BYTES)
-        table, notes = None, tuple[str, ...]()
+        table: VerdictTable | None = None
+        notes: tuple[str, ...] = ()
         if said.outcome is Outcome.ACCEPTED:
             table = _table(said, library)
             notes = _check_draws(verdict, digest, lease, setting, library)

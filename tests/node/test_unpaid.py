@@ -332,7 +332,8 @@ def test_the_chain_decides_what_is_settled_and_what_stands_behind_the_rest(
         pool, epoch, merkle_root(leaves), 9 * ETHER, sha256(b"object")
     )
     deployed.send(MANAGER, post)
-    settled = Backing((epoch + 1) * length, 51 * ETHER, 7 * ETHER, epoch * length)
+    until = max(0, epoch * length - TEST_PERIODS.validity)
+    settled = Backing((epoch + 1) * length, 51 * ETHER, 7 * ETHER, until)
     answers.append(stated.model_copy(update={"cumulative": str(8 * ETHER)}))
     assert read() == Backing(0, 51 * ETHER), "a false amount settles nothing"
     answers.append(stated)
