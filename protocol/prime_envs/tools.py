@@ -53,6 +53,8 @@ MAX_ARGUMENT = 8192
 """Maximum characters of a call's arguments."""
 MAX_BITS = 4096
 """Maximum bits of a number's numerator or denominator."""
+MAX_DIGITS = 4300
+"""Maximum digits before or after a number's point: Python reads no more (ValueError)."""
 MAX_DEPTH = 64
 MAX_NOTES = 64
 MAX_FILES = 32
@@ -360,7 +362,10 @@ class _Parser:
             return value
         if self._at < len(self._tokens) and self._tokens[self._at][0].isdigit():
             self._at += 1
-            return _bounded(Fraction(self._tokens[self._at - 1]))
+            number = self._tokens[self._at - 1]
+            if max(map(len, number.split("."))) > MAX_DIGITS:
+                raise _ToolError("the number is too large")
+            return _bounded(Fraction(number))
         raise _ToolError("a number is missing")
 
 

@@ -81,6 +81,8 @@ def test_the_calculator_is_exact(text: str, value: str) -> None:
         ("9 ** 9 ** 9 ** 9", "the number is too large"),
         ("2 ** 0.5", "an exponent must be a whole number"),
         ("9" * 2000, "the number is too large"),
+        ("9" * 4301, "the number is too large"),
+        ("0." + "0" * 4301, "the number is too large"),
         ("(" * 500 + "1" + ")" * 500, "the expression is nested too deeply"),
         ("-" * 500 + "1", "the expression is nested too deeply"),
         ("__import__('os')", "'_' is not arithmetic"),
