@@ -8,6 +8,7 @@ randomness or memory addresses are rejected.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -161,12 +162,16 @@ def _pinned(chat: Chat, tokenizer: Any) -> tuple[str, dict[str, str]]:
         raise PolicyError(
             f"the policy's chat template has digest {found}, but the run pins {chat.template}"
         )
-    special = {
+    return text, _special(tokenizer)
+
+
+def _special(tokenizer: Any) -> dict[str, str]:
+    """The tokenizer's special tokens by name."""
+    return {
         name: str(token)
         for name, token in tokenizer.special_tokens_map.items()
         if not isinstance(token, list)
     }
-    return text, special
 
 
 def prompt_tokens(chat: Chat, question: str, target_length: int, tokenizer: Any) -> list[int]:
@@ -183,13 +188,48 @@ def prompt_tokens(chat: Chat, question: str, target_length: int, tokenizer: Any)
     ]
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text whose special tokens are not parsed."""
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Code points that Unicode keeps out of texts."""
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text in which neither special tokens nor other marks of messages are
+    parsed."""
+    tokens: list[int] = []
+    marks, begin = _marks_in(text, tokenizer), 0
+    cuts = re.finditer(f"(?={'|'.join(map(re.escape, marks))})", text) if marks else ()
+    for end in [*(found.start() + 1 for found in cuts), len(text)]:  # within each mark
+        piece = text[begin:end]
+        tokens += tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)
+        begin = end
+    return tokens
+
+
+def _marks_in(text: str, tokenizer: Any) -> list[str]:
+    """The tokens in a text by which the tokenizer's template marks messages, and which the
+    tokenizer does not call special, as DeepSeek's for the user. Thinking is no message."""
+    template = _only(tokenizer.chat_template)
+    if template is None:
+        return []
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
+    found = [one for one in added - {THINK, END_OF_THOUGHT} if one.strip() and one in text]
+    if not found:
+        return []
+    written = _around_messages(template, tuple(sorted(_special(tokenizer).items())))
+    return sorted(one for one in found if one in written)
+
+
+@lru_cache(maxsize=8)
+def _around_messages(text: str, special: tuple[tuple[str, str], ...]) -> str:
+    """What the template `text` writes around messages of each role that it can render."""
+    written = []
+    for roles in (("system", "user"), ("user", "assistant", "user"), ("user", "assistant", "tool")):
+        messages = [{"role": role, "content": _BEGIN} for role in roles]
+        with contextlib.suppress(UserError):
+            written.append(render(text, messages, dict(special)))
+    return "\n".join(written)
+
+
 _NO_CHARACTER = re.compile(f"[\ud800-\udfff{_BEGIN}{_END}]")
 _MARKED = re.compile(f"[^{_BEGIN}{_END}]*(?:{_BEGIN}[^{_BEGIN}{_END}]*{_END}[^{_BEGIN}{_END}]*)*")
 
