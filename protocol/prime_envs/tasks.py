@@ -102,6 +102,7 @@ def _object(row: dict[str, Any], name: str, where: str) -> dict[str, Any]:
         return {}
     if isinstance(value, str):
         value = load_json(value, f"{where}: {name}")
+        require_text(value, f"{where}: {name}")
     if not isinstance(value, dict):
         raise MalformedError(f"{where}: {name} is neither an object nor JSON text of one")
     return value

@@ -148,6 +148,7 @@ def test_a_run_is_made_from_a_dataset_and_refuses_another_file(tmp_path: Path) -
         (math_row(9, verification_info={"ground_truth": ""}), "no answer"),
         (math_row(9, verification_info="{"), "verification_info"),
         (math_row(9, verification_info="[1]"), "verification_info"),
+        (math_row(9, verification_info='{"ground_truth": "\\ud800"}'), "invalid text"),
         (math_row(9, prompt=""), "prompt"),
         (math_row(9, prompt=None), "prompt"),
         (math_row(9, prompt="\ud800"), "prompt"),

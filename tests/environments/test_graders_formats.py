@@ -113,6 +113,7 @@ def test_each_rule_is_kept_and_broken(rule: str) -> None:
         [],
         "words",
         [{"rule": "rhymes"}],
+        [{"rule": ["words"]}],
         [{"rule": "words"}],
         [{"rule": "words", "least": "two"}],
         [{"rule": "words", "least": True}],

@@ -107,7 +107,7 @@ class FormatFollowing(Grader):
 
     def _require_rule(self, rule: Any, where: str) -> None:
         name = rule.get("rule") if isinstance(rule, dict) else None
-        if name not in RULES:
+        if not isinstance(name, str) or name not in RULES:
             raise MalformedError(f"{where}: there is no rule {name!r}; known are {sorted(RULES)}")
         known, _ = RULES[name]
         for option, value in rule.items():
