@@ -326,6 +326,8 @@ def _placed(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> tuple[st
     inside = {
         path.removeprefix("environment/"): path for path in files if path.startswith("environment/")
     }
+    if len(inside) > MAX_FILES:
+        raise MalformedError(f"its environment has {len(inside)} files, at most {MAX_FILES}")
     workdir = str(settings.get("environment", {}).get("workdir", WORKDIR))
     placed: dict[str, str] = {}
     if "Dockerfile" not in inside:
@@ -343,6 +345,8 @@ def _placed(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> tuple[st
             placed |= {
                 to: _text(files, inside[one]) for one, to in _copied(inside, places, workdir)
             }
+            if problem := in_bounds(placed):  # before the next line copies as much again
+                raise MalformedError(f"it {problem}")
         else:
             raise MalformedError(f"its Dockerfile does more than copy files: {line[:80]!a}")
     if not _absolute(workdir):

@@ -203,6 +203,8 @@ Path('found').write_text(json.dumps(found))
     assert found.task_micro == MICRO, found
 
 
+COPIES = "".join(f"COPY . /{n}/\n" for n in range(9))
+"""The whole environment again and again."""
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test.sh": None}, "it has no tests/test.sh"),
     ({"instruction.md": " "}, "instruction.md is empty"),
@@ -248,6 +250,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tests/test_outputs.py": "#" * (harbor.MAX_VERIFIER + 1)}, "has 262145 characters, at most"),
     ({"environment/a": "x" * (harbor.MAX_BYTES + 1)}, "has more than"),
     ({f"environment/{n}": "" for n in range(harbor.MAX_FILES + 1)}, "has 257 files, at most 256"),
+    (
+        {"environment/Dockerfile": COPIES, "environment/a": "x" * (1 << 20)},
+        f"it has {2 * (len(COPIES) + (1 << 20))} bytes",
+    ),
 ]  # fmt: skip
 
 
