@@ -211,7 +211,9 @@ def _marks_in(text: str, tokenizer: Any) -> list[str]:
     template = _only(tokenizer.chat_template)
     if template is None:
         return []
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
+    added = {
+        token.content for token in tokenizer.added_tokens_decoder.values() if not token.special
+    }
     found = [one for one in added - {THINK, END_OF_THOUGHT} if one.strip() and one in text]
     if not found:
         return []
