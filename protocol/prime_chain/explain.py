@@ -17,7 +17,7 @@ from typing import Any
 from prime_chain.amounts import prime
 from prime_chain.rewards import OmittedFile, Rebuilder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.settlement import SettledFile, withheld_by
+from prime_core.settlement import BURN_ADDRESS, SettledFile, payee_of, withheld_by
 from prime_core.verdict import Outcome
 
 
@@ -74,8 +74,9 @@ class Explanation:
         counts = Counter(file.state for file in self.files)
         states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
         units = sum(file.units for file in self.files if file.state == "paid")
+        earned = "burned" if self.node == BURN_ADDRESS else "earned"
         said = [
-            f"node {self.node}, up to epoch {self.epoch}: {prime(self.cumulative)} earned, "
+            f"node {self.node}, up to epoch {self.epoch}: {prime(self.cumulative)} {earned}, "
             f"{prime(self.claimed)} of it claimed",
             f"{len(self.files)} files: {states or 'none'}; {units} paid tokens{self._prices()}",
         ]
@@ -97,6 +98,7 @@ GRANTED_BEFORE = "the arbiter had it paid before a settlement had it"
 
 def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Explanation:
     """Why a node (or validator) is owed what the reward root of `epoch` (None: newest) gives it.
+    BURN_ADDRESS has the forfeited files of all nodes.
 
     Raises NotFoundError if no root stands, UntrustedError if what is published does not hold
     together, UnavailableError if an object cannot be had now.
@@ -104,7 +106,11 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
     history = rebuilder.published(epoch)
     files: dict[Digest, tuple[int, SettledFile]] = {}
     for event, settlement in history:
-        files |= {f.submission_digest: (event.epoch, f) for f in settlement.files if f.node == node}
+        files |= {
+            f.submission_digest: (event.epoch, f)
+            for f in settlement.files
+            if node in (f.node, payee_of(f))
+        }
     granted = {
         Digest(one.submission_digest): event.epoch
         for event, settlement in history[::-1]
@@ -119,7 +125,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             state=file.state,
             units=file.units,
             price_per_unit=int(file.price_per_unit),
-            amount=file.earns if file.state == "paid" else 0,
+            amount=file.earns if payee_of(file) == node else 0,
             why=GRANTED_BEFORE
             if file.state == "void" and granted.get(Digest(file.submission_digest), at) < at
             else _why(rebuilder, file, int(file.price_per_unit)),
@@ -149,14 +155,14 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             state="restored" if one.state == "paid" else one.state,
             units=0,
             price_per_unit=0,
-            amount=int(one.amount) if one.state == "paid" else 0,
+            amount=int(one.amount) if payee_of(one) == node else 0,
             why="paid by the arbiter after an appeal"
             if one.state == "paid"
             else f"granted by the arbiter, but the slash for {one.because} holds or forfeits it",
         )
         for root, settlement in history
         for one in settlement.restored
-        if one.node == node
+        if node in (one.node, payee_of(one))
     )
     event, newest = history[-1]
     cumulative = newest.amounts().get(node, 0)
@@ -197,7 +203,10 @@ def _why(rebuilder: Rebuilder, file: SettledFile, price: int) -> str:
         case "held":
             return f"{file.units} tokens wait: a slash for {file.because} is open"
         case "forfeited":
-            return f"{file.units} tokens lost: the node was slashed for {file.because} within a day"
+            return (
+                f"{file.units} tokens lost, their pay is burned: the node was slashed for "
+                f"{file.because} within a day"
+            )
         case "unjudged":
             return "no verdict within its validity: the pool's fault, unpaid and unpunished"
         case "rejected" if file.verdict == ZERO_DIGEST:

@@ -7,7 +7,8 @@
       fees      less what wrong opinions on planted files cost, each signed by its validator
       slashes   those on chain as of its block, and those that it lists as being proposed
       restored  files that the arbiter had paid after an appeal
-      settle()  the same pure function: the same object, to the byte, or it is a mismatch
+      settle()  the same pure function: the same object, to the byte, or it is a mismatch. One that
+                differs only in keeping forfeited pay in the pool is named as such
 
 The orchestrator's database is not used, and no unsigned claim of the orchestrator is trusted.
 """
@@ -47,6 +48,7 @@ from prime_core.revisions import RunHistory, read_history
 from prime_core.rollout import Receipt, decode_leaves
 from prime_core.run import RunDefinition
 from prime_core.settlement import (
+    BURN_ADDRESS,
     JudgedFact,
     LeafFact,
     RestoredFact,
@@ -55,6 +57,7 @@ from prime_core.settlement import (
     SlashFact,
     SlashState,
     answered_for,
+    entries_of,
     judged_fact,
     load_settlement,
     own_root,
@@ -142,6 +145,7 @@ class Rebuilt:
             "posted_root": self.posted.root,
             "cumulative_total": self.settlement.cumulative_total,
             "entries": [entry.model_dump(mode="json") for entry in entries],
+            "burned": str(self.settlement.burned),
             "problems": list(self.problems),
             "omitted_files": [asdict(one) for one in self.omitted_files],
         }
@@ -224,7 +228,15 @@ class Rebuilder:
         self._settled_files.clear()
         history = self.published(epoch)
         for event, published in history:
-            rebuilt = self._again(published, rebuilt, event.block)
+            previous, rebuilt = rebuilt, self._again(published, rebuilt, event.block)
+            kept = _without_burning(rebuilt, previous)
+            if kept.burned < rebuilt.burned and kept.is_named(event.object):
+                problems.append(
+                    f"epoch {event.epoch}: {prime(rebuilt.burned - kept.burned)} of forfeited pay "
+                    "stayed in the pool's free funds instead of being burned; the manager's "
+                    "program is too old, or changed"
+                )
+                rebuilt = kept
             self._settled_files |= _files_of(rebuilt)
             problems += _differences(event, published, rebuilt)
         assert rebuilt is not None
@@ -652,6 +664,14 @@ class Rebuilder:
 
 def _files_of(settlement: Settlement) -> dict[Digest, SettledFile]:
     return {Digest(file.submission_digest): file for file in settlement.files}
+
+
+def _without_burning(settlement: Settlement, previous: Settlement | None) -> Settlement:
+    """The same settlement, if what it forfeits had not been burned. Programs before burning made
+    such ones; the next settlement goes on from its entries."""
+    amounts = settlement.amounts() | {BURN_ADDRESS: previous.burned if previous else 0}
+    total = str(sum(amounts.values()))
+    return settlement.model_copy(update={"entries": entries_of(amounts), "cumulative_total": total})
 
 
 def _claim_of(info: SubmissionInfo) -> _Claim:

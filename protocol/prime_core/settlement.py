@@ -4,7 +4,8 @@ A settlement covers every leaf of the roots of its epochs, so that an omission i
 
     paid       accepted, judged within its root's validity, and not covered by a slash
     held       as paid, but a slash of its node is open; decided by a later settlement
-    forfeited  as paid, but its node was slashed for a file submitted up to 24 h later
+    forfeited  as paid, but its node was slashed for a file submitted up to 24 h later; burned:
+               its pay is an entry that no one can claim (`BURN_ADDRESS`)
     rejected   rejected by the verdict or by the contract
     void       the verdict found neither fault nor usable work (late, malformed, unreachable), or
                the file was rooted too late for a slash to be possible (`answered_for`)
@@ -45,6 +46,10 @@ from prime_core.verdict import Outcome, Verdict
 FORFEIT_SECONDS = 86_400
 """A final rejection forfeits credits submitted up to this long before the bad file, or together
 with it."""
+BURN_ADDRESS = Address("0x000000000000000000000000000000000000dEaD")
+"""The account of forfeited pay in reward roots. No one has its key, so it is no node and no
+validator unless a manager appoints it: the contract pays it nothing, or moves tokens to where they
+are lost."""
 
 FileState = Literal["paid", "held", "forfeited", "rejected", "void", "unjudged"]
 FINAL_FOR_ARBITER: frozenset[FileState] = frozenset({"paid", "held", "forfeited"})
@@ -136,7 +141,8 @@ class RewardTable(Statement):
 
 
 class RewardEntry(Strict):
-    """One leaf of the reward tree; `cumulative` is in wei, as decimal text."""
+    """One leaf of the reward tree: what a node, a validator or BURN_ADDRESS gets. `cumulative` is
+    in wei, as decimal text."""
 
     node: AddressField
     cumulative: str = Field(pattern=r"^(0|[1-9][0-9]*)$", max_length=78)
@@ -239,8 +245,13 @@ class Settlement(Strict):
         )  # fmt: skip
 
     def amounts(self) -> dict[Address, int]:
-        """Cumulative wei of each node."""
+        """Cumulative wei of each node, each validator and BURN_ADDRESS."""
         return {entry.node: int(entry.cumulative) for entry in self.entries}
+
+    @property
+    def burned(self) -> int:
+        """Cumulative wei of forfeited pay."""
+        return self.amounts().get(BURN_ADDRESS, 0)
 
     def leaves(self) -> list[Digest]:
         """Merkle leaves in the order of `entries`."""
@@ -536,7 +547,7 @@ def settle(
     settlement plus those it held. A file's validators are paid when it is first settled, if they
     judged it within its validity, independent of the outcome, less what planted files since the
     previous settlement cost them (`lies`, `faults`: see fees.withhold). A file that was restored
-    before any settlement had it is void.
+    before any settlement had it is void. Forfeited pay is added to the entry of BURN_ADDRESS.
 
     Pure, and independent of the order of its inputs. Raises MalformedError if a leaf occurs twice,
     was already final in `previous`, or is called a planted file.
@@ -582,9 +593,9 @@ def settle(
         )
         for judge in judges:
             fees[judge] = fees.get(judge, 0) + leaf.judge_price
-        if state == "paid":
+        if payee := payee_of(files[leaf.submission_digest]):
             earned = files[leaf.submission_digest].earns
-            amounts[leaf.node] = amounts.get(leaf.node, 0) + earned
+            amounts[payee] = amounts.get(payee, 0) + earned
     if any(fault.opinion.opinion.submission in files.keys() | final for fault in faults):
         raise MalformedError("a file that is settled cannot be a planted one")
     before = previous.fee_records if previous else ()
@@ -595,8 +606,8 @@ def settle(
         amounts[judge] = amounts.get(judge, 0) - taken + withheld_by(before).get(judge, 0)
     decided = _decide_restored(restored, epoch, as_of_block, previous, files, slashes)
     for one in decided:
-        if one.state == "paid":
-            amounts[Address(one.node)] = amounts.get(Address(one.node), 0) + int(one.amount)
+        if payee := payee_of(one):
+            amounts[payee] = amounts.get(payee, 0) + int(one.amount)
     nodes = {Address(file.node) for file in files.values()} | {Address(one.node) for one in decided}
     settlement = Settlement(
         chain_id=chain_id,
@@ -616,6 +627,14 @@ def settle(
     if not decided:
         return settlement
     return SettlementAfterAppeals(**dict(settlement), restored_files=decided)
+
+
+def payee_of(file: SettledFile | Restored) -> Address | None:
+    """Returns the account whose reward entry a file's pay is added to: its node's if the file is
+    paid, BURN_ADDRESS if it is forfeited, else None."""
+    if file.state == "forfeited":
+        return BURN_ADDRESS
+    return Address(file.node) if file.state == "paid" else None
 
 
 def _decide_restored(

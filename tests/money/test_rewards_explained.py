@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from anvil_kit import needs_anvil
-from chain_kit import World, make_world
+from chain_kit import FUNDS, World, make_world
 from money_kit import RUN, TOKEN, key
+from typer.testing import CliRunner
 from walk_kit import Published
 
 from prime_chain.contracts import Claim
+from prime_chain.errors import ChainRevertedError
 from prime_chain.explain import Explanation, _why, explain
 from prime_chain.history import read_events
 from prime_chain.rewards import Rebuilder
@@ -22,7 +25,10 @@ from prime_core.encoding import sha256
 from prime_core.errors import MalformedError, NotFoundError
 from prime_core.ids import ZERO_DIGEST, Digest, Signature
 from prime_core.revisions import RunHistory
+from prime_core.settlement import BURN_ADDRESS
+from prime_core.storage.base import put_object
 from prime_core.verdict import Law, Opinion, Reason, SignedOpinion
+from prime_orchestrator.cli import rewards as rewards_cli
 
 HONEST, LIAR, OWNER, OTHER = key(10), key(11), key(12), key(13)
 EARNED = 20 * TOKEN // 1000
@@ -102,7 +108,63 @@ def test_every_file_of_a_node_is_explained_and_adds_up_to_its_root(world: World)
     assert why[bad.digest].startswith("WRONG_SAMPLING: its tokens were not drawn")
     said = "\n".join(liar.lines())
     assert "1 forfeited, 1 rejected" in said
+    assert "their pay is burned" in said
     assert liar.as_json()["files"][0]["amount"] == "0"
+
+    _forfeited_pay_is_burned(world, earned.digest)
+    _a_root_that_keeps_it_in_the_pool_is_reported_once(world)
+
+
+def _forfeited_pay_is_burned(world: World, forfeited: Digest) -> None:
+    """It is reserved, and no one can claim it."""
+    books, rewards = rebuilder(world), world.contracts.rewards
+    event, settlement = books.published()[-1]
+    burned = explain(books, BURN_ADDRESS)
+    assert (burned.problems, burned.cumulative) == ((), EARNED)
+    assert [(f.submission_digest, f.amount) for f in burned.files] == [(forfeited, EARNED)]
+    assert "0.02 PRIME burned" in burned.lines()[0]
+    rebuilt = books.rebuild(event.epoch)
+    assert (rebuilt.problems, rebuilt.as_json()["burned"]) == ((), str(EARNED))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rewards_cli, "_rebuilder", lambda *_: nullcontext(books))
+        words = ("rebuild", "--rpc", "r", "--deployment", "d", "--pool", "1", "--orchestrator", "o")
+        answer = CliRunner().invoke(rewards_cli.app, words)
+    assert f"  {BURN_ADDRESS}  0.02 PRIME burned: forfeited by slashes\n" in answer.stdout
+
+    funds = rewards.funds(1)
+    assert (funds.free, funds.reserved) == (FUNDS - 3 * EARNED, 3 * EARNED)
+    world.forward(world.deployment.periods.reward_delay + 1)
+    amount, proof = settlement.proof(BURN_ADDRESS)
+    claim = Claim(1, settlement.epoch, BURN_ADDRESS, amount, tuple(proof))
+    with pytest.raises(ChainRevertedError, match="UnknownNode"):
+        world.send(OTHER, rewards.claim(claim))
+    assert rewards.funds(1) == funds
+
+
+def _a_root_that_keeps_it_in_the_pool_is_reported_once(world: World) -> None:
+    """As an older program posts it. The next settlement goes on from its entries."""
+    events = read_events(world.client, world.deployment)
+    books, runs = rebuilder(world), RunHistory(world.mgr.context.run)
+    event, settlement = books.published()[-1]
+    honest = tuple(entry for entry in settlement.entries if entry.node == HONEST.address)
+    kept = settlement.model_copy(update={"entries": honest, "cumulative_total": str(2 * EARNED)})
+    objects = Published(world)
+    posted = dataclasses.replace(
+        event, root=kept.root(), object=kept.digest(), cumulative_total=2 * EARNED
+    )
+    put_object(world.mgr.objects, kept.canonical())
+    old = [posted if one == event else one for one in events]
+    follows = Rebuilder(old, world.deployment, 1, runs, objects).settle(
+        event.epoch + 1, lambda _: pytest.fail("there is no leaf"), event.block
+    )
+    assert (follows.previous, follows.entries) == (kept.digest(), honest)
+    put_object(world.mgr.objects, follows.canonical())
+    later = dataclasses.replace(
+        posted, epoch=follows.epoch, object=follows.digest(), log_index=posted.log_index + 1
+    )
+    rebuilt = Rebuilder([*old, later], world.deployment, 1, runs, objects).rebuild(later.epoch)
+    (problem,) = rebuilt.problems
+    assert f"epoch {event.epoch}: 0.02 PRIME of forfeited pay stayed in the pool" in problem
 
 
 def test_a_published_verdict_of_an_unknown_outcome_is_malformed() -> None:

@@ -23,6 +23,7 @@ from prime_core.encoding import canonical_json, merkle_verify, reward_leaf, sha2
 from prime_core.errors import MalformedError
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature, address
 from prime_core.settlement import (
+    BURN_ADDRESS,
     FORFEIT_SECONDS,
     PAGE_FILES,
     JudgedFact,
@@ -42,6 +43,7 @@ from prime_core.settlement import (
 from prime_core.verdict import Outcome
 
 NODES: list[Address] = [address("0x" + f"{i + 1:040x}") for i in range(3)]
+JUDGES = (address("0x" + "a1" * 20), address("0x" + "a2" * 20))
 RECEIPT = Signature("0x" + "11" * 65)
 DAY = FORFEIT_SECONDS
 
@@ -99,12 +101,15 @@ def histories(draw: st.DrawFn) -> tuple[list[list[LeafFact]], list[SlashFact]]:
                     draw(outcomes),
                     draw(st.integers(0, 500)),
                     draw(st.integers(0, 4000)),
+                    JUDGES[: draw(st.integers(0, 2))],
                 )
                 if draw(st.booleans())
                 else None
             )
             received = draw(st.integers(0, 3 * DAY))
-            leaves.append(leaf(index, draw(st.integers(0, 2)), received, judged=judged))
+            leaves.append(
+                leaf(index, draw(st.integers(0, 2)), received, judged=judged, judge_price=5)
+            )
             index += 1
         epochs.append(leaves)
     slashes = [
@@ -121,9 +126,10 @@ def histories(draw: st.DrawFn) -> tuple[list[list[LeafFact]], list[SlashFact]]:
 
 
 @given(histories(), st.randoms())
-def test_amounts_never_shrink_and_equal_what_the_paid_files_earned(
+def test_amounts_never_shrink_and_equal_what_the_paid_and_forfeited_files_earned(
     history: tuple[list[list[LeafFact]], list[SlashFact]], shuffle: random.Random
 ) -> None:
+    """With validators' fees and restored files. What is forfeited is burned, each file once."""
     epochs, slashes = history
     previous: Settlement | None = None
     paid: dict[Address, int] = {}
@@ -138,10 +144,16 @@ def test_amounts_never_shrink_and_equal_what_the_paid_files_earned(
             for s in slashes
         ]
         leaves = [*held, *fresh]
-        settlement = run(leaves, now, previous, epoch)
+        granted = [
+            RestoredFact(x.submission_digest, x.node, 5, 9)
+            for x in fresh
+            if int(x.submission_digest, 16) % 3 == 0
+        ]
+        settlement = run(leaves, now, previous, epoch, restored=granted)
         shuffle.shuffle(leaves)
         shuffle.shuffle(now)
-        assert run(leaves, now, previous, epoch).digest() == settlement.digest()
+        again = run(leaves, now, previous, epoch, restored=granted)
+        assert again.digest() == settlement.digest()
 
         for file in settlement.files:
             over = [
@@ -150,12 +162,19 @@ def test_amounts_never_shrink_and_equal_what_the_paid_files_earned(
                 if s.node == file.node and 0 <= s.received_at - file.received_at <= DAY
             ]
             if file.state == "paid":
-                paid[file.node] = paid.get(file.node, 0) + 7 * file.units
+                paid[Address(file.node)] = paid.get(Address(file.node), 0) + 7 * file.units
                 assert not [s for s in over if s.state != "cancelled"]
             if file.state == "forfeited":
+                paid[BURN_ADDRESS] = paid.get(BURN_ADDRESS, 0) + 7 * file.units
                 assert any(s.state == "executed" and s.bad == file.because for s in over)
             if file.state == "held":
                 assert any(s.state == "open" and s.bad == file.because for s in over)
+            for judge in file.judges:
+                paid[Address(judge)] = paid.get(Address(judge), 0) + 5
+        for one in settlement.restored:
+            if one.state != "held":
+                payee = Address(one.node) if one.state == "paid" else BURN_ADDRESS
+                paid[payee] = paid.get(payee, 0) + 9
         assert settlement.amounts() == {n: a for n, a in paid.items() if a}
         assert int(settlement.cumulative_total) == sum(paid.values())
         if previous:
@@ -183,8 +202,11 @@ def test_an_open_slash_holds_and_its_end_pays_or_forfeits() -> None:
     restored = run([leaf(1)], [replace(open_, state="cancelled")], first, 1)
     assert restored.amounts() == {NODES[0]: 70, NODES[1]: 70}
     burned = run([leaf(1)], [replace(open_, state="executed")], first, 1)
-    assert burned.amounts() == {NODES[1]: 70}
+    assert burned.amounts() == {NODES[1]: 70, BURN_ADDRESS: 70}
+    assert (burned.cumulative_total, burned.burned) == ("140", 70), "it leaves the free funds"
     assert state_of(burned, 1) == "forfeited"
+    later = run([leaf(3), leaf(4, 1)], [replace(open_, state="executed")], burned, 2)
+    assert later.amounts() == {NODES[1]: 140, BURN_ADDRESS: 140}
 
 
 @pytest.mark.parametrize(
@@ -420,10 +442,11 @@ def test_a_restored_file_is_paid_once_and_as_an_accepted_one() -> None:
         assert [(r.state, r.because) for r in held.restored] == [("held", bad)]
         assert [one.submission_digest for one in held.slashes] == [bad]
         assert held.amounts() == first.amounts()
-        for state, amount in (("cancelled", 79), ("executed", 70)):
+        due = {"cancelled": {NODES[0]: 79}, "executed": {NODES[0]: 70, BURN_ADDRESS: 9}}
+        for state, amounts in due.items():
             end = replace(slash, state=state)  # type: ignore[arg-type]
             ended = run([], [end], previous=held, epoch=2, as_of_block=10, restored=[later])
-            assert ended.amounts() == {NODES[0]: amount}
+            assert ended.amounts() == amounts
             assert run([], [end], previous=ended, epoch=3, as_of_block=11).restored == ()
 
 
@@ -454,7 +477,7 @@ def test_a_file_is_paid_once_whether_it_is_settled_or_restored_or_both(
     judged = JudgedFact(name(1001), name(2001), outcome, 10, 1005) if outcome else None
     file, settled = leaf(1, judged=judged), dict[Digest, SettledFile]()
     previous: Settlement | None = None
-    epoch, block, paid = -1, 0, 0
+    epoch, block, paid, burned = -1, 0, 0, 0
     for step, (epochs, blocks) in enumerate(steps):
         after, epoch, block = epoch, epoch + epochs, block + blocks
         slashes = []
@@ -472,7 +495,9 @@ def test_a_file_is_paid_once_whether_it_is_settled_or_restored_or_both(
         settled |= {Digest(one.submission_digest): one for one in previous.files}
         now = previous.amounts().get(NODES[0], 0)
         assert now in ({paid} if paid else {0, 9, 70})
-        paid = now
+        assert previous.burned in ({burned} if burned else {0, 9, 70})
+        paid, burned = now, previous.burned
+        assert not (paid and burned)
     assert previous is not None
     if slashed in ("open", "executed"):
         assert paid == 0

@@ -395,7 +395,7 @@ def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Stor
         connection.execute(sa.update(files).where(files.c.digest == name(1)).values(**done))
         connection.execute(
             sa.insert(schema.credits).values(
-                submission_digest=name(2), node=NODE, units=1, amount="1", earned_at=0,
+                submission_digest=name(1), node=NODE, units=7, amount="7", earned_at=0,
                 status="forfeited",
             )
         )  # fmt: skip
@@ -404,9 +404,8 @@ def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Stor
         found = {row.status: row for row in submissions.unsettled(connection, 0.0, [])}
         assert found == {
             "accepted": submissions.UnsettledFiles(0, "accepted", 64, 1, 7, 2, 1),
-            "forfeited": submissions.UnsettledFiles(0, "forfeited", 64, 1, 0, 0, 0),
-            "submitted": submissions.UnsettledFiles(0, "submitted", 64, 1, 0, 0, 0),
-        }
+            "submitted": submissions.UnsettledFiles(0, "submitted", 64, 2, 0, 0, 0),
+        }, "forfeited pay is owed, too: a reward root reserves it"
         assert submissions.unsettled(connection, 0.0, [NODE]) == []
         assert submissions.unsettled(connection, 1.0, []) == []
         (planted,) = opinions.on_planted(connection, 0.0, 1.0)

@@ -20,7 +20,7 @@ from prime_core.encoding import sha256
 from prime_core.errors import NotFoundError, UserError
 from prime_core.given import read_given, write_given
 from prime_core.ids import Digest, Signature
-from prime_core.settlement import read_settlement
+from prime_core.settlement import BURN_ADDRESS, read_settlement
 from prime_core.times import utc
 from prime_orchestrator.cli.storage import StoreOptions, with_objects
 
@@ -101,7 +101,8 @@ def rebuild(
         total = prime(int(rebuilt.settlement.cumulative_total))
         typer.echo(f"epoch {rebuilt.epoch}: {said}; {total} in all")
         for entry in rebuilt.settlement.entries:
-            typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}")
+            burned = " burned: forfeited by slashes" if entry.node == BURN_ADDRESS else ""
+            typer.echo(f"  {entry.node}  {prime(int(entry.cumulative))}{burned}")
         for problem in rebuilt.problems:
             typer.echo(f"  {problem}")
         for one in rebuilt.omitted_files:

@@ -1,7 +1,8 @@
 """Stops leases while the pool owes more than its bond and free funds (prime_core.settlement).
 
     owed     accepted files, files without a verdict, and validators' fees since the newest settled
-             epoch, at the prices of the files' revisions
+             epoch, at the prices of the files' revisions; also forfeited ones, as a reward root
+             reserves their pay
     money    bond + free funds on chain, at the block up to which the store holds the events
 
 The manager's loop compares them; the API reads the result.

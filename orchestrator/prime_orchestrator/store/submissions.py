@@ -446,14 +446,10 @@ def unsettled(
         .where(opinions.submission_digest == _submissions.digest)
         .scalar_subquery()
     )
-    forfeited = sa.exists().where(
-        schema.credits.c.submission_digest == _submissions.digest,
-        schema.credits.c.status == "forfeited",
-    )
     files = (
         sa.select(
             *(_submissions.step, _submissions.units, _submissions.prompt_units, leases.target),
-            sa.case((forfeited, "forfeited"), else_=_submissions.status).label("status"),
+            _submissions.status,
             judged.label("opinions"),
         )
         .join(schema.leases, leases.digest == _submissions.lease_digest)
