@@ -545,7 +545,7 @@ def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
 
 
 def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(
-    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(*_: object) -> None:
         raise UnavailableError("the object store does not answer")
@@ -556,6 +556,8 @@ def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(
         for _ in range(2):
             rows.append(panel.mgr.submit(HONEST, make=panel.honest))
             assert panel.validator.judge_next() == rows[-1].digest
+        assert panel.validator.judge_next() is None
+    assert sum("cannot be handed in now" in line for line in caplog.messages) == len(rows)
     assert {panel.mgr.row(one.digest).status for one in rows} == {"submitted"}
     assert panel.validator.judge_next() is None
     assert {panel.mgr.row(one.digest).status for one in rows} == {"accepted"}

@@ -128,6 +128,8 @@ class Validator:
         self._calibration = setup.calibration
         self._now = now
         self._hold = setup.hold
+        self._delayed: set[Digest] = set()
+        """Files whose opinion could not be handed in, which is logged once."""
 
     def judge_some(self, most: int = 1) -> list[Digest]:
         """Submits the opinions that are due, then claims and judges up to `most` files of one
@@ -157,8 +159,11 @@ class Validator:
             log.error("the opinion on %s is refused: %s", digest, error)
             return
         except (UnavailableError, NotFoundError) as error:  # the next claim names it again
-            log.warning("the opinion on %s cannot be handed in now: %s", digest, error)
+            if digest not in self._delayed:  # it may be tried each second
+                self._delayed.add(digest)
+                log.warning("the opinion on %s cannot be handed in now: %s", digest, error)
             return
+        self._delayed.discard(digest)
         self._folder.mark_given(digest)
 
     def _hand_in_together(self, digests: Sequence[Digest]) -> None:
