@@ -220,6 +220,7 @@ def archived_names(mgr: ManagerSide) -> list[Digest]:
         return [one.submission.digest for one in archive.every(connection, mgr.objects, Wanted())]
 
 
+@pytest.mark.slow
 def test_an_archived_file_answers_as_before_and_survives_a_kill_and_a_restore(
     pool: ManagerSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +476,7 @@ class Mixed:
         return self.mgr.row(row.digest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)]
 )
@@ -542,6 +544,7 @@ def all_archived(mgr: ManagerSide, page_files: int) -> set[Digest]:
     return set(archived_names(mgr))
 
 
+@pytest.mark.slow
 @on_one_database
 def test_old_files_are_removed_unless_an_audit_may_ask_for_them(pool: ManagerSide) -> None:
     """Files of every kind: only those of accepted work go, of which no part is planted."""

@@ -244,6 +244,7 @@ def test_how_many_must_have_seen_a_mismatch(said: list[Outcome], expected: bool)
     assert enough(Outcome.VOID, [Outcome.VOID], 2, 1, Reason.MALFORMED, quorum=2)
 
 
+@pytest.mark.slow
 def test_files_of_an_exact_lease_go_to_validators_of_its_class(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def _restore_the_unjudged_file(world: World) -> FileRestored:
     return restored
 
 
+@pytest.mark.slow
 def test_a_mirrors_settlement_is_the_managers_own(
     worked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,7 @@ def test_a_validator_judges_as_another_user_who_cannot_read_the_managers_folders
         assert (party.folder / "data" / "validator.sqlite").stat().st_uid == OTHER_USER
 
 
+@pytest.mark.slow
 def test_a_lease_becomes_a_sealed_batch_whose_bytes_pass_by_the_api(
     tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_slots_follow_the_measured_speed(world: World, seconds: float, slots: in
         assert leases.held_by(connection, opened, world.clock()) == {session.account.address: slots}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idle", [0, 7, 12])
 def test_scarce_work_goes_to_idle_nodes_first(make_world: MakeWorld, idle: int) -> None:
     """Some nine leases fill the batches within reach."""
@@ -310,6 +311,7 @@ def test_an_older_node_asks_as_ever() -> None:
     }
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("seed", range(2))
 def test_never_more_than_the_slots_are_open_and_nothing_is_gained_by_dropping(

@@ -122,6 +122,7 @@ def _reads_rows(statement: str, tables: set[str]) -> bool:
     return not tables.isdisjoint(named)
 
 
+@pytest.mark.slow
 def test_a_store_of_each_revision_keeps_its_rows(empty_database: Store) -> None:
     """Every table of every revision gets a row with a value in each column. From each revision, one
     transaction then upgrades to the newest; it is rolled back, and the next revision follows."""

@@ -501,6 +501,7 @@ def test_special_tokens_in_a_problem_are_text_as_in_training() -> None:
     assert (bare.count(end), opened, tokenizer.decode(bare)) == (0, False, asked.prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_tiny_model_is_asked_every_benchmark(
     name: str, opened: dict[str, Benchmark], tmp_path: Path
@@ -523,6 +524,7 @@ def test_a_tiny_model_is_asked_every_benchmark(
     assert (again["resumed"], again["tokens"]) == (2, found["tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SMOLLM / "ready").exists(), reason="no SmolLM2 (scripts/setup_smollm.sh)")
 def test_smollm_is_asked_by_its_template(opened: dict[str, Benchmark]) -> None:
     one = benchmark("livecodebench-v5", opened)

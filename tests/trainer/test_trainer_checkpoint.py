@@ -45,6 +45,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return full_state(learner.policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, world: World, optimizer: str, request: pytest.FixtureRequest
