@@ -26,7 +26,13 @@ from prime_broadcast.sources import SourceBook
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
-from prime_core.errors import MalformedError, NotFoundError, PrimeError, UnavailableError
+from prime_core.errors import (
+    MalformedError,
+    NotFoundError,
+    PrimeError,
+    UnavailableError,
+    UntrustedError,
+)
 from prime_core.ids import Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
@@ -428,11 +434,12 @@ def test_a_policy_that_no_relay_serves_delays_the_file(
     assert status_of(panel, row) == ("open", "assigned")
 
 
-@pytest.mark.parametrize("kind", [MalformedError, NotFoundError])
-def test_another_program_s_answer_does_not_end_a_validator(
+@pytest.mark.parametrize("kind", [MalformedError, NotFoundError, UntrustedError])
+def test_another_program_s_answer_or_a_wrong_clock_does_not_end_a_validator(
     kind: type[PrimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a proxy sends while the orchestrator is away is not in its protocol."""
+    """What a proxy sends while the orchestrator is away is not in its protocol. A clock that was
+    just set makes signatures look old."""
     stop, left = threading.Event(), 2
 
     def ask(most: int = 1) -> list[Digest]:

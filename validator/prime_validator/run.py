@@ -36,6 +36,7 @@ from prime_core.errors import (
     PolicyError,
     PrimeError,
     UnavailableError,
+    UntrustedError,
 )
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
@@ -56,9 +57,9 @@ from prime_verify.proofs.thresholds import shipped
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PASSING = (UnavailableError, PolicyError, MalformedError, NotFoundError)
-"""Errors after which a tick is repeated later: refusals, outages, and what a proxy answers while
-the orchestrator is away."""
+PASSING = (UnavailableError, PolicyError, MalformedError, NotFoundError, UntrustedError)
+"""Errors after which a tick is repeated later: refusals, also of signatures while a clock is wrong,
+outages, and what a proxy answers while the orchestrator is away."""
 DRAW_SECONDS = 1.0
 LONGEST_PAUSE = 30.0
 LOOK_SECONDS, AGAIN_SECONDS = 2.0, 60.0
