@@ -24,7 +24,7 @@ from prime_envs import tools
 from prime_envs.chat import THINK, prompt_of, prompt_tokens, reply_tokens, thinking_tokens
 from prime_envs.lengths import length_reward
 from prime_envs.search import SearchIndex
-from prime_envs.tasks import Task
+from prime_envs.tasks import MAX_ID, Task
 from prime_envs.tools import Observation, ToolCall
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ OF_THIS_MACHINE = (PrimeError, StoppedError, MemoryError, OSError)
 """Exceptions in an environment's code that are a fault of this machine, not of the row."""
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
+MAX_REWARD = 1 << 50
+"""Largest reward that a plugin may give a row or a turn, in millionths."""
 UNASKED = "unasked"
 """The id of a problem that its environment could not ask, in a mixture after the part's label."""
 _UNASKED_PROMPT = "?"
@@ -153,7 +155,7 @@ class Environment(ABC):
     index: SearchIndex | None = None
     """The index of the run's corpus, for the tool search-1."""
     plugin: bool = False
-    """Whether it was loaded from an entry point (registry.load_environment)."""
+    """Whether it, or a grader of its rows, was loaded from an entry point."""
 
     @property
     def tools_may_give_up(self) -> bool:
@@ -272,6 +274,9 @@ class Environment(ABC):
                 raise PolicyError(f"the policy cannot be used: {why}")
         try:
             problem = self.problem(index)
+            if not (isinstance(problem.problem_id, str) and len(problem.problem_id) <= MAX_ID):
+                raise ValueError(f"a problem_id that is no text of at most {MAX_ID} characters")
+            problem.problem_id.encode()
             return problem, tuple(self.prompt_tokens(problem, target_length, tokenizer))
         except OF_THIS_MACHINE:
             raise
@@ -306,6 +311,8 @@ class Environment(ABC):
         turns = texts_of(tokenizer, output_tokens, spans)[::2]
         try:
             said = self.observe(problem, turns)
+            if said is not None and not isinstance(getattr(said, "text", None), str):
+                raise TypeError(f"observe returned {type(said).__name__}, no Observation of text")
         except OF_THIS_MACHINE:
             raise
         except Exception as error:
@@ -389,6 +396,9 @@ class Environment(ABC):
             if self.conversation is not None:
                 earned = tuple(self.turn_rewards(problem, said))
             total = sum(earned)
+            for micro in (grade.reward_micro, *earned, total) if self.plugin else ():
+                if type(micro) is not int or abs(micro) > MAX_REWARD:
+                    raise ValueError(f"a reward of {micro!r}, no whole number of millionths")
         except OF_THIS_MACHINE:
             raise
         except Exception as error:

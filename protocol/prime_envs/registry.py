@@ -108,7 +108,7 @@ def _made(name: str, arguments: Mapping[str, int | str], budgets: LengthBudgets)
             f"{error!r}",
             hint="correct environment.arguments, or the plugin that provides it",
         ) from error
-    environment.plugin = plugin
+    environment.plugin = environment.plugin or plugin
     return environment
 
 

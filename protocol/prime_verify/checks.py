@@ -6,6 +6,7 @@ To add a check, write a function that raises RulingError and add its line to CHE
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -335,12 +336,20 @@ def check_rewards(
     return tuple(table)
 
 
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half a character, which no table can hold."""
+
+
 def _parts_of(grade: Grade) -> dict[str, int]:
     """The first MAX_PARTS components of the reward that a table can hold: a plugin may give any."""
     fit = (
         (name, value)
         for name, value in grade.parts.items()
-        if 0 < len(name) <= LONGEST_PART_NAME and abs(value) <= LARGEST_PART
+        if type(name) is str
+        and 0 < len(name) <= LONGEST_PART_NAME
+        and not _HALF.search(name)
+        and type(value) is int
+        and abs(value) <= LARGEST_PART
     )
     return dict(islice(fit, MAX_PARTS))
 

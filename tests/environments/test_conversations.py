@@ -354,6 +354,10 @@ def test_an_environment_that_raises_ends_its_row_in_one_sentence(caplog: Any) ->
         "problem guess-3, turn 1: the environment guess raised KeyError('row 3 has no map'), so "
         "the row ends as tool_limit"
     ]
+    for said in ("higher", Observation(7)):  # type: ignore[arg-type]
+        environment.observe = lambda problem, turns, said=said: said  # type: ignore
+        found = environment.reply(problem, 10, whole, spans, tokenizer)
+        assert found == Reply(exact=False, unanswered=True)
     of_this_machine = (UnavailableError("none"), StoppedError(), MemoryError(), OSError("full"))
     for passed in of_this_machine:
         environment.observe = raises(passed)  # type: ignore[method-assign]

@@ -89,6 +89,7 @@ def test_the_same_folder_packs_into_the_same_bytes_and_a_changed_grader_into_oth
         ("def grade(t, a): 1/0", {"answered", "bounded"}),
         ("def grade(t, a): return {'score': 2, 'reason': ''}", {"answered", "bounded"}),
         ("def grade(t, a): return 'fine'", {"answered", "bounded"}),
+        ("def grade(t, a): return {'score': 1, 'reason': '\\ud800'}", {"answered", "bounded"}),
         ("import time\ndef grade(t, a): return {'score': 0, 'reason': str(time.time_ns())}",
          {"answered", "deterministic"}),
         ("this is no Python", {"answered", "bounded"}),

@@ -7,18 +7,19 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from prime_core.errors import UnavailableError, UserError
+from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import BUDGET_WORDING, Chat, Conversation, LengthBudgets
 from prime_core.waiting import StoppedError
 from prime_envs import registry
-from prime_envs.base import Grade, Problem, TaskScore, Tokenizer
+from prime_envs.base import Environment, Grade, Problem, TaskScore, Tokenizer
 from prime_envs.crowd_check import NAMES as FINDINGS
 from prime_envs.environments.reverse import Reverse
 from prime_envs.environments.tasks import TaskDataset
@@ -28,6 +29,8 @@ from prime_envs.mixture import Mixture
 from prime_envs.registry import BUILT_IN as ENVIRONMENTS
 from prime_envs.registry import environment_class
 from prime_envs.sources import file_digest
+from prime_envs.tasks import Task
+from prime_verify.checks import _parts_of
 
 BUDGETS = LengthBudgets(targets=(100,), penalty_micro=1000, form="exact")
 
@@ -58,6 +61,7 @@ class Fails(Reverse):
     error: Exception | None = None
     of_turns: Exception | None = None
     late: bool = False
+    micro: Any = 250_000
 
     def check(self, problem: Problem, output_text: str, output_tokens: int) -> TaskScore:
         if self.error:
@@ -66,7 +70,7 @@ class Fails(Reverse):
 
     def turn_rewards(self, problem: Problem, turns: Sequence[str]) -> Sequence[int]:
         if self.late:
-            return cast(Any, self._one_by_one())
+            return cast(Sequence[int], self._one_by_one())
         if self.of_turns:
             raise self.of_turns
         return ()
@@ -74,7 +78,7 @@ class Fails(Reverse):
     def _one_by_one(self) -> Iterator[int]:
         if self.of_turns:
             raise self.of_turns
-        yield 250_000
+        yield self.micro
 
 
 class Particular(Reverse):
@@ -99,12 +103,15 @@ def test_a_plugin_that_cannot_be_made_or_loaded_is_one_sentence(
 
 
 class Unasked(Reverse):
-    """A plugin without its second problem."""
+    """A plugin without its second problem, and with wrong names of some others."""
+
+    names: ClassVar[dict[int, Any]] = {4: 4, 5: "x" * 257, 6: "\ud800"}
 
     def problem(self, index: int) -> Problem:
         if index == 1:
             raise KeyError("no question")
-        return super().problem(index)
+        found = super().problem(index)
+        return replace(found, problem_id=self.names.get(index, found.problem_id))
 
 
 def test_a_problem_that_a_plugin_cannot_ask_is_named_and_not_graded(
@@ -121,6 +128,8 @@ def test_a_problem_that_a_plugin_cannot_ask_is_named_and_not_graded(
     why = "the environment reverse raised KeyError('no question') when problem 1 was asked"
     assert (grade.reward_micro, grade.ungraded, grade.reason) == (0, True, why)
     assert caplog.messages == [f"{why}; its rows are not trained on"]
+    for index in environment.names:
+        assert environment.ask(index, 6, tokenizer)[0].unasked, "no file could hold its name"
 
     mixture = Mixture([("a", 1, environment), ("b", 1, Reverse({}, BUDGETS))], BUDGETS)
     mixed, prompt = mixture.ask(2, 6, tokenizer)
@@ -157,6 +166,10 @@ def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(
     environment.of_turns = None
     late = graded()
     assert (late.reward_micro, late.parts["turn_0_micro"]) == (1_250_000, 250_000)
+    for environment.micro in (0.5, True, 1 << 60, None):
+        assert graded().ungraded, "no table of a verdict could hold it"
+    assert "raised ValueError('a reward of 0.5, no whole number of millionths')" in caplog.text
+    del caplog.records[3:]
     said = "the environment reverse raised KeyError('row 3 has no answer')"
     assert caplog.messages == 3 * [
         f"problem {problem.problem_id}, turn 0: {said} when it graded the row, which is not "
@@ -220,3 +233,49 @@ def test_plugins_are_found_by_entry_point(
     monkeypatch.syspath_prepend(str(tmp_path))
     find = environment_class if kind.endswith("environments") else grader_class
     assert find("made_here").__name__ in ("Reverse", "FormatFollowing")
+
+
+def test_a_row_on_which_a_grader_of_another_package_raises_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = EntryPoint("odd", f"{__name__}:OddGrader", "prime_open.graders")
+    monkeypatch.setattr("prime_envs.graders.base.entry_points", lambda **_: EntryPoints([entry]))
+
+    def made(*answers: int) -> Environment:
+        row = {"task_type": "odd", "prompt": "?"}
+        rows = [
+            {**row, "problem_id": str(answer), "verification_info": {"answer": answer}}
+            for answer in answers
+        ]
+        path = tmp_path / "tasks.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        given = {"sha256": file_digest(path), "path": str(path)}
+        return registry.load_environment("tasks", given, BUDGETS)
+
+    with pytest.raises(MalformedError, match=r"tasks.jsonl row 2: its grader raised KeyError"):
+        made(1, 0)
+    environment = made(2)
+    grade = environment.grade_output(environment.problem(0), 6, [ord("2")], cast(Any, Characters()))
+    assert grade.ungraded
+    assert grade.reason == "the environment tasks raised KeyError('no even answers')"
+
+
+def test_a_table_notes_only_components_that_it_can_hold() -> None:
+    parts: Any = {"a": 1, "\ud800": 1, "b": 0.5, "c": None, "d": True, 3: 1, "": 1, "e": 1 << 60}
+    assert _parts_of(Grade(0, parts, "")) == {"a": 1}
+
+
+class OddGrader(Grader):
+    """A plugin that raises on some tasks."""
+
+    version = 1
+
+    def require(self, task: Task) -> None:
+        if task.verification_info["answer"] == 0:
+            raise KeyError("no answer 0")
+
+    def grade(self, task: Task, output_text: str) -> TaskScore:
+        raise KeyError("no even answers")
+
+    def gold(self, task: Task) -> str | None:
+        return None

@@ -32,7 +32,7 @@ from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import Grader
 from prime_envs.rows import Bounds, read_lines
 from prime_envs.sandbox.client import Program, ProgramLimits, Sandbox
-from prime_envs.tasks import Task, load_json
+from prime_envs.tasks import Task, load_json, require_text
 
 CUSTOM = "custom"
 BOUNDS = Bounds(
@@ -136,6 +136,7 @@ def _score(answer: Any) -> TaskScore:
         raise MalformedError("the grader's reason or parts are of the wrong kind")
     if any(type(value) is not int or abs(value) > 1 << 53 for value in parts.values()):
         raise MalformedError("the grader's parts are not whole numbers")
+    require_text([reason, parts], "the grader's answer")
     return TaskScore(round(score * MICRO), reason[:500], parts=parts)
 
 

@@ -22,8 +22,8 @@ from prime_core import encoding
 from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Digest
 from prime_core.run import LengthBudgets
-from prime_envs.base import Environment, Problem, TaskScore
-from prime_envs.graders.base import Grader, grader_class
+from prime_envs.base import OF_THIS_MACHINE, Environment, Problem, TaskScore
+from prime_envs.graders.base import BUILT_IN, Grader, grader_class
 from prime_envs.prompts import with_budget
 from prime_envs.rows import Bounds, read_lines
 from prime_envs.sources import locate
@@ -62,6 +62,7 @@ class TaskDataset(Environment):
         """Returns the grader of a task type, created once. Raises UserError if there is none."""
         if task_type not in self._graders:
             self._graders[task_type] = grader_class(task_type)()
+            self.plugin = self.plugin or task_type not in BUILT_IN
         return self._graders[task_type]
 
     def lines(self, path: Path) -> Iterable[tuple[str, bytes]]:
@@ -100,7 +101,14 @@ class TaskDataset(Environment):
             grader = self.grader(task.task_type)
         except UserError as error:
             raise MalformedError(f"{where}: {error}") from error
-        grader.require(task)
+        try:
+            grader.require(task)
+        except OF_THIS_MACHINE:
+            raise
+        except Exception as error:
+            if not self.plugin:
+                raise
+            raise MalformedError(f"{where}: its grader raised {error!r}") from error
         return task
 
     def task(self, index: int) -> Task:
