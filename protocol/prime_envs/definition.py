@@ -38,7 +38,7 @@ def read_toml(source: Path) -> dict[str, Any]:
         return tomllib.loads(raw.decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not text in UTF-8", hint=hint) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise UserError(f"{source} is not TOML: {error}", hint=hint) from error
 
 

@@ -21,6 +21,7 @@ from prime_core.waiting import StoppedError
 from prime_envs import registry
 from prime_envs.base import Environment, Grade, Problem, TaskScore, Tokenizer
 from prime_envs.crowd_check import NAMES as FINDINGS
+from prime_envs.definition import read_toml
 from prime_envs.environments.reverse import Reverse
 from prime_envs.environments.tasks import TaskDataset
 from prime_envs.graders.base import BUILT_IN, Grader, grader_class
@@ -206,6 +207,14 @@ def test_the_documents_examples_are_right() -> None:
     assert LengthBudgets.model_validate_json(json.dumps(budgets)).preferred(1)[0] == 1000
     assert all(f"`{name}`" in text for name in (*ENVIRONMENTS, *BUILT_IN))
     assert all(finding in text for finding in FINDINGS)
+
+
+@pytest.mark.parametrize("text", ["a =", f"a = {'9' * 5000}", "a = " + "[" * 100_000])
+def test_a_run_s_file_that_cannot_be_parsed_is_one_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"run\.toml is not TOML: "):
+        read_toml(file)
 
 
 def test_every_built_in_name_is_a_class() -> None:
