@@ -99,9 +99,12 @@ class Site(BaseHTTPRequestHandler):
     """The MCP method whose response ends after `dies_after` bytes of its body, as if the server
     died; 0: there is none."""
     dies_after: ClassVar[int] = 0
+    pause: ClassVar[float] = 0.0
+    """Seconds before each response."""
 
     def do_GET(self) -> None:
         self.seen[self.path] += 1
+        self.over.wait(self.pause)
         if self.refuses:
             self._send(self.refuses, "text/plain", b"")
             return
@@ -150,6 +153,7 @@ class Site(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))
         asked = json.loads(raw)
+        self.over.wait(self.pause)
         if self.refuses:
             self._send(self.refuses, "text/plain", b"")
             return
@@ -213,7 +217,7 @@ class Site(BaseHTTPRequestHandler):
 def site() -> Iterator[str]:
     Site.seen.clear()
     Site.over.clear()
-    Site.read_only, Site.dies_at, Site.refuses = True, "", 0
+    Site.read_only, Site.dies_at, Site.refuses, Site.pause = True, "", 0, 0.0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -733,6 +737,19 @@ def test_one_reading_tool_of_an_mcp_server(site: str) -> None:
         answer_of(other, {"q": "x"}, 1000)
     with pytest.raises(UserError, match="a URL with a user name is not allowed"):
         make(McpTool(kind="mcp", url=f"http://a:b@{site}/mcp", tool="find"), Web(loopback=True))
+
+
+def test_all_requests_of_a_call_share_its_time(site: str) -> None:
+    """Each is answered in time: together they take longer than the node waits."""
+    Site.pause = 0.6
+    with pytest.raises(UnavailableError):
+        fetch(site, f"http://{site}/around", seconds=1.0)
+    url = f"http://{site}/mcp"
+    tool = make(McpTool(kind="mcp", url=url, tool="find"), Web(loopback=True, seconds=1.0))
+    with pytest.raises(UnavailableError):
+        answer_of(tool, {"q": "x"}, 1000)
+    Site.pause = 0.0
+    assert answer_of(tool, {"q": "x"}, 1000) == '{"q": "x"}', "the next call has its own"
 
 
 def own_tools(site: str, folder: Path, web: Web) -> list[upstreams.Upstream]:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from email.message import Message
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import quote, urlencode, urljoin, urlsplit
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MAX_BODY = 1 << 20
 """Bytes of a response that are read; the rest is left out."""
 SECONDS = 10.0
-"""For one response, from the connection to its last byte."""
+"""For all requests of one call, from the first connection to the last byte."""
 MAX_REDIRECTS = 3
 MAX_URL = 2048
 AGENT = "prime-gateway"
@@ -189,10 +189,16 @@ def _charset(content_type: str) -> str:
 
 @dataclass(frozen=True)
 class Web:
-    """Makes the requests. `loopback`: this machine's own addresses are allowed (a local chain)."""
+    """Makes the requests. `loopback`: this machine's own addresses are allowed (a local chain).
+    `seconds`: for each request, or together for those until `end` (time.monotonic; None: none)."""
 
     loopback: bool = False
     seconds: float = SECONDS
+    end: float | None = None
+
+    def for_one_call(self) -> Web:
+        """The same for the requests of one call, which have `seconds` together."""
+        return replace(self, end=time.monotonic() + self.seconds)
 
     def send(
         self,
@@ -257,8 +263,8 @@ class _Guard:
 
     def __init__(self, web: Web) -> None:
         self._web = web
-        self._end = time.monotonic() + web.seconds
-        self._timer = threading.Timer(web.seconds, self._expire)
+        self._end = time.monotonic() + web.seconds if web.end is None else web.end
+        self._timer = threading.Timer(max(0.0, self._left()), self._expire)
         self._socket: socket.socket | None = None
         self.expired = False
 
@@ -381,13 +387,13 @@ class Fetch:
 
     def answer(self, arguments: Mapping[str, str]) -> str:
         """See Upstream. Redirects are followed to allowed hosts."""
-        url = arguments.get("url", arguments.get("input", "")).strip()
+        url, web = arguments.get("url", arguments.get("input", "")).strip(), self.web.for_one_call()
         for _ in range(MAX_REDIRECTS + 1):
             parts = _parts(url)
             if not self._allows(authority(url), parts.hostname):
                 raise ToolError(f"the host {parts.hostname[:200]!a} is not allowed")
             try:
-                page = self.web.send("GET", url)
+                page = web.send("GET", url)
             except HostError as error:
                 raise ToolError(str(error)) from error
             if page.status not in (301, 302, 303, 307, 308):
@@ -475,6 +481,14 @@ def _named(arguments: Mapping[str, str], known: Mapping[str, Mapping[str, Any]])
     return given
 
 
+@dataclass(frozen=True)
+class _Session:
+    """One call to an MCP server, and the headers that its server wants from then on."""
+
+    web: Web
+    headers: dict[str, str] = field(default_factory=dict)
+
+
 class Mcp:
     """See McpTool. One session a call: initialize, tools/list, tools/call."""
 
@@ -489,14 +503,14 @@ class Mcp:
     def answer(self, arguments: Mapping[str, str]) -> str:
         """See Upstream. Raises UnavailableError also if the server does not speak MCP, and
         SettingsError if it has no such tool or does not state that it only reads."""
-        session: dict[str, str] = {}
+        session = _Session(self._web.for_one_call())
         hello = {
             "protocolVersion": MCP_VERSION, "capabilities": {},
             "clientInfo": {"name": AGENT, "version": "1"},
         }  # fmt: skip
         try:
             agreed = self._ask(1, "initialize", hello, session)
-            session["MCP-Protocol-Version"] = str(agreed["protocolVersion"])
+            session.headers["MCP-Protocol-Version"] = str(agreed["protocolVersion"])
             self._post({"method": "notifications/initialized"}, session)
             schema = self._schema(session)
             given = _named(arguments, schema)
@@ -512,7 +526,7 @@ class Mcp:
             raise ToolError(text)
         return text
 
-    def _schema(self, session: dict[str, str]) -> dict[str, dict[str, Any]]:
+    def _schema(self, session: _Session) -> dict[str, dict[str, Any]]:
         cursor: dict[str, Any] = {}
         for page in range(2, 12):
             listed = self._ask(page, "tools/list", cursor, session)
@@ -534,26 +548,26 @@ class Mcp:
             cursor = {"cursor": listed["nextCursor"]}
         raise SettingsError(f"{self._host} has no tool {self._settings.tool}")
 
-    def _ask(self, number: int, method: str, params: Any, session: dict[str, str]) -> Any:
+    def _ask(self, number: int, method: str, params: Any, session: _Session) -> Any:
         page = self._post({"id": number, "method": method, "params": params}, session)
         answer = _message(page, number)
         if "error" in answer:
             raise ToolError(str(answer["error"].get("message", "the server refused"))[:512])
         return answer["result"]
 
-    def _post(self, message: Mapping[str, Any], session: dict[str, str]) -> Page:
+    def _post(self, message: Mapping[str, Any], session: _Session) -> Page:
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json, text/event-stream",
             **self._headers,
-            **session,
+            **session.headers,
         }
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
-        page = self._web.ask_own("POST", self._settings.url, headers, body)
+        page = session.web.ask_own("POST", self._settings.url, headers, body)
         if page.status not in (200, 202):
             raise UnavailableError(f"{self._host} answered {page.status}")
         if name := page.headers.get("Mcp-Session-Id"):
-            session["Mcp-Session-Id"] = name
+            session.headers["Mcp-Session-Id"] = name
         return page
 
 
