@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from full_disk import a_full_disk
 
 from devnet.s3 import BUCKET, S3Server
 from prime_core.encoding import sha256
@@ -262,14 +263,15 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(
     assert list((tmp_path / "objects" / "a").iterdir()) == []
 
 
-def test_a_really_full_disk_is_unavailable() -> None:
-    """/dev/full answers ENOSPC to every write, as a full file system does."""
-    from prime_core.storage.directory import Sink
-
-    with Path("/dev/full").open("wb", buffering=0) as file:
-        sink = Sink(file, 4)  # type: ignore[arg-type]
-        with pytest.raises(UnavailableError, match="disk is full"):
-            sink.write(b"data")
+@pytest.mark.parametrize("size", [2, 2 * CHUNK_BYTES])
+def test_a_disk_that_fills_while_an_object_is_written_is_unavailable(
+    tmp_path: Path, size: int
+) -> None:
+    """A short object fails when it is flushed, and again when its file is closed."""
+    store = DirectoryStore(tmp_path / "objects")
+    with a_full_disk(), pytest.raises(UnavailableError):
+        store.put("a/b", bytes(size))
+    assert list((tmp_path / "objects" / "a").iterdir()) == []
 
 
 def test_a_damaged_object_is_never_handed_out(tmp_path: Path) -> None:

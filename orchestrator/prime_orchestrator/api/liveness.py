@@ -31,6 +31,7 @@ from prime_orchestrator.store import (
     sessions,
     submissions,
 )
+from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.measurements import MeasurementRow
 from prime_orchestrator.store.nodes import NodeRow
 
@@ -45,11 +46,14 @@ GAP_SECONDS = 10.0
 """Ticks come every second; after a gap this long, heartbeats may have been missed through our
 fault."""
 FORGET_SECONDS = 10.0
-PROBE = "probe"
-"""Key of the object that `LifeTicks.probe` writes."""
 """How often what is no longer needed is deleted, and nodes are drawn to be measured again."""
 RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
+PROBE_KEY = "probe"
+PROBE_BYTES = bytes(64 << 10)
+"""What `LifeTicks.probe` writes: a few bytes may find room on a full disk."""
+PROBE_PATIENCE = 5.0
+"""Seconds after which a probe without an answer counts as failed."""
 
 
 @dataclass(frozen=True)
@@ -298,20 +302,31 @@ class LifeTicks:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._up_since = self._ticked_at = backend.now()
-        self._stored_since = 0.0  # infinite while the object store fails
+        self._store_up_since = 0.0  # infinite while the object store fails
+        self._probing_since: float | None = None
         self._forget_at = self._drawn_at = self._up_since
 
     def probe(self) -> None:
         """Writes a small object, to see whether nodes can hand in their files. Raises
         UnavailableError if the object store fails. A loop of its own calls it, because an object
         store that does not answer may take as long as its timeouts."""
+        self._probing_since = began = self._backend.now()
         try:
-            self._backend.objects.put(PROBE, b"ok")
+            self._backend.objects.put(PROBE_KEY, PROBE_BYTES)
         except UnavailableError:
-            self._stored_since = math.inf
+            self._store_up_since = math.inf
             raise
-        if self._stored_since == math.inf:
-            self._stored_since = self._backend.now()
+        finally:
+            self._probing_since = None
+        now = self._backend.now()
+        if self._store_up_since == math.inf or now - began > PROBE_PATIENCE:
+            self._store_up_since = now
+
+    def _is_excused(self, lease: LeaseRow, now: float) -> bool:
+        """Whether the lease was open while the orchestrator was away or its object store failed."""
+        probing = self._probing_since
+        stuck = probing is not None and now - probing > PROBE_PATIENCE
+        return stuck or lease.created_at < max(self._up_since, self._store_up_since)
 
     def tick(self) -> None:
         """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""
@@ -341,7 +356,7 @@ class LifeTicks:
                     connection,
                     lease,
                     backend.context.run.lease_seconds,
-                    excused=lease.created_at < max(self._up_since, self._stored_since),
+                    excused=self._is_excused(lease, now),
                 )
         if now >= self._forget_at:
             self._forget(now)

@@ -82,10 +82,13 @@ class DirectoryStore:
         except (FileExistsError, NotADirectoryError) as error:
             raise MalformedError(f"part of the key {key} already names an object") from error
         try:
-            with file:
+            try:
                 sink = Sink(file, size)
                 yield sink
                 sink.finish(promised.pop() if promised else None)
+            finally:
+                with _medium(f"write {key}"):  # closing writes what is left in the buffer
+                    file.close()
             with _medium(f"write {key}"):
                 temporary.replace(target)
                 sync(target.parent)
