@@ -11,13 +11,15 @@ from chain_kit import DEPLOYER, FUNDS, World
 from money_kit import GROUPS, RUN, SAMPLES
 from walk_kit import HONEST, LIAR
 
-from prime_core.ids import Address
+from prime_core.encoding import sha256
+from prime_core.ids import ZERO_DIGEST, Address
 from prime_core.messages import LeaseAnswer, LeaseRequest
 from prime_core.settlement import is_short
 from prime_core.verdict import Reason
 from prime_orchestrator.api.leasing import lease
 from prime_orchestrator.manager.funding import CHECK_SECONDS, Funding, funding, owed_by
-from prime_orchestrator.store import schema
+from prime_orchestrator.store import schema, slashes
+from prime_orchestrator.store.slashes import SlashRow
 
 pytestmark = needs_anvil
 
@@ -93,3 +95,17 @@ def test_what_a_reward_root_settles_is_owed_no_longer(members: World) -> None:
     world.ticks(4)
     after = compared(world)
     assert (after.owed, after.money) == (0, FUNDS - before.owed)
+
+    bad, credits = sha256(b"a lie"), schema.credits
+    with world.mgr.store.begin() as connection:
+        connection.execute(sa.update(credits).values(status="held"))
+        slashes.add(
+            connection,
+            SlashRow(
+                bad, HONEST.address, "", ZERO_DIGEST, Reason.WRONG_SKETCH, "1", "proposed", 0.0
+            ),
+        )
+    assert owed(world) == before.owed, "the slash may end either way"
+    with world.mgr.store.begin() as connection:
+        slashes.change(connection, bad, status="executed")
+    assert owed(world) == 0

@@ -1,8 +1,8 @@
 """Stops leases while the pool owes more than its bond and free funds (prime_core.settlement).
 
     owed     accepted files, files without a verdict, and validators' fees since the newest settled
-             epoch, at the prices of the files' revisions; also forfeited ones, as a reward root
-             reserves their pay
+             epoch, at the prices of the files' revisions; and earlier files that an open slash
+             holds. A root reserves what it forfeits as it reserves what it pays
     money    bond + free funds on chain, at the block up to which the store holds the events
 
 The manager's loop compares them; the API reads the result.
@@ -97,4 +97,4 @@ def owed_by(connection: Connection, context: PoolContext, planted: Collection[Ad
             owed += run.worth(some.units, some.prompt_units)
         elif some.status == "submitted":
             owed += some.files * run.unjudged_worth(run.rows_per_lease * some.target)
-    return owed
+    return owed + rewards.held_before(connection, since)

@@ -42,6 +42,16 @@ def credits_of(connection: Connection, node: Address, statuses: Collection[str])
     return records(CreditRow, connection.execute(query).mappings().all())
 
 
+def held_before(connection: Connection, since: float) -> int:
+    """Returns the sum in wei of held credits for files received before `since` (Unix seconds)."""
+    slashes = schema.slashes.c
+    accused = sa.select(slashes.node).where(slashes.status.in_(("queued", "proposed")))
+    query = sa.select(_credits.amount).where(
+        _credits.node.in_(accused), _credits.status == "held", _credits.earned_at < since
+    )
+    return sum(int(amount) for amount in connection.execute(query).scalars())
+
+
 def withheld_among(connection: Connection, nodes: Collection[Address]) -> set[Address]:
     """Returns those of the nodes that have a credit held or forfeited, or a slash."""
     slashes, named = schema.slashes.c, list(nodes)
