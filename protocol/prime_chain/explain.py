@@ -17,7 +17,7 @@ from typing import Any
 from prime_chain.amounts import prime
 from prime_chain.rewards import OmittedFile, Rebuilder
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.settlement import BURN_ADDRESS, SettledFile, payee_of, withheld_by
+from prime_core.settlement import BURN_ADDRESS, Restored, SettledFile, payee_of, withheld_by
 from prime_core.verdict import Outcome
 
 
@@ -111,6 +111,17 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             for f in settlement.files
             if node in (f.node, payee_of(f))
         }
+    burning, before = set(), 0
+    for event, settlement in history:
+        if settlement.burned > before:
+            burning.add(event.epoch)
+        before = settlement.burned
+
+    def counts(one: SettledFile | Restored, at: int) -> bool:
+        """Whether the root of epoch `at` gives the pay of `one` to `node`. A root of an older
+        program burns nothing."""
+        return payee_of(one) == node and (node != BURN_ADDRESS or at in burning)
+
     granted = {
         Digest(one.submission_digest): event.epoch
         for event, settlement in history[::-1]
@@ -125,7 +136,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             state=file.state,
             units=file.units,
             price_per_unit=int(file.price_per_unit),
-            amount=file.earns if payee_of(file) == node else 0,
+            amount=file.earns if counts(file, at) else 0,
             why=GRANTED_BEFORE
             if file.state == "void" and granted.get(Digest(file.submission_digest), at) < at
             else _why(rebuilder, file, int(file.price_per_unit)),
@@ -155,7 +166,7 @@ def explain(rebuilder: Rebuilder, node: Address, epoch: int | None = None) -> Ex
             state="restored" if one.state == "paid" else one.state,
             units=0,
             price_per_unit=0,
-            amount=int(one.amount) if payee_of(one) == node else 0,
+            amount=int(one.amount) if counts(one, root.epoch) else 0,
             why="paid by the arbiter after an appeal"
             if one.state == "paid"
             else f"granted by the arbiter, but the slash for {one.because} holds or forfeits it",

@@ -162,9 +162,12 @@ def _a_root_that_keeps_it_in_the_pool_is_reported_once(world: World) -> None:
     later = dataclasses.replace(
         posted, epoch=follows.epoch, object=follows.digest(), log_index=posted.log_index + 1
     )
-    rebuilt = Rebuilder([*old, later], world.deployment, 1, runs, objects).rebuild(later.epoch)
-    (problem,) = rebuilt.problems
+    books = Rebuilder([*old, later], world.deployment, 1, runs, objects)
+    (problem,) = books.rebuild(later.epoch).problems
     assert f"epoch {event.epoch}: 0.02 PRIME of forfeited pay stayed in the pool" in problem
+    nothing = explain(books, BURN_ADDRESS)
+    assert (nothing.cumulative, [file.amount for file in nothing.files]) == (0, [0])
+    assert not any("add up" in problem for problem in nothing.problems)
 
 
 def test_a_published_verdict_of_an_unknown_outcome_is_malformed() -> None:
