@@ -294,6 +294,8 @@ class VerdictRow(Strict):
 
 MAX_TABLE_BYTES = 8 << 20
 """Largest VerdictTable that counts; one of the most rows and longest names is smaller."""
+MAX_REWARD_MICRO = 10**15
+"""Largest reward of a row, in millionths: the store sums those of MAX_ROWS rows in 64 bits."""
 
 
 class VerdictTable(Strict):

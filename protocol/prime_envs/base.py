@@ -19,6 +19,7 @@ from prime_core.gateway import GatewayAnswer
 from prime_core.ids import Digest
 from prime_core.rollout import model_ranges
 from prime_core.run import MICRO, Chat, Conversation, LengthBudgets
+from prime_core.verdict import MAX_REWARD_MICRO
 from prime_core.waiting import StoppedError
 from prime_envs import tools
 from prime_envs.chat import THINK, prompt_of, prompt_tokens, reply_tokens, thinking_tokens
@@ -33,8 +34,6 @@ OF_THIS_MACHINE = (PrimeError, StoppedError, MemoryError, OSError)
 """Exceptions in an environment's code that are a fault of this machine, not of the row."""
 MAX_OUTPUT_CHARACTERS = 1 << 20
 """Longer answers are truncated to this length before grading."""
-MAX_REWARD = 1 << 50
-"""Largest reward that a plugin may give a row or a turn, in millionths."""
 UNASKED = "unasked"
 """The id of a problem that its environment could not ask, in a mixture after the part's label."""
 _UNASKED_PROMPT = "?"
@@ -311,7 +310,9 @@ class Environment(ABC):
         turns = texts_of(tokenizer, output_tokens, spans)[::2]
         try:
             said = self.observe(problem, turns)
-            if said is not None and not isinstance(getattr(said, "text", None), str):
+            if said is not None and not (
+                isinstance(said, Observation) and isinstance(said.text, str)
+            ):
                 raise TypeError(f"observe returned {type(said).__name__}, no Observation of text")
         except OF_THIS_MACHINE:
             raise
@@ -396,8 +397,9 @@ class Environment(ABC):
             if self.conversation is not None:
                 earned = tuple(self.turn_rewards(problem, said))
             total = sum(earned)
-            for micro in (grade.reward_micro, *earned, total) if self.plugin else ():
-                if type(micro) is not int or abs(micro) > MAX_REWARD:
+            whole = grade.reward_micro + total
+            for micro in (grade.reward_micro, *earned, whole) if self.plugin else ():
+                if type(micro) is not int or abs(micro) > MAX_REWARD_MICRO:
                     raise ValueError(f"a reward of {micro!r}, no whole number of millionths")
         except OF_THIS_MACHINE:
             raise

@@ -336,8 +336,8 @@ def check_rewards(
     return tuple(table)
 
 
-_HALF = re.compile("[\ud800-\udfff]")
-"""Half a character, which no table can hold."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""No table can hold one."""
 
 
 def _parts_of(grade: Grade) -> dict[str, int]:
@@ -347,7 +347,7 @@ def _parts_of(grade: Grade) -> dict[str, int]:
         for name, value in grade.parts.items()
         if type(name) is str
         and 0 < len(name) <= LONGEST_PART_NAME
-        and not _HALF.search(name)
+        and not _LONE_SURROGATE.search(name)
         and type(value) is int
         and abs(value) <= LARGEST_PART
     )
