@@ -123,7 +123,7 @@ def audit_slash(slash: RecordedSlash, setting: Setting, library: Library) -> Aud
         evidence = _parse_evidence(raw)
         _check_evidence(evidence, slash, setting)
         notes = check_draw(
-            Drawn(
+            StatedDraw(
                 evidence.lease, evidence.validator, Digest(evidence.draw_secret),
                 evidence.statistics.get("draw_commitment"),
             ),
@@ -280,27 +280,32 @@ def _check_draws(
     verdict: Verdict, digest: Digest, lease: SignedLease, setting: Setting, library: Library
 ) -> tuple[str, ...]:
     """Checks that each validator that accepted the file replayed the rows that the two secrets
-    draw. Returns notes on secrets that are not published.
+    draw. Returns notes on draws that cannot be checked, as what they are based on is not published
+    or not in a mirror.
 
-    Raises UntrustedError if a validator replayed other rows, NotFoundError or UnavailableError if
-    its table is not there, ValueError if that does not parse.
+    Raises UntrustedError if a validator replayed other rows, ValueError if its table does not
+    parse.
     """
     notes: dict[str, None] = {}
     for one in verdict.opinions:
         if one.outcome is not Outcome.ACCEPTED:
             continue
-        table, author = _table(one, library), Address(one.validator)
-        drawn = Drawn(lease, author, Digest(table.draw_secret))
+        author = Address(one.validator)
         try:
+            table = _table(one, library)
+            drawn = StatedDraw(lease, author, Digest(table.draw_secret))
             found = check_draw(
                 drawn, digest, setting.deployment, setting.runs.first,
                 lambda name: library.object(name, MAX_OBJECT_BYTES),
                 manager=setting.manager, now=setting.now,
             )  # fmt: skip
-        except NotFoundError as error:
-            found = (str(error),)
+        except (NotFoundError, UnavailableError) as error:
+            notes[f"the draw of {author} is not checked: {error}"] = None
+            continue
         except UntrustedError as error:
-            raise UntrustedError(f"the acceptance of {author}: {error}") from error
+            raise UntrustedError(
+                f"the acceptance of {author}: {error}, or the manager gave it another one"
+            ) from error
         notes |= dict.fromkeys(found)
         due = drawn_rows(drawn.secret, digest, len(table.rows), len(table.rows_drawn))
         if list(table.rows_drawn) != due:
@@ -341,7 +346,7 @@ def _run(
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StatedDraw:
     """A draw as a validator states it: the file's lease, and the secret that selected the rows.
     `commitment`: the validator's, if it states that too."""
 
@@ -352,7 +357,7 @@ class Drawn:
 
 
 def check_draw(
-    drawn: Drawn,
+    drawn: StatedDraw,
     leaf: Digest,
     deployment: Deployment,
     run: RunDefinition,
@@ -404,7 +409,7 @@ def check_draw(
 
 
 def _commitments(
-    drawn: Drawn, deployment: Deployment, fetch: Fetch
+    drawn: StatedDraw, deployment: Deployment, fetch: Fetch
 ) -> tuple[SignedDrawCommitment, Digest]:
     """Returns the validator's commitment and the manager's, from the list that the lease's salt
     commits to.

@@ -39,7 +39,7 @@ from prime_orchestrator.manager.draws import EPOCHS_AHEAD, reveal_second
 from prime_orchestrator.store import leases, schema
 from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_verify.audit import REVEAL_PATIENCE, Drawn, check_draw
+from prime_verify.audit import REVEAL_PATIENCE, StatedDraw, check_draw
 
 NODE, OTHER = key(20), key(21)
 SECOND = DrawReveal(
@@ -104,7 +104,7 @@ def evidence_of(mgr: ManagerSide, row: SubmissionRow, **changes: Any) -> Evidenc
 def check(mgr: ManagerSide, row: SubmissionRow, evidence: Evidence) -> tuple[str, ...]:
     stated = evidence.statistics.get("draw_commitment")
     return check_draw(
-        Drawn(evidence.lease, evidence.validator, evidence.draw_secret, stated),
+        StatedDraw(evidence.lease, evidence.validator, evidence.draw_secret, stated),
         row.digest,
         FAKE_DEPLOYMENT,
         mgr.context.run,

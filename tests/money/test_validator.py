@@ -544,6 +544,14 @@ def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
     assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
     found = audit(rows[0])
     assert (found.result, found.notes) == ("accepted", ()), found
+    lease = library.lease(rows[0].lease_digest)
+    assert lease.opening is not None
+    listed = mgr.board.listed(mgr.objects, lease)
+    mgr.objects.delete(digest_key(lease.opening.draws))  # as in a mirror, which copies no lists
+    found = audit(rows[0])
+    assert found.result == "accepted"
+    assert "is not checked" in found.notes[0]
+    put_object(mgr.objects, listed.canonical())
     for row, why in zip(rows[1:], ("not drawn by the secrets", "other rows"), strict=True):
         found = audit(row)
         assert found.result == "mismatch"
