@@ -166,8 +166,8 @@ def restore(
     submission: Annotated[str, typer.Argument(help="Digest of the appealed submission.")],
     amount: Annotated[str, typer.Option(help="What the file earns, in PRIME, for example 0.25.")],
 ) -> Done:
-    """Have an appealed file paid. The next reward root adds the amount, at most what the run
-    pays for the largest file. By the arbiter.
+    """Have an appealed file paid. The next reward root adds the amount, at most what the
+    largest file of its step earns. By the arbiter.
 
     Judge first: prime-node audit replay SUBMISSION.
     """

@@ -25,8 +25,8 @@ Opinions count together only under the same law. If the lease names only one val
 alone. Statistics decide a file (`by_statistics`) if one validator states a mismatch, all others
 accept the file but could not repeat the proof pass, and no validator is left. An acceptance that
 needs a second opinion stands alone if no other validator comes within validators.LONE_SECONDS. A
-rejection never stands alone: it waits until the file's validity ends. Then the file is void, unpaid
-and unpunished, and counted in `prime_rejections_lapsed`.
+rejection, or a void that takes two, never stands alone: it waits until the file's validity ends.
+Then the file is void, unpaid and unpunished; a rejection is counted in `prime_rejections_lapsed`.
 
 Only the process that runs the manager's loops calls this. It checks every opinion again, because
 another process may have accepted it. The verdict is an object, written before anything is locked.
@@ -63,6 +63,7 @@ from prime_core.settlement import judged_fact
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease, SubmissionStatus
 from prime_core.verdict import (
+    MAX_REWARD_MICRO,
     MAX_TABLE_BYTES,
     PROOF_PASS,
     Evidence,
@@ -120,8 +121,6 @@ MAX_NAME = 512
 MOST_SHARE = 1000.0
 """Largest share of a limit that counts for drift. Limits on whole files are not applied to files of
 few rows, so a share may exceed 1."""
-MAX_REWARD_MICRO = 10**15
-"""Largest reward of a row, in millionths: the store sums those of MAX_ROWS rows in 64 bits."""
 _MARK = re.compile(r"[0-9a-f]{32}")
 
 
@@ -456,8 +455,10 @@ class Judge:
         named = len(self.board.listed(self.objects, promise).commitments)
         rejected = any(one.outcome is Outcome.REJECTED for one in found)
         needed = quorum() if rejected else 1
-        talks = run.conversation is not None
-        return Due(row, job, given, found, faults, named, needed, talks, last=False)
+        return Due(
+            row, job, given, found, faults, named, needed,
+            conversation=run.conversation is not None, last=False,
+        )  # fmt: skip
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
         """Decides files; returns those that got a verdict."""
@@ -572,7 +573,7 @@ class Judge:
                 row = again
             if verdict is None and one.last:
                 log.error(
-                    "submission %s is set aside: its validators disagree and none is left", digest
+                    "submission %s is set aside: too few validators agree and none is left", digest
                 )
                 jobs.change(connection, digest, status="quarantined")
                 return False
