@@ -45,7 +45,7 @@ class Backing:
     reward root with an amount for this node. `money`: the pool's bond + free funds, in wei.
     `cumulative`: that amount, in wei; it includes every accepted file received before
     `included_until`, one validity before the root's epoch. A file received later may belong to a
-    later epoch's root, because files are put on chain after their receipt, later in an outage."""
+    later epoch's root: in an outage, files are put on chain long after their receipt."""
 
     settled_until: int
     money: int

@@ -667,8 +667,8 @@ def _files_of(settlement: Settlement) -> dict[Digest, SettledFile]:
 
 
 def _without_burning(settlement: Settlement, previous: Settlement | None) -> Settlement:
-    """The same settlement, if what it forfeits had not been burned. Programs before burning made
-    such ones; the next settlement goes on from its entries."""
+    """Returns the settlement as a program from before burning makes it: what it forfeits stays in
+    the pool. The next settlement continues from its entries."""
     amounts = settlement.amounts() | {BURN_ADDRESS: previous.burned if previous else 0}
     total = str(sum(amounts.values()))
     return settlement.model_copy(update={"entries": entries_of(amounts), "cumulative_total": total})

@@ -304,7 +304,8 @@ def _check_draws(
             continue
         except UntrustedError as error:
             raise UntrustedError(
-                f"the acceptance of {author}: {error}, or the manager gave it another one"
+                f"the acceptance of {author} does not follow from the committed secrets: {error}; "
+                "the validator or the manager used another one"
             ) from error
         notes |= dict.fromkeys(found)
         due = drawn_rows(drawn.secret, digest, len(table.rows), len(table.rows_drawn))

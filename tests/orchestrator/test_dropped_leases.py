@@ -12,6 +12,7 @@ from test_api_leases import ask
 from bench.seats import measure
 from prime_core import seeds
 from prime_core.errors import UnavailableError
+from prime_core.ids import Digest
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.api.liveness import LifeTicks
@@ -86,17 +87,21 @@ def test_an_accepted_file_ends_the_count_of_dropped_leases(world: World) -> None
     assert row.misses == 0
 
 
+def assert_excused(world: World, session: Session, lease: Digest) -> None:
+    with world.backend.store.read() as connection:
+        row, node = leases.get(connection, lease), nodes.get(connection, session.account.address)
+    assert row is not None
+    assert row.status == "expired"
+    assert node is not None
+    assert (node.missed, node.misses) == (0, 0)
+
+
 def test_a_lease_that_expired_while_the_orchestrator_was_away_is_excused(world: World) -> None:
     session = world.member(1)
     digest = world.lease_digest(world.lease(session))
     world.clock.advance(61)
     LifeTicks(world.backend).tick()
-    with world.backend.store.read() as connection:
-        row, node = leases.get(connection, digest), nodes.get(connection, session.account.address)
-    assert row is not None
-    assert row.status == "expired"
-    assert node is not None
-    assert (node.missed, node.misses) == (0, 0)
+    assert_excused(world, session, digest)
 
 
 @pytest.mark.parametrize("back", ["before its deadline", "later", "after a hang"])
@@ -121,12 +126,7 @@ def test_a_lease_that_expires_after_the_object_store_failed_is_excused(
         watch.wait(10 if back == "before its deadline" else 61)
         watch.life.probe()
         watch.wait(61)
-    with world.backend.store.read() as connection:
-        row, node = leases.get(connection, given), nodes.get(connection, session.account.address)
-    assert row is not None
-    assert row.status == "expired"
-    assert node is not None
-    assert (node.missed, node.misses) == (0, 0)
+    assert_excused(world, session, given)
     world.lease(session)  # after the outage: this one counts
     watch.wait(61)
     with world.backend.store.read() as connection:

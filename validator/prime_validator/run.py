@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PASSING = (UnavailableError, PolicyError, MalformedError, NotFoundError, UntrustedError)
-"""Errors after which a tick is repeated later: refusals, also of signatures while a clock is wrong,
-outages, and what a proxy answers while the orchestrator is away."""
+"""Errors after which a tick is repeated later: outages, refusals (a wrong clock makes the
+orchestrator refuse signatures), and what a proxy answers while the orchestrator is away."""
 DRAW_SECONDS = 1.0
 LONGEST_PAUSE = 30.0
 LOOK_SECONDS, AGAIN_SECONDS = 2.0, 60.0
