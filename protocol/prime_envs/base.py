@@ -400,7 +400,7 @@ class Environment(ABC):
             whole = grade.reward_micro + total
             for micro in (grade.reward_micro, *earned, whole) if self.plugin else ():
                 if type(micro) is not int or abs(micro) > MAX_REWARD_MICRO:
-                    raise ValueError(f"a reward of {micro!r}, no whole number of millionths")
+                    raise ValueError(f"{micro!r} is no whole number of millionths up to 10^15")
         except OF_THIS_MACHINE:
             raise
         except Exception as error:

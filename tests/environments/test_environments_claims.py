@@ -17,6 +17,7 @@ import pytest
 from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import BUDGET_WORDING, Chat, Conversation, LengthBudgets
+from prime_core.verdict import MAX_REWARD_MICRO
 from prime_core.waiting import StoppedError
 from prime_envs import registry
 from prime_envs.base import Environment, Grade, Problem, TaskScore, Tokenizer
@@ -167,9 +168,9 @@ def test_a_row_on_which_a_plugin_raises_is_not_graded_and_refutes_no_claim(
     environment.of_turns = None
     late = graded()
     assert (late.reward_micro, late.parts["turn_0_micro"]) == (1_250_000, 250_000)
-    for environment.micro in (0.5, True, 1 << 60, None):
+    for environment.micro in (0.5, True, 1 << 60, None, MAX_REWARD_MICRO - 999_999):
         assert graded().ungraded, "no table of a verdict could hold it"
-    assert "raised ValueError('a reward of 0.5, no whole number of millionths')" in caplog.text
+    assert "raised ValueError('0.5 is no whole number of millionths up to 10^15')" in caplog.text
     del caplog.records[3:]
     said = "the environment reverse raised KeyError('row 3 has no answer')"
     assert caplog.messages == 3 * [
