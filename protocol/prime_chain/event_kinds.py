@@ -335,7 +335,7 @@ class FileAppealed(Event, contract="rewards"):
 
 class FileRestored(Event, contract="rewards"):
     """The arbiter finds that the file is to be paid: `amount` is added to the node's rewards, at
-    most what the largest file of `step` earns. Final.
+    most what the run of `step` pays for the largest file. Final.
     """
 
     leaf: Digest

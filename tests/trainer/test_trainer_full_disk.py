@@ -7,13 +7,11 @@ Python's files, torch's and safetensors' alike.
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import trainer_kit as kit
+from full_disk import a_full_disk
 from torch.distributed.checkpoint import state_dict_saver
 from trainer_kit import full_state
 
@@ -28,16 +26,6 @@ from prime_trainer.publish import WEIGHTS, export
 RUN = kit.run_definition()
 
 
-@contextmanager
-def full_disk(largest_file: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("largest_file", [0, 1_000, 40_000])
 def test_a_checkpoint_that_does_not_fit_is_one_sentence_and_never_resumed_from(
     model: Path, tmp_path: Path, world: World, largest_file: int
@@ -46,7 +34,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence_and_never_resumed_from(
     first, second = (TrainerState(RUN.digest(), step=step) for step in (1, 2))
     checkpoint.save(tmp_path, first, learner.policy, learner.optimizer, world)
     with (
-        full_disk(largest_file),
+        a_full_disk(largest_file),
         pytest.raises(UnavailableError, match="checkpoint 2 could not be written") as caught,
     ):
         checkpoint.save(tmp_path, second, learner.policy, learner.optimizer, world)
@@ -93,7 +81,7 @@ def test_a_policy_that_does_not_fit_leaves_nothing_to_publish(
     state = full_state(kit.learner(model, tmp_path, world, RUN).policy)
     folder = tmp_path / "export"
     with (
-        full_disk(largest_file),
+        a_full_disk(largest_file),
         pytest.raises(UnavailableError, match="policy to publish could not be written"),
     ):
         export(state, model, folder)
@@ -118,9 +106,9 @@ def test_a_metrics_line_that_does_not_fit_is_one_sentence_and_written_at_the_res
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 0, "version": 1})
     long = {"step": 1, "version": 2, "words": "x" * 20_000}
-    with full_disk(10_000), pytest.raises(UnavailableError, match="metrics of step 1"):
+    with a_full_disk(10_000), pytest.raises(UnavailableError, match="metrics of step 1"):
         file.append(long)
-    with full_disk(10_000), pytest.raises(UnavailableError, match="the metrics file"):
+    with a_full_disk(10_000), pytest.raises(UnavailableError, match="the metrics file"):
         file.repair(long, 2)
     file.repair(long, 2)
     assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [0, 1]
