@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def _new(source: Path, out: Path) -> None:
     CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False)
 
 
-def test_the_published_example_makes_a_run_whose_environment_is_pinned(tmp_path: Path) -> None:
+def test_the_published_example_makes_a_run_whose_environment_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _new(EXAMPLE, tmp_path / "run.json")
     written = (tmp_path / "run.json").read_bytes()
     run = RunDefinition.parse(written)
@@ -33,6 +36,10 @@ def test_the_published_example_makes_a_run_whose_environment_is_pinned(tmp_path:
     assert environment_for(run).name == "reverse"
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "run.json")])
     assert run.digest() in shown.output
+    monkeypatch.setitem(sys.modules, "prime_orchestrator.economics", None)
+    with pytest.raises(ImportError):
+        _new(EXAMPLE, tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists(), "without a package it writes nothing"
 
 
 def test_a_run_that_pays_has_a_price_for_prompts_and_bounds_work_at_risk_unless_it_says_no(

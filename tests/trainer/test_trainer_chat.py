@@ -8,15 +8,15 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
+from pools import RUN
 from typer.testing import CliRunner
 
 from prime_core import encoding
-from prime_core.errors import UnavailableError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.run import Chat, Conversation
 from prime_engine.base import Generation, GenerationRequest
 from prime_engine.tiny import write_tiny_model
 from prime_envs.chat import TEMPLATE_FILE, prompt_tokens
-from prime_trainer import talk as talk_module
 from prime_trainer.cli import app
 from prime_trainer.talk import Answering, Talk, start
 
@@ -65,6 +65,10 @@ def test_a_question_is_asked_in_the_words_of_the_run(folder: Path) -> None:
     without = Scripted(folder, "fine")
     list(Talk(without, chat).ask("hi"))  # type: ignore[arg-type]
     assert without.prompts == ["s:be kind\nu:hi\na:"]
+    run = RUN.model_copy(update={"chat": chat.model_copy(update={"budget": ""})})
+    assert start(folder, run, {}).chat.budget == ""
+    with pytest.raises(UserError, match="no sentence that asks for a budget"):
+        start(folder, run, {}, Answering(budget=20))
 
 
 def test_special_tokens_in_questions_and_answers_are_text(folder: Path) -> None:
@@ -146,7 +150,7 @@ def test_the_command_answers_each_line(folder: Path) -> None:
 def test_a_system_prompt_or_a_tokenizer_that_cannot_be_read_is_one_sentence(
     folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(talk_module.UserError, match="not text in UTF-8"):
+    with pytest.raises(UserError, match="not text in UTF-8"):
         start(folder, None, {}, system="\udcff")
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
@@ -157,5 +161,5 @@ def test_a_system_prompt_or_a_tokenizer_that_cannot_be_read_is_one_sentence(
 def test_a_model_without_a_template_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "raw")
     (tmp_path / "raw" / TEMPLATE_FILE).unlink()
-    with pytest.raises(talk_module.UserError, match="no chat template"):
+    with pytest.raises(UserError, match="no chat template"):
         start(tmp_path / "raw", None, {})

@@ -178,6 +178,10 @@ def test_the_budget_changes_the_system_prompt(engine: Engine) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     more = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and"}]
     assert prompt(20, messages=parts + more) == f"{PROMPT}yes\nu:and\na:"
+    silent = Served("tiny", engine, Batcher(engine), CHAT.model_copy(update={"budget": ""}))
+    assert silent.chat_prompt(ChatRequest.model_validate({"messages": HI}))
+    with pytest.raises(UserError, match="no sentence that asks for a budget"):
+        silent.chat_prompt(ChatRequest.model_validate({"messages": HI, "budget": 300}))
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def _chat(run: RunDefinition | None, engine: Engine, asked: Asked) -> Chat | Non
         and asked.system is None
     ):
         return None
-    chat = chat_of(run, engine, asked.system)
+    chat = chat_of(run, engine, asked.system, asked.budget)
     return chat if asked.budget is not None else chat.model_copy(update={"budget": ""})
 
 

@@ -22,7 +22,7 @@ from prime_core.errors import MalformedError, UserError
 from prime_core.run import Chat, Conversation
 from prime_envs.chat import messages_of, tokens_with_plain_words
 from prime_envs.tools import ToolCall, first_call, tool_word
-from prime_trainer.talk import rendered_text
+from prime_trainer.talk import rendered_text, require_wording
 
 SEEDS = 1 << 62
 MOST_TOOLS = 128
@@ -273,8 +273,10 @@ def chat_tokens(
     either, unless it is None.
 
     Raises MalformedError for messages in a wrong order, calls without their text or with wrong
-    arguments; UserError if the chat template cannot render them, or does not show tools.
+    arguments; UserError if the chat template cannot render them or does not show tools, or the run
+    has no sentence for the budget.
     """
+    require_wording(chat, budget)
     syntax = call_syntax(asked, conversation)
     tools: list[Any] | None = None
     if syntax is CLIENTS:

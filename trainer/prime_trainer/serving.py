@@ -497,7 +497,7 @@ def serve(
         engine = load_engine(folder, **loading)
         try:
             template = engine.tokenizer.chat_template is not None
-            chat = chat_of(run, engine, system) if template else None
+            chat = chat_of(run, engine, system, budget) if template else None
             talk = None if run is None else run.conversation
             served = Served(name, engine, Batcher(engine), chat, budget, max_tokens, talk)
             with listening(served, address):

@@ -25,10 +25,12 @@ from prime_envs.samples import SpanKind
 from prime_envs.search import SearchIndex
 
 
-def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Chat:
+def chat_of(
+    run: RunDefinition | None, engine: Engine, system: str | None, budget: int | None
+) -> Chat:
     """The run's chat format, or the model's template with the default wording of the budget.
-    `system` replaces the system prompt. Raises UserError if the model has no chat template, or
-    `system` is not Unicode text."""
+    `system` replaces the system prompt. Raises UserError if the model has no chat template,
+    `system` is not Unicode text, or the run has no sentence for `budget`."""
     template = engine.tokenizer.chat_template
     if not isinstance(template, str):
         raise UserError(
@@ -42,7 +44,17 @@ def chat_of(run: RunDefinition | None, engine: Engine, system: str | None) -> Ch
         ) from error
     known = run.chat if run is not None else None
     chat = known or Chat(template=encoding.sha256(template.encode()))
+    require_wording(chat, budget)
     return chat if system is None else chat.model_copy(update={"system": system})
+
+
+def require_wording(chat: Chat, budget: int | None) -> None:
+    """Raises UserError if a budget is asked for and the chat format has no sentence for it."""
+    if budget is not None and not chat.budget:
+        raise UserError(
+            'the run has no sentence that asks for a budget ([chat] with budget = "")',
+            hint="leave the budget out, or name another run by --run",
+        )
 
 
 def rendered_text(
@@ -214,5 +226,5 @@ def start(
     conversation = None if run is None else run.conversation
     index = None if conversation is None else tools.load_tools(conversation)
     engine = load_engine(folder, **loading)
-    chat = chat_of(run, engine, system)
+    chat = chat_of(run, engine, system, how.budget)
     return Talk(engine, chat, how, conversation, index)

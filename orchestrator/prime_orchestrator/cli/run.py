@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +37,16 @@ def new(
 ) -> None:
     """Write a run definition. Its environment and base model are pinned by digest."""
     from prime_envs.definition import read_toml, unsaid
+    from prime_orchestrator.economics import warnings
 
     if out.exists():
         raise UserError(f"{out} exists already", hint="name another file by --out")
     values = read_toml(source)
     run = define(values, source, model)
+    doubts = warnings(run)
     make_folder(out.parent)
     write_whole(out, run.raw())
-    _show(run, out, json_output)
+    _show(run, doubts, out, json_output)
     if not json_output:
         for name, value in unsaid(values).items():
             typer.echo(f"{source} leaves {name} out; the run has {name} = {value}")
@@ -55,7 +58,10 @@ def show(
     json_output: Json = False,
 ) -> None:
     """Show a run definition: digest, contents, cheats that pay."""
-    _show(read_run(file, exact=True), file, json_output)
+    from prime_orchestrator.economics import warnings
+
+    run = read_run(file, exact=True)
+    _show(run, warnings(run), file, json_output)
 
 
 @app.command()
@@ -111,10 +117,9 @@ def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
     return run_from(values, source, model, base)
 
 
-def _show(run: RunDefinition, file: Path, json_output: bool) -> None:
-    from prime_orchestrator.economics import warnings
-
-    doubts = warnings(run)
+def _show(
+    run: RunDefinition, doubts: Sequence[Mapping[str, object]], file: Path, json_output: bool
+) -> None:
     if json_output:
         facts = {"digest": run.digest(), "run": run.model_dump(mode="json"), "warnings": doubts}
         typer.echo(json.dumps(facts))
