@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from prime_envs.chat import chat_from, special_tokens_in
 from prime_envs.lengths import budgets_from
 from prime_envs.registry import environment_class, environment_ref
 from prime_envs.tools import hidden_calls, hidden_mark, load_tools
+
+log = logging.getLogger(__name__)
 
 PROMPT_SHARE = 20
 """A prompt's token is paid the price of a generated one divided by this, unless the TOML says."""
@@ -57,7 +60,8 @@ def run_from(
     """Builds the run that `values`, read from the file `source`, describe.
 
     `model` is the base model's folder, whose chat template may be pinned; `base_model` is its
-    digest. What `unsaid` returns is added. Raises UserError naming the invalid value.
+    digest. What `unsaid` returns is added. Warns of target lengths that no row can reach. Raises
+    UserError naming the invalid value.
     """
     values = {**values, **unsaid(values)}
     _require_tables(values, source)
@@ -95,6 +99,11 @@ def run_from(
             whole["schema_version"] = 6
         run = RunDefinition.model_validate_json(json.dumps(whole))
         _check_cards(run, source)
+        if (longest := run.budgets.targets[-1]) > run.max_output_tokens:
+            log.warning(
+                "%s asks for lengths up to %d, but its rows end at max_output_tokens = %d",
+                source, longest, run.max_output_tokens,
+            )  # fmt: skip
         return run
     except KeyError as error:
         raise UserError(

@@ -172,7 +172,10 @@ def load_tools(conversation: Conversation) -> SearchIndex | None:
             )
     unknown = [name for name in conversation.tools if name not in known]
     if unknown:
-        raise UserError(f"there is no tool {unknown[0]!r}; known are {', '.join(known)}")
+        raise UserError(
+            f"there is no tool {unknown[0]!r}; known are {', '.join(known)}",
+            hint="tools of the pool's gateway stand in [conversation.gateway], too",
+        )
     if "python-1" in conversation.tools:
         from prime_envs.python_tool import require_monty
 

@@ -104,6 +104,14 @@ def test_what_is_no_table_is_named(name: str, value: object) -> None:
         run_from(values, EXAMPLE, MODEL, ZERO_DIGEST)
 
 
+def test_lengths_that_no_row_can_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for most in (14, 13):
+        values = {**tomllib.loads(EXAMPLE.read_text()), "max_output_tokens": most}
+        run_from(values, EXAMPLE, MODEL, ZERO_DIGEST)
+    (said,) = caplog.messages
+    assert "lengths up to 14, but its rows end at max_output_tokens = 13" in said
+
+
 def test_the_name_of_a_model_on_a_hub_is_no_folder(tmp_path: Path) -> None:
     words = ["new", str(EXAMPLE), "--model", "Qwen/Qwen3-0.6B", "--out", str(tmp_path / "run.json")]
     with pytest.raises(UserError, match=r"is not a model folder: it has no config\.json"):

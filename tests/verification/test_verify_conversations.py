@@ -541,5 +541,6 @@ def test_a_conversation_that_nothing_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="says nothing after a turn"):
         run_from(values, tmp_path / "run.toml", tmp_path, "0x" + "00" * 32)  # type: ignore[arg-type]
     values["conversation"] = {"turns": 2, "tools": ["abacus-9"]}
-    with pytest.raises(UserError, match="there is no tool 'abacus-9'"):
+    with pytest.raises(UserError, match="there is no tool 'abacus-9'") as refused:
         run_from(values, tmp_path / "run.toml", tmp_path, "0x" + "00" * 32)  # type: ignore[arg-type]
+    assert "[conversation.gateway]" in refused.value.hint
