@@ -141,7 +141,7 @@ def test_digests_are_found_by_how_they_begin(queue: Path) -> None:
         box._write(record(number))
     with pytest.raises(UserError, match="2 environments"):
         box.get("0x00")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match=f"in the queue {queue}; name another by --queue"):
         box.get("ff")
     assert box.get(f"{2:064x}").submitted == 2
     assert [r.submitted for r in box.records()] == [1, 2]

@@ -71,6 +71,7 @@ class Queue:
     """The queue in `folder`, made when something is put into it."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._bundles = folder / "bundles"
         self._records = folder / "records"
 
@@ -107,7 +108,10 @@ class Queue:
         wanted = start.lower().removeprefix("0x")
         found = [record for record in self.records() if record.file[2:].startswith(wanted)]
         if not found:
-            raise NotFoundError(f"no environment whose digest begins with {start!r} was submitted")
+            raise NotFoundError(
+                f"no environment whose digest begins with {start!r} is in the queue "
+                f"{self._folder}; name another by --queue"
+            )
         if len(found) > 1:
             raise UserError(
                 f"{len(found)} environments have digests that begin with {start!r}",
@@ -333,7 +337,8 @@ def _show(record: Record, queue: Path, as_json: bool) -> None:
     typer.echo(f"{record.name} v{record.version} by {record.author} ({record.license})")
     typer.echo(f"  {record.description}")
     typer.echo(f"  {record.tasks} tasks; {'a grader of its own' if record.has_code else 'no code'}")
-    decided = f" by {record.reviewer}: {record.note}" if record.reviewer else ""
+    decided = f" by {record.reviewer}" if record.reviewer else ""
+    decided += f": {record.note}" if record.note else ""
     typer.echo(f"  {record.status}{decided}")
     if record.status == "approved":
         typer.echo("  a run names it so (publish the file, give its address as `url`):")
