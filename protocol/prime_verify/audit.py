@@ -18,14 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prime_core.deployment import Deployment
-from prime_core.draws import (
-    DrawList,
-    DrawReveal,
-    SignedDrawCommitment,
-    file_secret,
-    reveal_at,
-    rows_secret,
-)
+from prime_core.draw_checks import StatedDraw, check_acceptance, check_draw
+from prime_core.draws import file_secret
 from prime_core.errors import (
     MalformedError,
     NotFoundError,
@@ -38,7 +32,6 @@ from prime_core.opinions import check_opinions
 from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_FILE_BYTES, SignedSubmission
 from prime_core.run import RunDefinition
-from prime_core.seeds import drawn_rows
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.verdict import Evidence, Outcome, Reason, SignedOpinion, Verdict, VerdictTable
 from prime_envs.base import Environment
@@ -50,10 +43,6 @@ from prime_verify.proofs.thresholds import Calibration, shipped
 from prime_verify.verify import verify_file
 
 MAX_OBJECT_BYTES = 32 << 20
-REVEAL_PATIENCE = 600.0
-"""Seconds after its due time from which an unpublished secret counts as withheld."""
-
-Fetch = Callable[[Digest], bytes]
 
 
 class Library(Protocol):
@@ -293,9 +282,10 @@ def _check_draws(
         author = Address(one.validator)
         try:
             table = _table(one, library)
-            drawn = StatedDraw(lease, author, Digest(table.draw_secret))
-            found = check_draw(
-                drawn, digest, setting.deployment, setting.runs.first,
+            if table.submission_digest != digest:
+                raise UntrustedError("its table is of another file")
+            found = check_acceptance(
+                lease, author, table, setting.deployment, setting.runs.first,
                 lambda name: library.object(name, MAX_OBJECT_BYTES),
                 manager=setting.manager, now=setting.now,
             )  # fmt: skip
@@ -304,13 +294,9 @@ def _check_draws(
             continue
         except UntrustedError as error:
             raise UntrustedError(
-                f"the acceptance of {author} does not follow from the committed secrets: {error}; "
-                "the validator or the manager used another one"
+                f"the acceptance of {author} does not follow from the committed secrets: {error}"
             ) from error
         notes |= dict.fromkeys(found)
-        due = drawn_rows(drawn.secret, digest, len(table.rows), len(table.rows_drawn))
-        if list(table.rows_drawn) != due:
-            raise UntrustedError(f"the acceptance of {author} names other rows than its draw")
     return tuple(notes)
 
 
@@ -344,95 +330,3 @@ def _run(
             rewards_first=rewards_first,
         )
     )
-
-
-@dataclass(frozen=True)
-class StatedDraw:
-    """A draw as a validator states it: the file's lease, and the secret that selected the rows.
-    `commitment`: the validator's, if it states that too."""
-
-    lease: SignedLease
-    validator: Address
-    secret: Digest
-    commitment: str | None = None
-
-
-def check_draw(
-    drawn: StatedDraw,
-    leaf: Digest,
-    deployment: Deployment,
-    run: RunDefinition,
-    fetch: Fetch,
-    *,
-    manager: Address,
-    now: float,
-) -> tuple[str, ...]:
-    """Raises UntrustedError if the rows were not drawn with the two secrets that the lease's salt
-    commits to, NotFoundError if one is overdue and withheld. Returns a note while they are not due.
-
-    lease's salt ─opens to─► DrawList ─► the validator's signed commitment ─► its reveal
-                                      ─► the manager's second commitment   ─► its reveal
-              rows_secret(file_secret(one, leaf), file_secret(other, leaf)) = draw_secret?
-
-    `leaf` is the submission's digest. `fetch` returns the bytes of an object, checked against its
-    digest, or raises NotFoundError. `manager` is the pool's; `now` is in Unix seconds.
-    """
-    signed, second = _commitments(drawn, deployment, fetch)
-    epoch = signed.commitment.epoch
-    due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
-    secrets = []
-    for author, commitment in (
-        (drawn.validator, signed.commitment.commitment),
-        (manager, second),
-    ):
-        try:
-            raw = fetch(commitment)
-        except NotFoundError:
-            if now > due + REVEAL_PATIENCE:
-                raise NotFoundError(
-                    f"the secret of the draw (epoch {epoch}) was due and is not published: "
-                    "so whether the rows were drawn by it is unknown"
-                ) from None
-            return (
-                f"the secret of the draw (epoch {epoch}) is not shown before {due} (Unix time)",
-            )
-        try:
-            reveal = DrawReveal.model_validate_json(raw)
-        except ValueError as error:
-            raise UntrustedError("what the draw's commitment names is not a secret") from error
-        shown = (reveal.pool, reveal.validator, reveal.epoch)
-        if shown != (drawn.lease.lease.pool, author, epoch):
-            raise UntrustedError("the revealed secret is of another pool, validator or epoch")
-        secrets.append(file_secret(reveal.secret, leaf))
-    if rows_secret(*secrets) != drawn.secret:
-        raise UntrustedError("the rows were not drawn by the secrets that were committed to")
-    return ()
-
-
-def _commitments(
-    drawn: StatedDraw, deployment: Deployment, fetch: Fetch
-) -> tuple[SignedDrawCommitment, Digest]:
-    """Returns the validator's commitment and the manager's, from the list that the lease's salt
-    commits to.
-
-    The node signed the lease's digest with its file, so the commitment is older than the file.
-    Raises UntrustedError if there is no valid one.
-    """
-    lease = drawn.lease
-    if lease.opening is None or not lease.opens():
-        raise UntrustedError("the lease's salt commits to no draws")
-    try:
-        listed = DrawList.model_validate_json(fetch(lease.opening.draws))
-    except ValueError as error:
-        raise UntrustedError("the lease's list of draw commitments does not parse") from error
-    pool = lease.lease.pool
-    signed = listed.of(drawn.validator)
-    if signed is None or listed.pool != pool:
-        raise UntrustedError(f"the lease names no draw of {drawn.validator}")
-    statement = signed.commitment
-    signer = statement.recover(deployment.domain_of(statement), signed.signature)
-    if signer != drawn.validator or statement.pool != pool:
-        raise UntrustedError("the draw's commitment is not signed by the validator for this pool")
-    if drawn.commitment not in (None, statement.commitment):
-        raise UntrustedError("the evidence names another draw than its lease")
-    return signed, listed.second

@@ -13,6 +13,7 @@ from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, ManagerSide, key, ope
 from pydantic import ValidationError
 
 from prime_core import encoding
+from prime_core.draw_checks import REVEAL_PATIENCE, StatedDraw, check_draw
 from prime_core.draws import (
     DrawList,
     DrawReveal,
@@ -39,7 +40,6 @@ from prime_orchestrator.manager.draws import EPOCHS_AHEAD, reveal_second
 from prime_orchestrator.store import leases, schema
 from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
-from prime_verify.audit import REVEAL_PATIENCE, StatedDraw, check_draw
 
 NODE, OTHER = key(20), key(21)
 SECOND = DrawReveal(

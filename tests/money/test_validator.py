@@ -44,7 +44,8 @@ from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
 from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
 from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_ATTEMPTS
-from prime_orchestrator.manager.draws import reveal_second
+from prime_orchestrator.manager.appointments import end_appointments
+from prime_orchestrator.manager.draws import compare_acceptances, reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder, Sealed
@@ -510,7 +511,7 @@ def _known(name: Digest | None) -> Digest:
     return name
 
 
-def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
+def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_were_drawn(
     panel: JudgedPool,
 ) -> None:
     """On the second file the validator chose the secret, on the third the rows."""
@@ -533,6 +534,7 @@ def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
         judge_of(mgr.backend).tick()
         rows.append(mgr.row(row.digest))
     assert {row.status for row in rows} == {"accepted"}
+    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == []
 
     def audit(row: SubmissionRow) -> Audit:
         return audit_submission(row.digest, panel.setting(), library, lambda _: row.signed())
@@ -541,6 +543,7 @@ def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
     assert "is not shown before" in note
     mgr.now.time += 2 * mgr.context.run.epoch_seconds + mgr.context.run.lease_seconds + 30
     panel.validator.draws.prepare()
+    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == []
     assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
     found = audit(rows[0])
     assert (found.result, found.notes) == ("accepted", ()), found
@@ -557,6 +560,12 @@ def test_an_audit_checks_that_an_acceptance_is_of_the_rows_that_were_drawn(
         assert found.result == "mismatch"
         assert why in found.detail
         assert panel.validator.signer.address in found.detail
+    me = panel.validator.signer.address
+    assert end_appointments(mgr.store, mgr.context, lambda: 0, mgr.now) == []
+    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == [me]
+    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == [], "once"
+    assert end_appointments(mgr.store, mgr.context, lambda: 1, mgr.now) == [], "the quorum needs it"
+    assert end_appointments(mgr.store, mgr.context, lambda: 0, mgr.now) == [me]
 
 
 def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(

@@ -55,11 +55,13 @@ DROPPED = {("intents", "lane"), ("class_records", "rows"), ("class_records", "lo
 
 BOUNDED = {
     "alembic_version", "arrivals", "chain_state", "chain_steps", "chain_undo", "challenges",
-    "class_members", "class_records", "class_rows", "class_suspects", "classes", "cursors", "drift",
+    "class_members", "class_records", "class_rows", "class_suspects", "classes", "cursors",
+    "draw_commitments", "drift",
     "loop_leases", "measurements", "meta", "nodes", "nonces", "passports", "relays", "revocations",
     "sender_attempts", "sender_meta", "sessions", "tallies", "validators",
 }  # fmt: skip
-"""Tables that do not grow with files (docs/retention.md)."""
+"""Tables that do not grow with files (docs/retention.md). `draw_commitments` has a row for each
+validator and hour."""
 OFFLINE_FROM = "0029"
 """From here on no migration may touch old rows of other tables (docs/adr/0022)."""
 

@@ -1,8 +1,9 @@
-"""Ends the appointment of validators that abstain too often.
+"""Ends the appointment of validators that abstain too often, or that accepted a file without
+replaying the rows that their secrets draw (draws.compare_acceptances).
 
-Counted are the newest WINDOW files that a validator was assigned since its appointment and gave an
-opinion on or abstained from, if any validator gave an opinion on the file: a file that no one can
-judge counts against no one.
+Of abstentions, the newest WINDOW files count that a validator was assigned since its appointment
+and gave an opinion on or abstained from, if any validator gave an opinion on the file: a file that
+no one can judge counts against no one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from prime_core.ids import Address
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.store import chain, intents, jobs
+from prime_orchestrator.store import chain, draws, intents, jobs
 from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,9 @@ def abstains_too_often(abstained: int, files: int) -> bool:
 def end_appointments(
     store: Store, context: PoolContext, quorum: Callable[[], int], now: Callable[[], float]
 ) -> list[Address]:
-    """Queues the dismissal of validators that abstain too often, as long as as many as the pool's
-    `quorum` (read only if needed) stay appointed. Validators whose dismissal was queued before do
-    not count as staying. Returns those that are to be dismissed.
+    """Queues the dismissal of validators that abstain too often or contradict their draws, as long
+    as as many as the pool's `quorum` (read only if needed) stay appointed. Validators whose
+    dismissal was queued before do not count as staying. Returns those that are to be dismissed.
 
     Raises UnavailableError if `quorum` cannot be read.
     """
@@ -46,20 +47,24 @@ def end_appointments(
             validator: jobs.latest_files(connection, validator, since[validator][1], WINDOW)
             for validator in sorted(suspects)
         }
-    due = [one for one, counts in counted.items() if abstains_too_often(*counts)]
-    if not due:
+        contradicted = draws.mismatches(connection)
+    reasons = {
+        validator: f"it abstained from {abstained} of its latest {files} files"
+        for validator, (abstained, files) in counted.items()
+        if abstains_too_often(abstained, files)
+    }
+    for validator, epoch, why in contradicted:
+        if validator in since and epoch * context.run.epoch_seconds >= since[validator][1]:
+            reasons[validator] = f"it did not replay the rows that its draw names: {why}"
+    if not reasons:
         return []
     least = quorum()  # may ask the chain: not within a transaction
     with store.begin() as connection:
         known = {one: f"{one}:{block}" for one, (block, _) in since.items()}
         stay = {one for one in since if not intents.get(connection, f"dismiss:{known[one]}")}
-        due = [one for one in due if one in stay][: max(0, len(stay) - least)]
+        due = [one for one in sorted(reasons) if one in stay][: max(0, len(stay) - least)]
         for validator in due:
-            abstained, files = counted[validator]
-            log.error(
-                "%s abstained from %d of its latest %d files: its appointment ends",
-                *(validator, abstained, files),
-            )
+            log.error("the appointment of %s ends: %s", validator, reasons[validator])
             intents.queue_intent(
                 connection, kind="dismiss", key=known[validator],
                 payload={"validator": validator}, now=now(),

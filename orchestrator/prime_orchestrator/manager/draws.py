@@ -2,7 +2,8 @@
 
     validator      commits to the secrets of this and coming epochs; reveals old ones
     orchestrator   names the epoch's commitments and its own, in a DrawList, in each lease's salt
-    manager        sends each file's second secret with the job; reveals the epoch's at its end
+    manager        sends each file's second secret with the job; reveals the epoch's at its end, and
+                   compares acceptances with what the revealed secrets draw
 
 See prime_core.draws for the objects and for why there are two secrets.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from prime_core import ids
+from prime_core.draw_checks import check_acceptance
 from prime_core.draws import (
     MAX_VALIDATORS,
     DrawCommitment,
@@ -34,8 +37,9 @@ from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease
+from prime_core.verdict import SignedOpinion, VerdictTable
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.store import Connection, chain
+from prime_orchestrator.store import Connection, chain, leases, opinions
 from prime_orchestrator.store import draws as store_draws
 from prime_orchestrator.store.engine import Store
 
@@ -46,6 +50,10 @@ EPOCHS_AHEAD = 8
 wait for it."""
 LISTED = 256
 """Most lists in the cache."""
+COMPARED = 32
+"""Most acceptances that are compared with one secret."""
+SECRETS = 4
+"""Most secrets that are compared at a time."""
 FILES_LISTED = 4096
 """Most files whose list is in the cache."""
 
@@ -134,6 +142,55 @@ def reveal_second(
 
 def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
     return DrawReveal(pool=context.pool, validator=context.manager, epoch=epoch, secret=secret)
+
+
+def compare_acceptances(
+    store: Store, objects: ObjectStore, context: PoolContext, now: Callable[[], float]
+) -> list[Address]:
+    """Compares acceptances with the rows that newly published secrets draw: up to COMPARED of each
+    secret, of up to SECRETS secrets. Records what does not follow, which ends the validator's
+    appointment (appointments.py). Returns the validators of which this was found.
+
+    Files whose objects cannot be read are left out.
+    """
+    with store.read() as connection:
+        waiting = store_draws.uncompared(connection, SECRETS)
+    found = []
+    for signed in waiting:
+        author, epoch = Address(signed.validator), signed.commitment.epoch
+        start = epoch * context.run.epoch_seconds
+        with store.read() as connection:
+            said = opinions.acceptances(
+                connection, author, start, start + context.run.epoch_seconds, COMPARED
+            )
+            promises = leases.those(connection, [lease for _, lease in said])
+        mismatch = ""
+        for one, lease in said:
+            mismatch = mismatch or _mismatch(one, promises[lease].signed(), objects, context, now())
+        with store.begin() as connection:
+            store_draws.set_compared(connection, author, epoch, mismatch)
+        if mismatch:
+            log.error("%s did not replay what it drew in epoch %d: %s", author, epoch, mismatch)
+            found.append(author)
+    return found
+
+
+def _mismatch(
+    said: SignedOpinion, lease: SignedLease, objects: ObjectStore, context: PoolContext, now: float
+) -> str:
+    """Returns why an acceptance's rows do not follow from the published secrets, or ""."""
+    try:
+        raw = read_object(objects, Digest(said.opinion.table))
+        check_acceptance(
+            lease, Address(said.validator), VerdictTable.model_validate_json(raw),
+            context.deployment, context.run, partial(read_object, objects),
+            manager=context.manager, now=now,
+        )  # fmt: skip
+    except (NotFoundError, UnavailableError) as error:
+        log.warning("an acceptance of %s is not compared with its draw: %s", said.validator, error)
+    except UntrustedError as error:
+        return f"file {said.opinion.submission}: {error}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.completeness import check_events
-from prime_orchestrator.manager.draws import DrawBoard, reveal_second
+from prime_orchestrator.manager.draws import DrawBoard, compare_acceptances, reveal_second
 from prime_orchestrator.manager.funding import compare_funding
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
@@ -126,8 +126,10 @@ class ManagerLoops:
         )
 
     def judge_tick(self) -> list[Digest]:
-        """Decides files whose opinions are complete, and reveals draw secrets that are due."""
+        """Decides files whose opinions are complete. Reveals draw secrets that are due, and
+        compares acceptances with them."""
         reveal_second(self.store, self.objects, self.context, self.now)
+        compare_acceptances(self.store, self.objects, self.context, self.now)
         return self.judge.tick()
 
     def batch_tick(self) -> list[int]:

@@ -40,6 +40,35 @@ def set_revealed(connection: Connection, validator: Address, epoch: int) -> None
     connection.execute(sa.update(schema.draw_commitments).where(*mine).values(revealed=True))
 
 
+def uncompared(connection: Connection, limit: int) -> list[SignedDrawCommitment]:
+    """Returns at most `limit` commitments, oldest first, with which no acceptance was compared and
+    whose secrets are published, as is the manager's of the same epoch."""
+    hidden = sa.select(_second.epoch).where(
+        _second.epoch == _commitments.epoch, _second.revealed.is_(False)
+    )
+    waiting = (_commitments.compared.is_(None), _commitments.revealed.is_(True), ~hidden.exists())
+    query = sa.select(_commitments.body).where(*waiting)
+    query = query.order_by(_commitments.epoch, _commitments.validator).limit(limit)
+    bodies = connection.execute(query).scalars()
+    return [SignedDrawCommitment.model_validate_json(body) for body in bodies]
+
+
+def set_compared(connection: Connection, validator: Address, epoch: int, mismatch: str) -> None:
+    """Records that acceptances were compared with a secret. `mismatch`: what does not follow from
+    it, or an empty text."""
+    mine = (_commitments.validator == validator, _commitments.epoch == epoch)
+    connection.execute(sa.update(schema.draw_commitments).where(*mine).values(compared=mismatch))
+
+
+def mismatches(connection: Connection) -> list[tuple[Address, int, str]]:
+    """Returns (validator, epoch, what does not follow) of secrets that acceptances contradict."""
+    query = sa.select(_commitments.validator, _commitments.epoch, _commitments.compared)
+    found = connection.execute(
+        query.where(_commitments.compared != "").order_by(_commitments.epoch)
+    )
+    return [(Address(validator), int(epoch), why) for validator, epoch, why in found]
+
+
 def of_epoch(connection: Connection, epoch: int, limit: int) -> list[SignedDrawCommitment]:
     """Returns at most `limit` commitments for an epoch."""
     query = sa.select(_commitments.body).where(_commitments.epoch == epoch)

@@ -55,6 +55,28 @@ def add_all(connection: Connection, rows: Sequence[OpinionRow]) -> None:
     insert_all_new(connection, schema.opinions, [vars(row) for row in rows])
 
 
+def acceptances(
+    connection: Connection, validator: Address, since: int, until: int, limit: int
+) -> list[tuple[SignedOpinion, Digest]]:
+    """Returns at most `limit` of a validator's acceptances, drawn at random, of files whose leases
+    were given from `since` to before `until` (Unix seconds), each with its lease's digest."""
+    leases, submissions = schema.leases.c, schema.submissions.c
+    query = (
+        sa.select(_opinions.body, submissions.lease_digest)
+        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .join(schema.leases, leases.digest == submissions.lease_digest)
+        .where(_opinions.validator == validator, _opinions.reason == int(Reason.NONE))
+        .where(leases.shadow.in_([False, True]))  # for the index
+        .where(leases.created_at >= since, leases.created_at < until)
+        .order_by(sa.func.random())
+        .limit(limit)
+    )
+    return [
+        (SignedOpinion.model_validate_json(body), Digest(lease))
+        for body, lease in connection.execute(query)
+    ]
+
+
 def numbers(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, int]:
     """Returns how many opinions there are on those of the files that have any."""
     query = (

@@ -661,8 +661,16 @@ draw_commitments = Table(  # of validators
     Column("epoch", BigInteger, nullable=False),
     Column("body", Text, nullable=False),  # JSON of SignedDrawCommitment
     Column("revealed", Boolean, nullable=False, default=False),
+    # None until its acceptances are compared with it; then what does not follow from it, or ""
+    Column("compared", Text),
     PrimaryKeyConstraint("validator", "epoch"),
     Index("draw_commitments_epoch", "epoch"),
+    Index(
+        "draw_commitments_compared",
+        "epoch",
+        sqlite_where=text("compared IS NULL OR compared <> ''"),
+        postgresql_where=text("compared IS NULL OR compared <> ''"),
+    ),
 )
 
 second_secrets = Table(  # the manager's own part of the draws
