@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prime_core.errors import MalformedError
 from prime_core.run import MICRO
+from prime_envs.graders import answers
 from prime_envs.graders.answers import last_json_object
 from prime_envs.graders.base import Grader, grader_class
 from prime_envs.graders.families import Families
@@ -178,6 +181,94 @@ def test_every_task_type_has_a_grader_class() -> None:
         assert issubclass(grader_class(name), Grader)
 
 
-def test_the_last_object_is_found_in_bounded_time() -> None:
-    assert last_json_object("{a} [b] {c: d} " * 4000 + '{"x": 1}') == {"x": 1}
-    assert last_json_object('{"x": ' * 20_000 + "1" + "}" * 20_000) is None
+class _Reads(json.JSONDecoder):
+    """Counts the characters that it reads."""
+
+    read = 0
+
+    def raw_decode(self, text: str, index: int = 0) -> tuple[Any, int]:
+        try:
+            value, end = super().raw_decode(text, index)
+        except json.JSONDecodeError as error:
+            self.read += error.pos
+            raise
+        except (ValueError, RecursionError):
+            self.read += len(text)
+            raise
+        self.read += end
+        return value, end
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{a} [b] {c: d} " * 4000 + '{"x": 1}', {"x": 1}),
+        ('{"x": ' * 10_000 + "1" + "}" * 5_000, None),
+        ('{"x": ' * 10_000 + '{"y": 1}', {"y": 1}),
+        ('{"x": ' * 800 + "[" + "1," * 30_000 + "}", None),
+        ('{"x": ' * 800 + "[" + "1," * 25_000 + "9" * 4400 + "}", None),
+        (('{"x": ' * 800 + "!") * 13 + "}", None),
+    ],
+)
+def test_the_last_object_is_found_without_reading_the_text_again_and_again(
+    text: str, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = _Reads()
+    monkeypatch.setattr(answers, "_DECODER", decoder)
+    assert last_json_object(text) == found
+    assert decoder.read < 20 * answers.MAX_JSON
+
+
+def _one_by_one(text: str) -> Any:
+    """What last_json_object is, read from each bracket on."""
+    body, position, found = text.strip(), 0, list[Any]()
+    while (start := body.find("{", position)) >= 0:
+        try:
+            value, position = json.JSONDecoder().raw_decode(body, start)
+            found.append(value)
+        except (ValueError, RecursionError):
+            position = start + 1
+    whole = len(found) == 1 and body[position:] == "" and body.endswith("}")
+    return found[0] if whole else None
+
+
+PIECES = (
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        '"a"',
+        ":",
+        ",",
+        "1",
+        '{"a":',
+        '{"a":1}',
+        "{}",
+        "\\",
+        "\n",
+        " ",
+        "x",
+    ),
+    *("-", '"\\""', "[{", "}]", '"{"', "9" * 4301, "9" * 4301 + ".5", '{"a":"', '{"b":[', '{"":'),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=20).map("".join),
+    st.sampled_from(("", "}", "{}", '{"x":1}', '{"a":"}"}', '"}')),
+)
+def test_the_last_object_is_the_one_that_reading_from_each_bracket_finds(
+    before: str, end: str
+) -> None:
+    assert last_json_object(before + end) == _one_by_one(before + end)
+
+
+def test_where_the_stack_ends_the_same_object_is_found() -> None:
+    for opening, closing in (('{"a":', "}"), ("[", "]")):
+        for closed in (1, 1100):
+            for end in ("", "}", ' {"x":1}', '} {"x":1}'):
+                text = '{"q":' + opening * 1100 + "1" + closing * closed + end
+                assert last_json_object(text) == _one_by_one(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 from prime_core.errors import MalformedError
@@ -62,6 +63,49 @@ def python_code(text: str) -> str | None:
     return found
 
 
+_DECODER = json.JSONDecoder()
+_TOO_LONG = f"(?<![0-9.eE+-])-?[0-9]{{{sys.get_int_max_str_digits() + 1},}}(?![0-9.eE])"
+_TOKEN = re.compile(rf'"(?:[^"\\]|\\.)*"?|[{{}}\[\]]|{_TOO_LONG}', re.DOTALL)
+"""A string (perhaps without its end), a bracket, or an integer too long to be read."""
+
+
+def _failing(text: str, start: int, error: Exception) -> set[int]:
+    """Where the JSON objects begin that cannot be read for the same reason as the one at `start`,
+    which raised `error`: those that contain the place of the
+    error, or are nested as deeply. Without this, each would be read up to the same place."""
+    end = start + error.pos if isinstance(error, json.JSONDecodeError) else len(text)
+    levels = _levels() if isinstance(error, RecursionError) else len(text)
+    failing, open_, deep = set(), list[int](), 0
+    for token in _TOKEN.finditer(text, start, end):
+        if token[0] in "{[":
+            open_.append(token.start())
+            if len(open_) - deep > levels:
+                failing.add(open_[deep])
+                deep += 1
+        elif token[0] in "}]":
+            open_.pop()
+            if not open_:
+                return failing
+            deep = min(deep, len(open_))
+        elif token[0][0] != '"':
+            break
+    return failing.union(open_)
+
+
+def _levels() -> int:
+    """More levels of nesting than the decoder reads with this much of the stack in use."""
+    low, high = 1, MAX_JSON
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            _DECODER.raw_decode("[" * middle)
+        except RecursionError:
+            high = middle
+        except ValueError:
+            low = middle + 1
+    return low + 2
+
+
 def last_json_object(text: str) -> dict[str, Any] | None:
     """The single JSON object at the end of the text, fenced or not; prose may precede it.
 
@@ -74,19 +118,20 @@ def last_json_object(text: str) -> dict[str, Any] | None:
         body = body[-MAX_JSON:]
         if not body.endswith("}"):
             return None
-    decoder = json.JSONDecoder()
     found: list[dict[str, Any]] = []
-    position = 0
+    position, failing = 0, set[int]()
     while (start := body.find("{", position)) >= 0:
+        if start in failing:
+            position = start + 1
+            continue
         try:
-            value, end = decoder.raw_decode(body, start)
-        except (ValueError, RecursionError):
+            value, length = _DECODER.raw_decode(body[start:])  # an error counts the lines before it
+        except (ValueError, RecursionError) as error:
+            failing |= _failing(body, start, error)
             position = start + 1
             continue
         found.append(value)
-        position = end
-        if end == len(body):
-            break
+        position = start + length
     if len(found) != 1 or position != len(body):
         return None
     try:
