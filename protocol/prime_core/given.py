@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from prime_core.errors import UserError
 
@@ -41,6 +43,17 @@ def read_given(
     if len(raw) > limit:
         raise UserError(f"{path} is not a valid {what}: it exceeds {limit} bytes", hint=hint)
     return bytes(raw)
+
+
+def parse_toml(raw: bytes, source: Path, hint: str) -> dict[str, Any]:
+    """Parses the contents of the TOML file `source`. Raises UserError with `hint` as what to type
+    next."""
+    try:
+        return tomllib.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not text in UTF-8", hint=hint) from error
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
+        raise UserError(f"{source} is not TOML: {error}", hint=hint) from error
 
 
 def write_given(path: Path, content: bytes) -> None:

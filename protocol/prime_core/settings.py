@@ -6,7 +6,6 @@ A program reads its settings once, when a command starts. Nothing is read at imp
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,11 +17,10 @@ from pydantic_settings import (
     InitSettingsSource,
     NoDecode,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
 from prime_core.errors import UserError
-from prime_core.given import read_given
+from prime_core.given import parse_toml, read_given
 
 
 class BaseSettings(pydantic_settings.BaseSettings):
@@ -67,7 +65,7 @@ def load_settings(
     try:
         sources = (
             InitSettingsSource(kind, dict(memory or {})),
-            TomlConfigSettingsSource(kind, toml),
+            InitSettingsSource(kind, _values_in(toml)),
             EnvSettingsSource(kind),
             InitSettingsSource(kind, given),
         )
@@ -92,13 +90,14 @@ def load_settings(
             f"the setting {name!r} is wrong: {first['msg']}",
             hint=f"set it by --{name.replace('_', '-')}, {variable} or in {toml or 'TOML'}",
         ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{toml} is not text in UTF-8", hint=_MEND) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{toml} is not TOML: {error}", hint=_MEND) from error
-    except OSError as error:
-        raise UserError(f"{toml} cannot be read: {error.strerror}", hint=_MEND) from error
     return loaded
+
+
+def _values_in(toml: Path | None) -> dict[str, Any]:
+    """The settings in a TOML file, which may be missing. Raises UserError."""
+    if toml is None or not (path := toml.expanduser()).is_file():
+        return {}
+    return parse_toml(read_given(path, "settings file", _MEND, empty=True), path, _MEND)
 
 
 def _unknown(path: Sequence[str], kind: type[BaseSettings]) -> str:

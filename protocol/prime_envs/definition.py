@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prime_core.errors import UserError
-from prime_core.given import read_given
+from prime_core.given import parse_toml, read_given
 from prime_core.ids import Digest
 from prime_core.known_cards import KNOWN
 from prime_core.run import Conversation, EnvironmentPart, LengthBudgets, RunDefinition
@@ -36,13 +35,7 @@ says."""
 def read_toml(source: Path) -> dict[str, Any]:
     """Reads a TOML file. Raises UserError if it cannot be read or parsed."""
     hint = "give the TOML file of a run; see docs/examples"
-    raw = read_given(source, "run's TOML file", hint)
-    try:
-        return tomllib.loads(raw.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not text in UTF-8", hint=hint) from error
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
-        raise UserError(f"{source} is not TOML: {error}", hint=hint) from error
+    return parse_toml(read_given(source, "run's TOML file", hint), source, hint)
 
 
 def require_config(model: Path) -> None:

@@ -108,6 +108,8 @@ def test_the_store_lies_under_the_data_folder_unless_named() -> None:
         ("port = 'x'", "'port' is wrong"),
         ("prot = 1", "no setting 'prot'; did you mean port"),
         ("port =", "is not TOML"),
+        (f"port = {'9' * 5000}", "is not TOML"),
+        (f"port = {'[' * 5000}", "is not TOML"),
         ("public_url = 'ftp://x'", "'public_url' is wrong"),
     ],
 )
@@ -117,6 +119,7 @@ def test_a_wrong_file_is_said_with_what_to_mend(tmp_path: Path, text: str, compl
     with pytest.raises(UserError, match=complaint) as caught:
         load({}, file)
     assert caught.value.hint
+    assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no settings file"):
         load({}, tmp_path / "none.toml")
 
