@@ -78,7 +78,10 @@ def _answer(grade: Callable[..., Any], request: Any) -> dict[str, Any]:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    """What is said of an error, as text that can be encoded: it may hold half of a surrogate
+    pair."""
+    said = f"{type(error).__name__}: {error}"[:500]
+    return said.encode(errors="backslashreplace").decode()
 
 
 class _Missed(MetaPathFinder):

@@ -178,6 +178,14 @@ class _World:
                 raise Impure("rewards look at a running machine")
             if several and (task.hooks("stop") or discover_decorated(task, "intercept")):
                 raise Impure("tasks end or change conversations by rules of their own")
+        for number, task in enumerate(self.tasks):
+            try:
+                texts = (task.data.system_prompt, task.data.prompt_text, str(task.key))
+                "".join(filter(None, texts)).encode()
+            except ValueError as error:  # half of a surrogate pair
+                raise Impure(
+                    f"task {number} has a prompt or key that is no text: {error}"
+                ) from error
         if isinstance(self.tasks[0].data.prompt, list | None):
             raise Impure("prompts are not texts")
         for toolset in self.toolsets():

@@ -89,6 +89,10 @@ class Till(vf.Toolset[vf.ToolsetConfig, ShopState]):
             return self.odd(what)
         if what == "long":
             return "x" * 10**7
+        if what == "half":
+            return "\\ud800"
+        if what == "raise half":
+            raise ValueError("\\ud800")
         if what == "exit":
             os._exit(3)
         return ODD
@@ -139,7 +143,8 @@ class NumberEnv(vf.Env[NumberConfig]):
                 guess = int(segment.last_reply)
                 if guess == task.data.secret:
                     break
-                segment = await interaction.turn("more" if guess < task.data.secret else "less")
+                said = "more" if guess < task.data.secret else "less" + "\\ud800" * (guess == 99)
+                segment = await interaction.turn(said)
         interaction.trace.record_reward("found", float(not segment.terminated), 1.0)
 
 class NumberTaskset(vf.Taskset[NumberTask, vf.TasksetConfig]):
@@ -225,6 +230,9 @@ def test_tools_of_a_taskset_answer_and_its_rewards_read_the_whole_row(
     assert said("nothing") == Observation("fine")
     made = tmp_path / "made"
     assert said(str(made)).text.startswith("Error executing tool odd: [Errno 13]")
+    halves = taskset.check_turns(problem, [call("odd", what="half"), "done"], 9)
+    assert halves.uncertain
+    assert halves.reason.encode().startswith(b"task 0: ")
     written = [call("odd", what=str(made)), "done"]
     assert taskset.check_turns(problem, written, 9).task_micro == MICRO // 2
     assert not made.exists()
@@ -233,6 +241,12 @@ def test_tools_of_a_taskset_answer_and_its_rewards_read_the_whole_row(
     assert len(said("long").text) == 65_536
     assert said("exit") == Observation("", exact=False, limit="reached")
     assert "prime_shop, task 0, turn 0: " in caplog.text
+    caplog.clear()
+    for half in ("half", "raise half"):
+        assert said(half) == Observation("", exact=False, limit="reached")
+        (line,) = caplog.messages
+        assert line == "prime_shop, task 0, turn 0 holds invalid text (surrogates not allowed)"
+        caplog.clear()
     assert said("forever") == Observation("", exact=False, limit="reached")
     for wrong, words in (
         ("<tool_call>{</tool_call>", "error: a call is"),
@@ -252,7 +266,7 @@ def test_tools_of_a_taskset_answer_and_its_rewards_read_the_whole_row(
 
 @pytest.mark.slow
 def test_an_environment_of_a_taskset_talks_with_the_model(
-    load: Callable[..., VerifiersEnvironment],
+    load: Callable[..., VerifiersEnvironment], caplog: pytest.LogCaptureFixture
 ) -> None:
     numbers = load("prime_numbers", NUMBERS, TALKS)
     problem = numbers.problem(1)
@@ -261,8 +275,10 @@ def test_an_environment_of_a_taskset_talks_with_the_model(
     assert numbers.observe(problem, ["5", "12", "9"]) is None
     assert numbers.check_turns(problem, ["5", "12", "9"], 9).task_micro == MICRO
     assert numbers.check_turns(problem, ["5", "12"], 9).task_micro == 0
-    found = numbers.observe(problem, ["no number"])
-    assert found == Observation("", exact=False, limit="reached")
+    for odd in ("no number", "99"):
+        found = numbers.observe(problem, [odd])
+        assert found == Observation("", exact=False, limit="reached")
+        assert caplog.messages[-1].startswith("prime_numbers, task 1, turn 0")
 
 
 REFUSED = {
@@ -285,6 +301,14 @@ REFUSED = {
             "import asyncio\n            await asyncio.sleep(1)",
         ),
         "no running event loop",
+    ),
+    "prime_half": (
+        NUMBERS.replace('prompt="Guess."', 'prompt="Guess." + "\\ud800" * (secret == 9)'),
+        "task 1 has a prompt or key that is no text",
+    ),
+    "prime_key": (
+        NUMBERS.replace("    pass\n", '    key = "\\udc00"\n', 1),
+        "task 0 has a prompt or key that is no text",
     ),
     "prime_numbers": (NUMBERS, ""),
 }

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_core import encoding
-from prime_core.errors import UserError
+from prime_core.errors import MalformedError, UserError
 from prime_core.ids import Digest
 from prime_core.run import Conversation, LengthBudgets
 from prime_envs.base import Environment, Problem, TaskScore
@@ -35,6 +35,7 @@ from prime_envs.subprocess_grader import (
     SubprocessGrader,
     require_module,
 )
+from prime_envs.tasks import require_text
 from prime_envs.tools import Observation, first_call
 
 VARIABLE = "PRIME_VERIFIERS_PYTHON"
@@ -158,6 +159,11 @@ class VerifiersEnvironment(Environment):
         said = found.value["said"]
         if said is None:
             return None
+        try:
+            require_text(said, where)
+        except MalformedError as error:
+            log.warning("%s", error)
+            return Observation("", exact=False, limit="reached")
         slow = found.cpu_seconds * SLACK > TIMEOUT
         exact = not slow and not _ADDRESS.search(said)
         return Observation(said, exact=exact, limit="near" if slow else "")
