@@ -11,7 +11,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from functools import wraps
 from typing import Any
 
@@ -30,11 +39,11 @@ _GROWING = frozenset(
     (
         *("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join", "translate"),
         *("to_bytes", "format", "format_map", "indent", "wordwrap", "batch", "slice", "round"),
-        *("tojson", "xmlattr", "urlize", "striptags", "%"),
+        *("tojson", "xmlattr", "urlize", "striptags", "sum", "%"),
     )
 )
 """Methods, filters and operators whose time or result can be the product of their arguments."""
-_QUADRATIC = frozenset({"striptags", "urlize", "wordwrap"})
+_QUADRATIC = frozenset({"striptags", "sum", "urlize", "wordwrap"})
 _CONSTANT = frozenset(
     (
         *("length", "count", "default", "d", "first", "last", "safe", "attr"),
@@ -74,6 +83,8 @@ class _Steps(threading.local):
         if type(value) is str:
             if len(value) >= CHARACTERS:
                 self.take(len(value) // CHARACTERS)
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise TooManyStepsError
         elif value is not None:
             self.take(_characters(value, self.left) // CHARACTERS)
         return value
@@ -95,7 +106,7 @@ def _characters(value: Any, most: int, numbers: bool = False) -> int:
         elif isinstance(one, Mapping):
             total += 2 * CHARACTERS * len(one)
             waiting += [*one, *one.values()]
-        elif isinstance(one, range):
+        elif isinstance(one, range | KeysView | ValuesView | ItemsView):
             total += CHARACTERS * len(one)
         elif isinstance(one, list | tuple | set | frozenset):
             total += CHARACTERS * len(one)
@@ -123,6 +134,8 @@ def _price(name: str, subject: Any, given: Sequence[Any]) -> int:
                        for digits in re.findall("[0-9]+", subject)), default=0)  # fmt: skip
     elif name == "replace":
         given = given[1:]  # what it replaces does not add to the text
+    elif name == "sum" and not any(isinstance(one, list | tuple) for one in given):
+        return size
     if name in _QUADRATIC:
         widest += size
     return (size + 1) * (widest + sum(_characters(one, left, numbers) for one in given))

@@ -146,6 +146,10 @@ def test_a_template_that_fails_or_is_not_deterministic_is_refused_in_one_sentenc
         "{{ '{:{0.w}}'.format(namespace(w=9999999999)) }}",
         "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}",
         "{{ [1] | tojson(indent=9999999999) }}",
+        "{% set x = {}.fromkeys(range(999)) %}{% for a in range(99) %}"
+        "{{ 1 in x.values() }}{% endfor %}",
+        "{{ ([[1]] * 900) | sum(start=[]) }}",
+        "{% set x = ('f' * 9999) | int(base=16) %}",
     ],
 )
 def test_a_template_that_computes_without_end_is_refused_by_a_count(
