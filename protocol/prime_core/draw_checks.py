@@ -22,7 +22,7 @@ from prime_core.errors import NotFoundError, UntrustedError
 from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.seeds import drawn_rows
-from prime_core.task import SignedLease
+from prime_core.task import SignedLease, real_pool
 from prime_core.verdict import VerdictTable
 
 REVEAL_PATIENCE = 600.0
@@ -87,7 +87,7 @@ def check_draw(
         except ValueError as error:
             raise UntrustedError("what the draw's commitment names is not a secret") from error
         shown = (reveal.pool, reveal.validator, reveal.epoch)
-        if shown != (drawn.lease.lease.pool, author, epoch):
+        if shown != (real_pool(drawn.lease.lease.pool), author, epoch):
             raise UntrustedError("the revealed secret is of another pool, validator or epoch")
         secrets.append(file_secret(reveal.secret, leaf))
     if rows_secret(*secrets) != drawn.secret:
@@ -136,7 +136,7 @@ def _commitments(
         listed = DrawList.model_validate_json(fetch(lease.opening.draws))
     except ValueError as error:
         raise UntrustedError("the lease's list of draw commitments does not parse") from error
-    pool = lease.lease.pool
+    pool = real_pool(lease.lease.pool)
     signed = listed.of(drawn.validator)
     if signed is None or listed.pool != pool:
         raise UntrustedError(f"the lease names no draw of {drawn.validator}")

@@ -53,6 +53,12 @@ def shadow_pool(pool: int) -> int:
     return SHADOW_POOLS + pool
 
 
+def real_pool(pool: int) -> int:
+    """Returns the pool that a lease signed for `pool` is of: the inverse of `shadow_pool` for
+    shadow leases, and `pool` itself for others."""
+    return pool - SHADOW_POOLS if pool >= SHADOW_POOLS else pool
+
+
 class Lease(Statement):
     """A lease, signed by the manager. `seed = keccak256("prime/lease/v1" ‖ digest)` determines
     everything that is paid for."""

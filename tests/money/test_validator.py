@@ -517,6 +517,11 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
     """On the second file the validator chose the secret, on the third the rows."""
     mgr, library = panel.mgr, Published(panel.mgr)
     rows = [panel.judged(panel.honest)]
+    shadow = key(60)
+    mgr.admit(shadow, "shadow")
+    unpaid = mgr.submit(shadow, shadow=True, make=panel.honest).digest
+    assert panel.validator.judge_next() == unpaid
+    assert mgr.row(unpaid).status == "accepted"
     said = VerdictTable.model_validate_json(library.object(_known(rows[0].verdict_table), 1 << 20))
     number, least = len(said.rows), mgr.context.run.least_drawn(len(said.rows))
     assert least < number
@@ -545,8 +550,9 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
     panel.validator.draws.prepare()
     assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == []
     assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
-    found = audit(rows[0])
-    assert (found.result, found.notes) == ("accepted", ()), found
+    for row in (rows[0], mgr.row(unpaid)):
+        found = audit(row)
+        assert (found.result, found.notes) == ("accepted", ()), found
     lease = library.lease(rows[0].lease_digest)
     assert lease.opening is not None
     listed = mgr.board.listed(mgr.objects, lease)
