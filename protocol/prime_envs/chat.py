@@ -3,7 +3,7 @@
 The template comes from the model folder and is pinned by the run (prime_core.run.Chat). It is
 rendered like in transformers: the same extensions in jinja2's immutable sandbox. Node, validator
 and trainer must get the same text at any time and on any machine, so templates that use the date,
-randomness or memory addresses are rejected, and their steps are limited (template_steps.py).
+randomness or memory addresses are rejected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from typing import Any
 from jinja2 import Template, TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
 
 from prime_core import encoding
 from prime_core.errors import PolicyError, UserError
 from prime_core.run import Chat, Conversation
-from prime_envs.template_steps import (
-    CountingEnvironment,
-    TooManyStepsError,
-    counted,
-)
 
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -76,12 +72,10 @@ def _compiled(text: str) -> Template:
     """Compiles a template. Raises UserError if it is invalid or not deterministic."""
     if len(text) > MAX_TEMPLATE:
         raise UserError(f"a chat template of {len(text)} characters is too long", hint=_HINT)
-    environment = CountingEnvironment(
-        {"tojson": _to_json},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     try:
         for line, kind, value in environment.lex(text):
@@ -93,7 +87,7 @@ def _compiled(text: str) -> Template:
                     hint=_HINT,
                 )
         return environment.from_string(text)
-    except (TemplateError, SyntaxError, RecursionError) as error:  # the last two: nested too deeply
+    except TemplateError as error:
         raise UserError(f"the chat template cannot be parsed: {error}", hint=_HINT) from error
 
 
@@ -108,20 +102,14 @@ def render(
     `text` is the template; `special` the tokenizer's special tokens by name (bos_token …); `tools`
     are schemas in OpenAI's format. `strftime_now` is undefined: a template that needs the date
     cannot be rendered, one that has another text for its absence can. Raises UserError if the
-    template is not deterministic, cannot render these messages, or takes more than
-    template_steps.MAX_STEPS.
+    template is not deterministic or cannot render these messages.
     """
-    values = {**special, "messages": messages, "tools": tools}
-    template = _compiled(text)
     try:
-        return counted(
-            lambda: template.render(**values, documents=None, add_generation_prompt=True)
+        return _compiled(text).render(
+            **special, messages=messages, tools=tools, documents=None, add_generation_prompt=True
         )
-    except TooManyStepsError as error:
-        raise UserError(
-            f"the chat template ({TEMPLATE_FILE} or {SETTINGS_FILE}) {error} for one conversation",
-            hint=_HINT,
-        ) from error
+    except UserError:
+        raise
     except Exception as error:  # a template may raise anything
         if isinstance(error, UndefinedError) and "strftime_now" in str(error):
             raise UserError(

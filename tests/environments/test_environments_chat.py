@@ -15,7 +15,6 @@ from prime_core import encoding
 from prime_core.errors import PolicyError, UserError
 from prime_core.run import MICRO, Chat, LengthBudgets
 from prime_engine.tiny import CHARACTERS, character_tokenizer
-from prime_envs import template_steps
 from prime_envs.base import Problem, TaskScore
 from prime_envs.chat import (
     TEMPLATE_FILE,
@@ -123,87 +122,6 @@ def test_a_template_that_fails_or_is_not_deterministic_is_refused_in_one_sentenc
         chat_from({"system": "be kind"}, folder(tmp_path, template))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% for a in range(9999) recursive %}{{ loop(range(9999)) }}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(40) }}",
-        "{% set x = namespace(y='ab') %}{% for a in range(60) %}{% set x.y = x.y ~ x.y %}"
-        "{% endfor %}",
-        "{% set x = namespace(y='a') %}{% for a in range(60) %}{% set x.y = [x.y, x.y] %}"
-        "{% endfor %}",
-        "{% set x = 'a' * 9999999 %}{% for a in range(99) %}{{ 'b' in x }}{% endfor %}",
-        "{% for a in range(999) %}{{ range(9999) | map('string') | list | length }}{% endfor %}",
-        "{{ [0] * 10 ** 10 }}",
-        "{% set x = 9 ** 9999999 %}",
-        "{{ 'x' | center(10 ** 10) }}",
-        "{{ 'x'.center(9999999999) | length }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{{ '{:{0.w}}'.format(namespace(w=9999999999)) }}",
-        "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}",
-        "{{ [1] | tojson(indent=9999999999) }}",
-        "{% set x = {}.fromkeys(range(999)) %}{% for a in range(99) %}"
-        "{{ 1 in x.values() }}{% endfor %}",
-        "{{ ([[1]] * 900) | sum(start=[]) }}",
-        "{% set x = ('f' * 9999) | int(base=16) %}",
-    ],
-)
-def test_a_template_that_computes_without_end_is_refused_by_a_count(
-    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by time: every machine refuses the same ones."""
-    monkeypatch.setattr(template_steps, "MAX_STEPS", 40_000)
-    with pytest.raises(UserError) as error:
-        chat_from({}, folder(tmp_path, TEMPLATE + template))
-    assert str(error.value).startswith(f"the chat template ({TEMPLATE_FILE} or")
-    assert "takes more than 40,000 steps" in str(error.value)
-
-
-def test_a_template_nested_too_deeply_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    for template in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-                     "{% for a in [1] %}" * 30 + "{% endfor %}" * 30):  # fmt: skip
-        with pytest.raises(UserError, match="cannot be parsed: "):
-            chat_from({}, folder(tmp_path, template))
-
-
-ALL_SORTS = """{%- set ns = namespace(seen=0, last=none) %}
-{%- macro shown(value, depth=1) %}{% if value is mapping %}{% for key, one in value | items %}
-{{- key ~ '=' ~ shown(one, depth + 1) ~ (', ' if not loop.last else '') }}{% endfor %}
-{%- else %}{{ '%s/%02d' % (value, depth) }}{% endif %}{% endmacro %}
-{%- for message in messages[1:] + messages[:1] if message.content is string %}
-{%- set ns.seen = ns.seen + message.content | length * 2 %}
-{%- if 'role' in message and message['role'] != 'system' and not message.tools %}
-{{- loop.index0 }}/{{ loop.length }} {{ message.content.split('</think>')[-1].lstrip('\\n') }}
-{%- else %}{{ message | tojson(indent=2) }}{{ shown(message) }}{{ loop.previtem is defined }}
-{%- endif %}
-{%- else %}none{% endfor %}
-{{ messages | map(attribute='role') | unique | join(', ') }} {{ messages | selectattr('role',
-'equalto', 'user') | list | length }} {{ tools | tojson }} {{ ns.seen }} {{ 2 ** 3 // 3 - 1 }}
-{%- macro box() %}[{{ caller(3) }}]{% endmacro %}{% call(x) box() %}{{ x }}{% endcall %}
-{%- filter upper %}ab{% endfilter %}
-{%- set block %}{{ missing }}{{ '{:>4}'.format(7) }}{% endset %}{{ block | replace(' ', '.') }}
-{{- 'a' < 'b' < 'c' }}{{ [1, (2, 3)] }}{{ {'a': [1]} }}{{ 'b' | indent(2, true) }}"""
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, ALL_SORTS])
-def test_counting_changes_no_prompt(template: str) -> None:
-    """What transformers renders is the reference."""
-    one = {"role": "user", "content": "<think>é</think>\n\nwhy? <"}
-    other = {"role": "assistant", "content": "so"}
-    system = {"role": "system", "content": "be kind "}
-    for messages in ([one], [one, other, one], [system, one, *[other, one] * 99]):
-        for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
-            expected = TOKENIZER.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False,
-                add_generation_prompt=True,
-            )  # fmt: skip
-            special = {"eos_token": TOKENIZER.eos_token}
-            assert render(template, messages, special, tools) == expected
-            assert template_steps.steps_taken() < template_steps.MAX_STEPS // 20
 
 
 def test_a_template_with_a_text_for_days_that_it_does_not_know_is_taken(tmp_path: Path) -> None:
