@@ -71,6 +71,7 @@ log = logging.getLogger(__name__)
 BATCH_SECONDS = 0.5
 JUDGE_SECONDS = 0.2
 MONEY_SECONDS = 1.0
+DRAW_SECONDS = 2.0
 LIFE_SECONDS = 1.0
 PROBE_SECONDS = 5.0
 LONGEST_PAUSE = 10.0
@@ -187,6 +188,7 @@ async def _serve(
             ticks: tuple[tuple[str, Callable[[], object], float], ...] = (
                 ("chain", manager.chain_tick, settings.chain_poll_seconds),
                 ("verdicts", manager.judge_tick, JUDGE_SECONDS),
+                ("draws", manager.draw_tick, DRAW_SECONDS),
                 ("batches", manager.batch_tick, BATCH_SECONDS),
                 ("money", manager.money_tick, MONEY_SECONDS),
                 ("lives", lives.tick, LIFE_SECONDS),

@@ -33,17 +33,19 @@ from prime_core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from prime_core.ids import Digest
+from prime_core.ids import Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
 from prime_core.seeds import drawn_rows
-from prime_core.storage.base import digest_key, put_object
+from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
 from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
 from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_ATTEMPTS
+from prime_orchestrator.context import read_object
+from prime_orchestrator.manager import draws
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.draws import compare_acceptances, reveal_second
 from prime_orchestrator.store import jobs, leases, schema
@@ -512,10 +514,14 @@ def _known(name: Digest | None) -> Digest:
 
 
 def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_were_drawn(
-    panel: JudgedPool,
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the second file the validator chose the secret, on the third the rows."""
     mgr, library = panel.mgr, Published(panel.mgr)
+
+    def compare() -> Address | None:
+        return compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now)
+
     rows = [panel.judged(panel.honest)]
     shadow = key(60)
     mgr.admit(shadow, "shadow")
@@ -539,7 +545,7 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
         judge_of(mgr.backend).tick()
         rows.append(mgr.row(row.digest))
     assert {row.status for row in rows} == {"accepted"}
-    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == []
+    assert compare() is None
 
     def audit(row: SubmissionRow) -> Audit:
         return audit_submission(row.digest, panel.setting(), library, lambda _: row.signed())
@@ -548,7 +554,7 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
     assert "is not shown before" in note
     mgr.now.time += 2 * mgr.context.run.epoch_seconds + mgr.context.run.lease_seconds + 30
     panel.validator.draws.prepare()
-    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == []
+    assert compare() is None
     assert reveal_second(mgr.store, mgr.objects, mgr.context, mgr.now)
     for row in (rows[0], mgr.row(unpaid)):
         found = audit(row)
@@ -568,8 +574,21 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
         assert panel.validator.signer.address in found.detail
     me = panel.validator.signer.address
     assert end_appointments(mgr.store, mgr.context, lambda: 0, mgr.now) == []
-    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == [me]
-    assert compare_acceptances(mgr.store, mgr.objects, mgr.context, mgr.now) == [], "once"
+
+    def read(objects: ObjectStore, name: Digest, limit: int = 1 << 20) -> bytes:
+        if name == rows[1].verdict_table:
+            return b"no table"
+        if broken:
+            raise UnavailableError("the object store does not answer")
+        return read_object(objects, name, limit)
+
+    monkeypatch.setattr(draws, "read_object", read)
+    broken = True
+    with pytest.raises(UnavailableError):
+        compare()
+    broken = False
+    assert compare() == me, "by the third file"
+    assert compare() is None, "once"
     assert end_appointments(mgr.store, mgr.context, lambda: 1, mgr.now) == [], "the quorum needs it"
     assert end_appointments(mgr.store, mgr.context, lambda: 0, mgr.now) == [me]
 

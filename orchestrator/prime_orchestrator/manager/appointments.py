@@ -1,5 +1,6 @@
-"""Ends the appointment of validators that abstain too often, or that accepted a file without
-replaying the rows that their secrets draw (draws.compare_acceptances).
+"""Ends the appointment of validators that abstain too often, or whose acceptance names other rows
+than their secret of an epoch draws (draws.compare_acceptances). Of the latter, epochs count that
+began after the appointment.
 
 Of abstentions, the newest WINDOW files count that a validator was assigned since its appointment
 and gave an opinion on or abstained from, if any validator gave an opinion on the file: a file that
@@ -55,14 +56,16 @@ def end_appointments(
     }
     for validator, epoch, why in contradicted:
         if validator in since and epoch * context.run.epoch_seconds >= since[validator][1]:
-            reasons[validator] = f"it did not replay the rows that its draw names: {why}"
+            reasons[validator] = f"it contradicts its draw: {why}"
     if not reasons:
         return []
     least = quorum()  # may ask the chain: not within a transaction
     with store.begin() as connection:
         known = {one: f"{one}:{block}" for one, (block, _) in since.items()}
         stay = {one for one in since if not intents.get(connection, f"dismiss:{known[one]}")}
-        due = [one for one in sorted(reasons) if one in stay][: max(0, len(stay) - least)]
+        lying = {validator for validator, _, _ in contradicted}
+        due = sorted(stay & reasons.keys(), key=lambda one: (one not in lying, one))
+        due = due[: max(0, len(stay) - least)]
         for validator in due:
             log.error("the appointment of %s ends: %s", validator, reasons[validator])
             intents.queue_intent(

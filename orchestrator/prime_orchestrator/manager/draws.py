@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from prime_core import ids
 from prime_core.draw_checks import check_acceptance
@@ -37,7 +37,7 @@ from prime_core.ids import Address, Digest
 from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SignedLease
-from prime_core.verdict import SignedOpinion, VerdictTable
+from prime_core.verdict import MAX_TABLE_BYTES, VerdictTable
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.store import Connection, chain, leases, opinions
 from prime_orchestrator.store import draws as store_draws
@@ -52,8 +52,6 @@ LISTED = 256
 """Most lists in the cache."""
 COMPARED = 32
 """Most acceptances that are compared with one secret."""
-SECRETS = 4
-"""Most secrets that are compared at a time."""
 FILES_LISTED = 4096
 """Most files whose list is in the cache."""
 
@@ -146,51 +144,40 @@ def _managers(context: PoolContext, epoch: int, secret: Digest) -> DrawReveal:
 
 def compare_acceptances(
     store: Store, objects: ObjectStore, context: PoolContext, now: Callable[[], float]
-) -> list[Address]:
-    """Compares acceptances with the rows that newly published secrets draw: up to COMPARED of each
-    secret, of up to SECRETS secrets. Records what does not follow, which ends the validator's
-    appointment (appointments.py). Returns the validators of which this was found.
+) -> Address | None:
+    """Compares up to COMPARED acceptances with the rows that one newly published secret draws.
+    Records what does not follow from it, which ends the validator's appointment (appointments.py).
+    Returns the validator of which this was found.
 
-    Files whose objects cannot be read are left out.
+    Files whose objects are missing or do not parse are left out. Raises UnavailableError if objects
+    cannot be read now; then nothing is recorded.
     """
     with store.read() as connection:
-        waiting = store_draws.uncompared(connection, SECRETS)
-    found = []
-    for signed in waiting:
-        author, epoch = Address(signed.validator), signed.commitment.epoch
-        start = epoch * context.run.epoch_seconds
-        with store.read() as connection:
-            said = opinions.acceptances(
-                connection, author, start, start + context.run.epoch_seconds, COMPARED
-            )
-            promises = leases.those(connection, [lease for _, lease in said])
-        mismatch = ""
-        for one, lease in said:
-            mismatch = mismatch or _mismatch(one, promises[lease].signed(), objects, context, now())
-        with store.begin() as connection:
-            store_draws.set_compared(connection, author, epoch, mismatch)
-        if mismatch:
-            log.error("%s did not replay what it drew in epoch %d: %s", author, epoch, mismatch)
-            found.append(author)
-    return found
-
-
-def _mismatch(
-    said: SignedOpinion, lease: SignedLease, objects: ObjectStore, context: PoolContext, now: float
-) -> str:
-    """Returns why an acceptance's rows do not follow from the published secrets, or ""."""
-    try:
-        raw = read_object(objects, Digest(said.opinion.table))
-        check_acceptance(
-            lease, Address(said.validator), VerdictTable.model_validate_json(raw),
-            context.deployment, context.run, partial(read_object, objects),
-            manager=context.manager, now=now,
-        )  # fmt: skip
-    except (NotFoundError, UnavailableError) as error:
-        log.warning("an acceptance of %s is not compared with its draw: %s", said.validator, error)
-    except UntrustedError as error:
-        return f"file {said.opinion.submission}: {error}"
-    return ""
+        waiting = store_draws.uncompared(connection, 1)
+        if not waiting:
+            return None
+        author, epoch = Address(waiting[0].validator), waiting[0].commitment.epoch
+        start, length = epoch * context.run.epoch_seconds, context.run.epoch_seconds
+        said = opinions.acceptances(connection, author, start, start + length, COMPARED)
+        promises = leases.those(connection, [lease for _, lease in said])
+    fetch = cache(partial(read_object, objects))
+    mismatch = ""
+    for one, lease in said:
+        try:
+            raw = read_object(objects, Digest(one.opinion.table), MAX_TABLE_BYTES)
+            check_acceptance(
+                promises[lease].signed(), author, VerdictTable.model_validate_json(raw),
+                context.deployment, context.run, fetch, manager=context.manager, now=now(),
+            )  # fmt: skip
+        except (NotFoundError, MalformedError, ValueError) as error:
+            log.warning("an acceptance of %s is not compared with its draw: %s", author, error)
+        except UntrustedError as error:
+            mismatch = f"file {one.opinion.submission}: {error}"
+            log.error("%s contradicts its draw of epoch %d: %s", author, epoch, mismatch)
+            break
+    with store.begin() as connection:
+        store_draws.set_compared(connection, author, epoch, mismatch)
+    return author if mismatch else None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     chain_tick   every 0.5–1 s   store → chain (transactions), chain → store (indexer, see Pace)
     judge_tick   every 0.2 s     opinions of validators → verdicts
+    draw_tick    every 2 s       acceptances against published draw secrets
     batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
     money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
     archive_tick every 10 s      rows of files that are over → objects
@@ -21,7 +22,7 @@ from prime_chain.contracts import Contracts
 from prime_chain.events import Event
 from prime_chain.sender import Sender
 from prime_chain.watcher import Watcher
-from prime_core.ids import Digest
+from prime_core.ids import Address, Digest
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore
 from prime_orchestrator.context import PoolContext
@@ -126,11 +127,14 @@ class ManagerLoops:
         )
 
     def judge_tick(self) -> list[Digest]:
-        """Decides files whose opinions are complete. Reveals draw secrets that are due, and
-        compares acceptances with them."""
+        """Decides files whose opinions are complete, and reveals draw secrets that are due."""
         reveal_second(self.store, self.objects, self.context, self.now)
-        compare_acceptances(self.store, self.objects, self.context, self.now)
         return self.judge.tick()
+
+    def draw_tick(self) -> Address | None:
+        """Compares acceptances with a published draw secret; returns the validator that they
+        contradict."""
+        return compare_acceptances(self.store, self.objects, self.context, self.now)
 
     def batch_tick(self) -> list[int]:
         """Seals every batch that is full and may be sealed; returns the steps. Warns of starving

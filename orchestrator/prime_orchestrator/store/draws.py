@@ -54,10 +54,11 @@ def uncompared(connection: Connection, limit: int) -> list[SignedDrawCommitment]
 
 
 def set_compared(connection: Connection, validator: Address, epoch: int, mismatch: str) -> None:
-    """Records that acceptances were compared with a secret. `mismatch`: what does not follow from
-    it, or an empty text."""
+    """Records that acceptances were compared with a secret, unless that is recorded. `mismatch`:
+    what does not follow from it, or an empty text."""
     mine = (_commitments.validator == validator, _commitments.epoch == epoch)
-    connection.execute(sa.update(schema.draw_commitments).where(*mine).values(compared=mismatch))
+    changed = sa.update(schema.draw_commitments).where(*mine, _commitments.compared.is_(None))
+    connection.execute(changed.values(compared=mismatch))
 
 
 def mismatches(connection: Connection) -> list[tuple[Address, int, str]]:

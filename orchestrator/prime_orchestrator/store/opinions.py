@@ -58,18 +58,27 @@ def add_all(connection: Connection, rows: Sequence[OpinionRow]) -> None:
 def acceptances(
     connection: Connection, validator: Address, since: int, until: int, limit: int
 ) -> list[tuple[SignedOpinion, Digest]]:
-    """Returns at most `limit` of a validator's acceptances, drawn at random, of files whose leases
-    were given from `since` to before `until` (Unix seconds), each with its lease's digest."""
+    """Returns at most `limit` of a validator's acceptances of files that have a verdict, each with
+    its lease's digest. They are drawn at random from those whose leases were given from `since` to
+    before `until` (Unix seconds)."""
     leases, submissions = schema.leases.c, schema.submissions.c
-    query = (
-        sa.select(_opinions.body, submissions.lease_digest)
-        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
-        .join(schema.leases, leases.digest == submissions.lease_digest)
-        .where(_opinions.validator == validator, _opinions.reason == int(Reason.NONE))
+    mine = (_opinions.validator == validator, _opinions.reason == int(Reason.NONE))
+    files = sa.join(
+        schema.submissions, schema.leases, leases.digest == submissions.lease_digest
+    ).join(schema.opinions, _opinions.submission_digest == submissions.digest)
+    drawn = (
+        sa.select(submissions.digest)
+        .select_from(files)
+        .where(*mine, submissions.verdict.is_not(None))
         .where(leases.shadow.in_([False, True]))  # for the index
         .where(leases.created_at >= since, leases.created_at < until)
         .order_by(sa.func.random())
         .limit(limit)
+    )
+    query = (
+        sa.select(_opinions.body, submissions.lease_digest)
+        .join(schema.submissions, submissions.digest == _opinions.submission_digest)
+        .where(*mine, _opinions.submission_digest.in_(drawn))
     )
     return [
         (SignedOpinion.model_validate_json(body), Digest(lease))
