@@ -35,12 +35,14 @@ Fetch = Callable[[Digest], bytes]
 @dataclass(frozen=True)
 class StatedDraw:
     """A draw as a validator states it: the file's lease, and the secret that selected the rows.
-    `commitment`: the validator's, if it states that too."""
+    `commitment`: the validator's, if it states that too. `table`: of an acceptance, with the rows
+    that it replayed."""
 
     lease: SignedLease
     validator: Address
     secret: Digest
     commitment: str | None = None
+    table: VerdictTable | None = None
 
 
 def check_draw(
@@ -53,8 +55,10 @@ def check_draw(
     manager: Address,
     now: float,
 ) -> tuple[str, ...]:
-    """Raises UntrustedError if the rows were not drawn with the two secrets that the lease's salt
-    commits to, NotFoundError if one is overdue and withheld. Returns a note while they are not due.
+    """Checks that a validator drew its rows with the two secrets that the lease's salt commits to.
+
+    Returns a note if the secrets are not due yet. Raises UntrustedError if other secrets were used,
+    or the table names other rows than the secret draws; NotFoundError if a secret is overdue.
 
     lease's salt ─opens to─► DrawList ─► the validator's signed commitment ─► its reveal
                                       ─► the manager's second commitment   ─► its reveal
@@ -63,6 +67,11 @@ def check_draw(
     `leaf` is the submission's digest. `fetch` checks what it returns against the digest. `manager`
     is the pool's; `now` is in Unix seconds.
     """
+    table = drawn.table
+    if table is not None:
+        due_rows = drawn_rows(drawn.secret, leaf, len(table.rows), len(table.rows_drawn))
+        if list(table.rows_drawn) != due_rows:
+            raise UntrustedError("the table names other rows than its secret draws")
     signed, second = _commitments(drawn, deployment, fetch)
     epoch = signed.commitment.epoch
     due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
@@ -93,31 +102,6 @@ def check_draw(
     if rows_secret(*secrets) != drawn.secret:
         raise UntrustedError("the rows were not drawn by the secrets that were committed to")
     return ()
-
-
-def check_acceptance(
-    lease: SignedLease,
-    validator: Address,
-    table: VerdictTable,
-    deployment: Deployment,
-    run: RunDefinition,
-    fetch: Fetch,
-    *,
-    manager: Address,
-    now: float,
-) -> tuple[str, ...]:
-    """Checks that the rows of an acceptance's table are the ones that its two secrets draw.
-
-    Arguments, result and exceptions are those of check_draw; also raises UntrustedError if the
-    table names other rows than the secret that it states selects.
-    """
-    leaf, secret = Digest(table.submission_digest), Digest(table.draw_secret)
-    notes = check_draw(
-        StatedDraw(lease, validator, secret), leaf, deployment, run, fetch, manager=manager, now=now
-    )
-    if list(table.rows_drawn) != drawn_rows(secret, leaf, len(table.rows), len(table.rows_drawn)):
-        raise UntrustedError("the table names other rows than its secret draws")
-    return notes
 
 
 def _commitments(

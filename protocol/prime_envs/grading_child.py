@@ -78,8 +78,8 @@ def _answer(grade: Callable[..., Any], request: Any) -> dict[str, Any]:
 
 
 def _described(error: Exception) -> str:
-    """What is said of an error, as text that can be encoded: it may hold half of a surrogate
-    pair."""
+    """Returns an error's type and message as text that can be encoded, at most 500 characters. The
+    message may hold half of a surrogate pair."""
     said = f"{type(error).__name__}: {error}"[:500]
     return said.encode(errors="backslashreplace").decode()
 

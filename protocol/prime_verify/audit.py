@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prime_core.deployment import Deployment
-from prime_core.draw_checks import StatedDraw, check_acceptance, check_draw
+from prime_core.draw_checks import StatedDraw, check_draw
 from prime_core.draws import file_secret
 from prime_core.errors import (
     MalformedError,
@@ -284,8 +284,9 @@ def _check_draws(
             table = _table(one, library)
             if table.submission_digest != digest:
                 raise UntrustedError("its table is of another file")
-            found = check_acceptance(
-                lease, author, table, setting.deployment, setting.runs.first,
+            found = check_draw(
+                StatedDraw(lease, author, Digest(table.draw_secret), table=table),
+                digest, setting.deployment, setting.runs.first,
                 lambda name: library.object(name, MAX_OBJECT_BYTES),
                 manager=setting.manager, now=setting.now,
             )  # fmt: skip

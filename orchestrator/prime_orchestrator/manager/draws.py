@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from prime_core import ids
-from prime_core.draw_checks import check_acceptance
+from prime_core.draw_checks import StatedDraw, check_draw
 from prime_core.draws import (
     MAX_VALIDATORS,
     DrawCommitment,
@@ -146,8 +146,8 @@ def compare_acceptances(
     store: Store, objects: ObjectStore, context: PoolContext, now: Callable[[], float]
 ) -> Address | None:
     """Compares up to COMPARED acceptances with the rows that one newly published secret draws.
-    Records what does not follow from it, which ends the validator's appointment (appointments.py).
-    Returns the validator of which this was found.
+    A mismatch is recorded and ends the validator's appointment (appointments.py). Returns the
+    validator if there is one.
 
     Files whose objects are missing or do not parse are left out. Raises UnavailableError if objects
     cannot be read now; then nothing is recorded.
@@ -165,12 +165,14 @@ def compare_acceptances(
     for one, lease in said:
         try:
             raw = read_object(objects, Digest(one.opinion.table), MAX_TABLE_BYTES)
-            check_acceptance(
-                promises[lease].signed(), author, VerdictTable.model_validate_json(raw),
+            table = VerdictTable.model_validate_json(raw)
+            signed, secret = promises[lease].signed(), Digest(table.draw_secret)
+            check_draw(
+                StatedDraw(signed, author, secret, table=table), Digest(one.opinion.submission),
                 context.deployment, context.run, fetch, manager=context.manager, now=now(),
             )  # fmt: skip
         except (NotFoundError, MalformedError, ValueError) as error:
-            log.warning("an acceptance of %s is not compared with its draw: %s", author, error)
+            log.warning("cannot compare an acceptance of %s with its draw: %s", author, error)
         except UntrustedError as error:
             mismatch = f"file {one.opinion.submission}: {error}"
             log.error("%s contradicts its draw of epoch %d: %s", author, epoch, mismatch)

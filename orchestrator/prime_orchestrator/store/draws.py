@@ -54,15 +54,15 @@ def uncompared(connection: Connection, limit: int) -> list[SignedDrawCommitment]
 
 
 def set_compared(connection: Connection, validator: Address, epoch: int, mismatch: str) -> None:
-    """Records that acceptances were compared with a secret, unless that is recorded. `mismatch`:
-    what does not follow from it, or an empty text."""
+    """Records the comparison of acceptances with a secret, unless one is recorded. `mismatch`: the
+    first difference, or an empty text."""
     mine = (_commitments.validator == validator, _commitments.epoch == epoch)
     changed = sa.update(schema.draw_commitments).where(*mine, _commitments.compared.is_(None))
     connection.execute(changed.values(compared=mismatch))
 
 
 def mismatches(connection: Connection) -> list[tuple[Address, int, str]]:
-    """Returns (validator, epoch, what does not follow) of secrets that acceptances contradict."""
+    """Returns (validator, epoch, first difference) of each secret that is contradicted."""
     query = sa.select(_commitments.validator, _commitments.epoch, _commitments.compared)
     found = connection.execute(
         query.where(_commitments.compared != "").order_by(_commitments.epoch)

@@ -661,7 +661,7 @@ draw_commitments = Table(  # of validators
     Column("epoch", BigInteger, nullable=False),
     Column("body", Text, nullable=False),  # JSON of SignedDrawCommitment
     Column("revealed", Boolean, nullable=False, default=False),
-    # None until its acceptances are compared with it; then what does not follow from it, or ""
+    # None until acceptances are compared with it; then the first difference, or ""
     Column("compared", Text),
     PrimaryKeyConstraint("validator", "epoch"),
     Index("draw_commitments_epoch", "epoch"),

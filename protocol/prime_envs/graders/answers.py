@@ -70,9 +70,9 @@ _TOKEN = re.compile(rf'"(?:[^"\\]|\\.)*"?|[{{}}\[\]]|{_TOO_LONG}', re.DOTALL)
 
 
 def _failing(text: str, start: int, error: Exception) -> set[int]:
-    """Where the JSON objects begin that cannot be read for the same reason as the one at `start`,
-    which raised `error`: those that contain the place of the
-    error, or are nested as deeply. Without this, each would be read up to the same place."""
+    """Returns where the objects begin that fail for the same reason as the one at `start`, which
+    raised `error`: they contain the place of the error, or are nested as deeply. Skipping them
+    avoids reading up to that place once for each."""
     end = start + error.pos if isinstance(error, json.JSONDecodeError) else len(text)
     levels = _levels() if isinstance(error, RecursionError) else len(text)
     failing, open_, deep = set(), list[int](), 0
@@ -93,7 +93,7 @@ def _failing(text: str, start: int, error: Exception) -> set[int]:
 
 
 def _levels() -> int:
-    """More levels of nesting than the decoder reads with this much of the stack in use."""
+    """Returns a number of levels that the decoder cannot read with what is left of the stack."""
     low, high = 1, MAX_JSON
     while low < high:
         middle = (low + high) // 2
