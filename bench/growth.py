@@ -3,12 +3,12 @@
 A store holds one file that went through the API from lease to verdict; its rows are copied in bulk
 under other names, one file a second up to now, a batch for each hundred. `growth_…`: CPU time of
 this process and PostgreSQL for one lease, batch tick, status, page of nodes, or page of metrics, on
-the largest store over the smallest; the stores take turns. `restart_s`: from starting an API
-process on the largest store to its first status, with the byte code that an installation has.
-`bytes_per_file`: of the tables that grow with files, with indexes, once all epochs are settled
-and their files archived, after VACUUM FULL: a pool at work reuses the space of deleted rows. Of the
-chain's events, each root has one; policies, batches and their targets grow with steps and are left
-out.
+the largest store over the smallest, each with 10,000 nodes; the stores take turns. `restart_s`:
+from starting an API process on the largest store to its first status, with the byte code that an
+installation has. `bytes_per_file`: of the tables that grow with files, with indexes, on a store
+with 1,024 nodes (the newest files of each node are kept), once all epochs are settled and their
+files archived, after VACUUM FULL: a pool at work reuses the space of deleted rows. Of the chain's
+events, each root has one; policies, batches and their targets grow with steps and are left out.
 `bytes_per_file_in_tables`: before.
 """
 
@@ -58,6 +58,8 @@ from prime_orchestrator.store.rewards import RewardRootRow
 
 SIZES = (1_000, 100_000, 1_000_000)
 QUICK_SIZES = (100, 1_000)
+SEATS, QUICK_SEATS = 10_000, 100
+"""Nodes of the stores whose costs are compared."""
 A_BATCH = 100
 """Files in a batch."""
 SECONDS, ROUNDS = 4.0, 8
@@ -78,17 +80,19 @@ def definition() -> RunDefinition:
 
 def rows(quick: bool, database: Database) -> list[Row]:
     """All rows."""
-    sizes = QUICK_SIZES if quick else SIZES
+    sizes, nodes = (QUICK_SIZES, QUICK_SEATS) if quick else (SIZES, SEATS)
     with ExitStack() as stack:
-        stores = [stack.enter_context(_store(database, size)) for size in sizes]
+        stores = [stack.enter_context(_store(database, size, nodes)) for size in sizes]
         costs = {name: _costs([one.works[name] for one in stores], database)
                  for name in stores[0].works}  # fmt: skip
-        found = [*_restart(quick, stores[-1]), *_bytes(quick, stores[-1])]
+        found = _restart(quick, stores[-1])
+    with _store(database, sizes[-1], work.NODES) as last:
+        found += _bytes(quick, last)
     for name, (first, *others) in costs.items():
         found.append(
             Row(f"growth_{name}", others[-1] / first,
                 f"× the CPU time on {sizes[0]:,} files ({1000 * first:.3g} ms), on "
-                f"{sizes[-1]:,} files", bar=None if quick else 1.5)
+                f"{sizes[-1]:,} files, {nodes:,} nodes", bar=None if quick else 1.5)
         )  # fmt: skip
         found += [
             Row(f"growth_{name}_{size}_ms", 1000 * cost, f"ms of CPU on {size:,} files")
@@ -108,16 +112,16 @@ class _Filled:
 
 
 @contextmanager
-def _store(server: Database, files: int) -> Iterator[_Filled]:
+def _store(server: Database, files: int, nodes: int) -> Iterator[_Filled]:
     """A new database of the server, filled."""
-    name = f"growth_{files}"
+    name = f"growth_{files}_{nodes}"
     with closing(open_store(server.url)) as store, store.engine.connect() as plain:
         plain.execution_options(isolation_level="AUTOCOMMIT").execute(
             sa.text(f"CREATE DATABASE {name}")
         )
     database = replace(server, url=server.url.replace("/postgres?", f"/{name}?"))
     with serving(database, definition(), validators=work.signers(1, 2)) as servers:
-        nodes = work.one_judged_file(servers, work.signers(1, 2))
+        seated = work.one_judged_file(servers, work.signers(1, 2), nodes)
         backend = servers.pool.backend
         with backend.store.begin() as connection:
             fill(connection, files, time.time())
@@ -125,7 +129,7 @@ def _store(server: Database, files: int) -> Iterator[_Filled]:
             vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
             vacuum.execute(sa.text("VACUUM ANALYZE"))
             vacuum.execute(sa.text("CHECKPOINT"))
-        yield _Filled(files, database, servers.pool, _works(backend, nodes))
+        yield _Filled(files, database, servers.pool, _works(backend, seated))
 
 
 def _works(backend: Backend, nodes: work.Nodes) -> Mapping[str, Callable[[], object]]:

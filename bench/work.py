@@ -194,10 +194,10 @@ class Nodes:
     sessions: Sequence[SessionKey]
 
     @classmethod
-    def seat(cls, servers: Servers) -> Nodes:
-        pool, accounts, now = servers.pool, signers(NODES, 1), int(time.time())
+    def seat(cls, servers: Servers, count: int = NODES) -> Nodes:
+        pool, accounts, now = servers.pool, signers(count, 1), int(time.time())
         pool.clock[0] = now
-        pool.seat(NODES, honest=True, names=[one.address for one in accounts])
+        pool.seat(count, honest=True, names=[one.address for one in accounts])
         with pool.backend.store.begin() as connection:
             connection.execute(sa.update(schema.nodes).values(kept=10.0))
         addresses = [one.address for one in accounts]
@@ -392,9 +392,10 @@ class Judges:
                 await asyncio.sleep(answer.retry_after_ms / 1000)
 
 
-def one_judged_file(servers: Servers, keys: Sequence[LocalSigner]) -> Nodes:
-    """Has one file made and judged by validators with `keys`, then ends the API processes."""
-    nodes, judges = Nodes.seat(servers), Judges.seat(servers, keys)
+def one_judged_file(servers: Servers, keys: Sequence[LocalSigner], count: int = NODES) -> Nodes:
+    """Has one file made by one of `count` nodes and judged by validators with `keys`, then ends the
+    API processes."""
+    nodes, judges = Nodes.seat(servers, count), Judges.seat(servers, keys)
     asyncio.run(hand_in(servers, nodes, 1))
     asyncio.run(judges.judge(servers, 1))
     end(servers.processes)
