@@ -64,14 +64,14 @@ def only(answers: Sequence[Any]) -> Any:
     return found
 
 
-def appoint(store: Store, pool: int, validator: Address, on: bool = True) -> None:
+def appoint(store: Store, pool: int, validator: Address, on: bool = True, *, at: int = 1) -> None:
     """The chain, which is read to its end, shows that the manager appoints (or dismisses) a
-    validator."""
+    validator, in a block of time `at`."""
     block = next(_blocks)
     name = encoding.sha256(f"appoint {block}".encode())
     with store.begin() as connection:
         chain.add_event(
-            connection, block_hash=name, log_index=0, block=block, block_time=1, tx_hash=name,
+            connection, block_hash=name, log_index=0, block=block, block_time=at, tx_hash=name,
             name="ValidatorSet", args={"pool": pool, "validator": validator, "on": on},
         )  # fmt: skip
         meta.put_once(connection, meta.CHAIN_READ, "1")
@@ -170,17 +170,21 @@ class Bench:
         claim, promise = job.submission.submission, job.lease.lease
         draw = self.draws.draw(job)
         drawn = range(run.least_drawn(run.rows_per_lease) if reason is Reason.NONE else 0)
+        stated = {"draw_secret": draw.secret, "rows_drawn": tuple(drawn), **fields}
+        if reason is Reason.NONE:
+            values = {"sketch": ("0.01",) * len(stated["rows_drawn"])}
+            stated = {"row_statistics": values} | stated
         table = VerdictTable(
             submission_digest=job.submission_digest,
             sha256=claim.sha256,
             policy_version=job.lease.policy_version,
             step=promise.step,
             rows=tuple(rows),
-            **{"draw_secret": draw.secret, "rows_drawn": tuple(drawn), **fields},
+            **stated,
         )
         evidence = ZERO_DIGEST
         if reason.outcome is Outcome.REJECTED:
-            stated = Evidence(
+            shown = Evidence(
                 chain_id=backend.context.deployment.chain_id,
                 submission=job.submission,
                 lease=job.lease,
@@ -195,7 +199,7 @@ class Bench:
                 thresholds={},
             )
             evidence = put_object(
-                backend.objects, encoding.canonical_json(stated.model_dump(mode="json"))
+                backend.objects, encoding.canonical_json(shown.model_dump(mode="json"))
             )
         named = run.calibration
         law = Law(

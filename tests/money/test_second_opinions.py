@@ -555,7 +555,9 @@ def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(
     assert panel.mgr.row(row.digest).validator == SECOND.address
 
 
-@pytest.mark.parametrize("lie", ["rows", "fields", "file", "none", "calibration", "large"])
+@pytest.mark.parametrize(
+    "lie", ["rows", "values", "fields", "file", "none", "calibration", "large"]
+)
 def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     panel: JudgedPool, lie: str
 ) -> None:
@@ -568,6 +570,8 @@ def test_an_opinion_whose_table_does_not_bear_it_out_is_taken_out(
     if lie == "fields":  # a program of protocol 1 could not read them
         rows = [*rows[:-1], rows[-1].model_copy(update={"parts": {"task_micro": 1}})]
     signed = panel.validator.opinion(job, Reason.NONE, rows)
+    if lie == "values":
+        signed = panel.validator.opinion(job, Reason.NONE, rows, row_statistics={})
     if lie == "large":  # the trainer would not fetch it
         padding = {"padding": "0" * MAX_TABLE_BYTES}
         signed = panel.validator.opinion(job, Reason.NONE, rows, statistics=padding)

@@ -762,6 +762,8 @@ def check_table(
             raise MalformedError(f"row {place} of the table has a reward that is out of range")
     if len(drawn) < run.least_drawn(len(table.rows)):
         raise MalformedError("the opinion accepts with fewer rows replayed than the run asks for")
+    if not table.row_statistics:
+        raise MalformedError("the opinion accepts without a value of any replayed row")
 
 
 def _drop(
