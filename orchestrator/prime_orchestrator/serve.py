@@ -29,8 +29,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import httpx
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
@@ -55,7 +57,7 @@ from prime_core.transport.addresses import is_loopback
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Proxies, behind
-from prime_orchestrator.api.liveness import LifeTicks
+from prime_orchestrator.api.liveness import LifeTicks, get_probe
 from prime_orchestrator.config import Settings
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.archiving import ARCHIVE_SECONDS
@@ -176,6 +178,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loops = Loops(on_crash=lambda: loop.call_soon_threadsafe(end))
+    client = httpx.Client()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.01)
@@ -184,7 +187,7 @@ async def _serve(
             announce(serve_file, url, listener.getsockname()[1])
             log.info("serving pool %d at %s", backend.context.pool, url)
             loops.start("lease", lease.tick, BEAT_SECONDS)
-            lives = LifeTicks(backend)
+            lives = LifeTicks(backend, partial(get_probe, client))
             ticks: tuple[tuple[str, Callable[[], object], float], ...] = (
                 ("chain", manager.chain_tick, settings.chain_poll_seconds),
                 ("verdicts", manager.judge_tick, JUDGE_SECONDS),
@@ -202,6 +205,7 @@ async def _serve(
         await serving
     finally:
         await asyncio.to_thread(loops.stop)
+        client.close()
         with contextlib.suppress(UnavailableError):
             await asyncio.to_thread(lease.release)
         serve_file.unlink(missing_ok=True)

@@ -135,6 +135,40 @@ def test_a_lease_that_expires_after_the_object_store_failed_is_excused(
     assert node.misses == 1
 
 
+def test_a_lease_that_expires_after_the_store_s_public_address_failed_is_excused(
+    world: World,
+) -> None:
+    """But only if the address answered before: a machine may be unable to reach its own."""
+    down = True
+
+    def fetch(url: str) -> bytes:
+        if down:
+            raise UnavailableError("no route")
+        return world.http.get(url).content
+
+    watch, session = Watch(world), world.member(1)
+    watch.life = LifeTicks(world.backend, fetch)
+    first = world.lease_digest(world.lease(session))
+    watch.life.probe()
+    watch.wait(61)
+    with world.backend.store.read() as connection:
+        row = leases.get(connection, first)
+    assert row is not None
+    assert (row.status, row.excused) == ("expired", 0)
+    watch.wait(300)
+    down = False
+    watch.life.probe()
+    second = world.lease_digest(world.lease(session))
+    down = True
+    with pytest.raises(UnavailableError, match="no route"):
+        watch.life.probe()
+    watch.wait(61)
+    with world.backend.store.read() as connection:
+        row = leases.get(connection, second)
+    assert row is not None
+    assert (row.status, row.excused) == ("expired", 1)
+
+
 def test_a_fresh_seat_of_the_same_provider_gains_nothing(world: World) -> None:
     watch, first = Watch(world), world.member(1)
     owned(world, first, 7)

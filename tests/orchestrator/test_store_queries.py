@@ -151,6 +151,40 @@ def test_groups_of_batches_are_counted_by_target_length(either_store: Store) -> 
             assert groups.by_target(connection, first, 4) == dict(+counted)
 
 
+def test_rewards_of_the_newest_groups_are_summed_by_length_and_first_lease(
+    either_store: Store,
+) -> None:
+    dice, made = random.Random(8), list[tuple[int, bool, GroupRow]]()
+    with either_store.begin() as connection:
+        for at in range(40):
+            target, tries = dice.choice((2, 6)), dice.choice((0, 0, 1, 2))
+            place = {"node": NODE, "step": 0, "policy_version": 0, "body": ""}
+            lease = {"digest": name(at), "lease_index": at, "deadline": 10, "created_at": 9.0}
+            lease |= {"shadow": False, "target": target, "status": "submitted", "tries": tries}
+            file = {"digest": name(at), "lease_digest": name(at), "sha256": name(at), "size": 1}
+            file |= {"receipt": "", "received_at": 9.5, "status": "accepted"}
+            connection.execute(sa.insert(schema.leases).values(**place, **lease))
+            connection.execute(sa.insert(schema.submissions).values(**place, **file))
+            ungraded, step = dice.choice((0, 1, 4)), dice.choice((None, 3, groups.HELD_OUT))
+            reward = (4 - ungraded) * dice.randrange(1_000_000)
+            row = GroupRow(name(at), 0, 0, 4, True, reward, float(at), step, ungraded)
+            groups.add(connection, [row])
+            if ungraded < 4 and step != groups.HELD_OUT:
+                made.append((target, tries > 0, row))
+    for newest in (5, 1000):
+        with either_store.read() as connection:
+            found = groups.reward_sums(connection, newest)
+        kept = made[-newest:]
+        assert {key: sums.groups for key, sums in found.items()} == Counter(
+            (target, again) for target, again, _ in kept
+        )
+        for key, sums in found.items():
+            means = [row.reward_micro_sum / 1e6 / (row.rows - row.ungraded)
+                     for target, again, row in kept if (target, again) == key]  # fmt: skip
+            assert sums.total == pytest.approx(sum(means))
+            assert sums.squares == pytest.approx(sum(mean * mean for mean in means))
+
+
 def test_pages_of_files_have_each_file_once_though_times_are_equal(either_store: Store) -> None:
     queued(either_store, *range(1, 30))
     with either_store.begin() as connection:

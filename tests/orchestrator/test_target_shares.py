@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ from prime_core.encoding import sha256
 from prime_orchestrator.api.status import status
 from prime_orchestrator.cli.status import text
 from prime_orchestrator.manager import targets
-from prime_orchestrator.store import batches, schema
+from prime_orchestrator.store import batches, groups, schema
 from prime_orchestrator.store.batches import BatchRow
+from prime_orchestrator.store.groups import GroupRow
 
 
-def given(world: World, target: int, count: int, state: str) -> None:
-    """`count` leases of one target, given now: expired, or submitted with an accepted file."""
+def given(
+    world: World, target: int, count: int, state: str, *, tries: int = 0, reward: int | None = None
+) -> None:
+    """`count` leases of one target, given now: expired, or submitted with an accepted file, whose
+    only group of one row has `reward` (micro)."""
     with world.backend.store.begin() as connection:
         for _ in range(count):
             number = next(world.nonces)
@@ -29,7 +35,7 @@ def given(world: World, target: int, count: int, state: str) -> None:
                     lease_index=number, policy_version=0,
                     status="expired" if state == "expired" else "submitted",
                     deadline=int(world.clock()) + 60, created_at=world.clock(), uploads=0,
-                    body="", shadow=False, target=target,
+                    body="", shadow=False, target=target, tries=tries,
                 )
             )  # fmt: skip
             if state != "expired":
@@ -40,6 +46,8 @@ def given(world: World, target: int, count: int, state: str) -> None:
                         received_at=world.clock(), status=state,
                     )
                 )  # fmt: skip
+            if reward is not None:
+                groups.add(connection, [GroupRow(digest, 0, 0, 1, False, reward, world.clock())])
 
 
 def test_a_target_that_starves_is_shown_and_logged(
@@ -86,6 +94,36 @@ def test_a_target_whose_leases_expire_more_than_others_is_shown_logged_and_measu
     metrics = world.http.get("/metrics").text
     assert 'prime_target_leases{state="expired",target="6"} 4.0' in metrics
     assert 'prime_target_expiring{target="6"} 1.0' in metrics
+
+
+def test_nodes_that_drop_hard_problems_are_logged_and_measured(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other nodes answer dropped problems of length 2 as well as others, of length 6 worse."""
+
+    def warned() -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), world.backend.store.read() as connection:
+            targets.warn(connection, world.backend.context.run, world.clock())
+        return [r.getMessage() for r in caplog.records if "nodes drop" in r.getMessage()]
+
+    for target in (2, 6):
+        given(world, target, 30, "accepted", reward=1_000_000)
+        given(world, target, 10, "accepted", reward=0)
+        given(world, target, 12, "accepted", tries=1, reward=1_000_000 if target == 2 else 0)
+    assert warned() == [], "too few groups"
+    given(world, 2, 4, "accepted", tries=1, reward=0)
+    given(world, 6, 4, "accepted", tries=2, reward=0)
+    (found,) = warned()
+    assert "target 6" in found
+    assert "harder than others: their 16 groups" in found
+    assert "mean reward of 0; the other 40 have 0.75" in found
+    metrics = world.http.get("/metrics").text
+    errors = {
+        target: float(re.findall(rf'dropped_reward_errors{{target="{target}"}} (\S+)', metrics)[0])
+        for target in (2, 6)
+    }
+    assert errors == {2: 0.0, 6: pytest.approx(-0.75 / math.sqrt(15 / 28 * 13 / 28 * 7 / 80))}
 
 
 def test_groups_are_sealed_until_the_policy_of_their_batch_is_published(world: World) -> None:

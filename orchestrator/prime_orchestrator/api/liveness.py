@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import httpx
 
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address
@@ -293,26 +295,45 @@ def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
     return "wait", "the membership is not yet seen on chain"
 
 
+def get_probe(client: httpx.Client, url: str) -> bytes:
+    """GETs the probe's object as a node does, at most its size and a byte. Raises
+    UnavailableError."""
+    try:
+        with client.stream("GET", url, timeout=PROBE_PATIENCE) as answer:
+            answer.raise_for_status()
+            return next(answer.iter_raw(len(PROBE_BYTES) + 1), b"")
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"the object store's public address: {error}") from error
+
+
 class LifeTicks:
     """Handles silence and deadlines. A node's silence counts only from this orchestrator's start,
     and again after each gap between ticks (database down, machine suspended, loops run elsewhere),
     so that our downtime never counts against a node. Nor does an expired lease that was open while
-    the object store failed, as `probe` sees it."""
+    the object store failed, as `probe` sees it. `fetch` gets what a signed URL names, as nodes do
+    (`get_probe`); without it only the store itself is tried, not its public address."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, fetch: Callable[[str], bytes] | None = None) -> None:
         self._backend = backend
+        self._fetch = fetch
+        self._reached = False  # whether the public address has answered since the start
         self._up_since = self._ticked_at = backend.now()
         self._store_up_since = 0.0  # infinite while the object store fails
         self._probing_since: float | None = None
         self._forget_at = self._drawn_at = self._up_since
 
     def probe(self) -> None:
-        """Writes a small object, to see whether nodes can hand in their files. Raises
-        UnavailableError if the object store fails. A loop of its own calls it, because an object
-        store that does not answer may take as long as its timeouts."""
+        """Writes a small object and gets it back by a signed URL, to see whether nodes can hand in
+        their files. Raises UnavailableError if the object store or its public address fails. A
+        public address counts once it has answered: this machine may be one that cannot reach it. A
+        loop of its own calls this, because a store that does not answer may take as long as its
+        timeouts."""
         self._probing_since = began = self._backend.now()
+        objects = self._backend.objects
         try:
-            self._backend.objects.put(PROBE_KEY, PROBE_BYTES)
+            objects.put(PROBE_KEY, PROBE_BYTES)
+            if self._fetch is not None:
+                self._get_back(self._fetch, objects.signed_get(PROBE_KEY, int(began) + 60))
         except UnavailableError:
             self._store_up_since = math.inf
             raise
@@ -321,6 +342,17 @@ class LifeTicks:
         now = self._backend.now()
         if self._store_up_since == math.inf or now - began > PROBE_PATIENCE:
             self._store_up_since = now
+
+    def _get_back(self, fetch: Callable[[str], bytes], url: str) -> None:
+        try:
+            if fetch(url) != PROBE_BYTES:
+                raise UnavailableError("the object store's public address gave other bytes")
+        except UnavailableError as error:
+            if self._reached:
+                raise
+            log.debug("the object store's public address cannot be tried from here: %s", error)
+        else:
+            self._reached = True
 
     def _is_excused(self, lease: LeaseRow, now: float) -> bool:
         """Whether the lease was open while the orchestrator was away or its object store failed."""

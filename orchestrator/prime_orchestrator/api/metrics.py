@@ -128,6 +128,13 @@ class PoolMetrics:
                 len(exact_classes.suspects(connection, Digest(run.calibration))),
             )
             yield from _targets(targets.shares_of(connection, run, backend.now()))
+            yield _gauges(
+                "prime_target_dropped_reward_errors",
+                "Mean reward of groups whose first lease expired, above that of other groups of "
+                "this length. Unit: standard errors.",
+                "target",
+                {str(one.target): one.errors for one in targets.difficulties_of(connection)},
+            )
             yield from _drift(drift.every(connection), drift.totals(connection))
             yield from _validators(opinions.track_records(connection))
             yield from _second_opinions(opinions.waiting(connection), backend.now())

@@ -14,11 +14,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import inf
 
 from prime_core import ids
 from prime_core.draw_checks import StatedDraw, check_draw
 from prime_core.draws import (
     MAX_VALIDATORS,
+    REVEAL_MARGIN_SECONDS,
     DrawCommitment,
     DrawList,
     DrawReveal,
@@ -50,6 +52,10 @@ EPOCHS_AHEAD = 8
 wait for it."""
 LISTED = 256
 """Most lists in the cache."""
+GRACE_EPOCHS = 2
+"""How many epochs after its due time a secret may still be published."""
+WITHHELD_SECONDS = 10.0
+"""How long an answer of `withheld` is used for new leases."""
 COMPARED = 32
 """Most acceptances that are compared with one secret."""
 FILES_LISTED = 4096
@@ -71,9 +77,18 @@ def commit(
     """Stores a validator's commitments. Repeating one is harmless.
 
     Raises UntrustedError if one is not the author's for this pool, PolicyError if its epoch is past
-    or too far ahead, ConflictError if the author has committed to another secret for it.
+    or too far ahead or the author withholds an old secret, ConflictError if the author has
+    committed to another secret for it.
     """
     epoch = epoch_at(context.run, now)
+    old = withheld(connection, context, now).get(author)
+    if old is not None:
+        raise PolicyError(
+            f"the caller has not published its draw secret of epoch {old}: start the validator "
+            "with the folder that holds it, or, if that is lost, have the manager appoint the "
+            f"validator again: orchestrator pool set-validator {author} --pool {context.pool} "
+            "--off, then the same without --off"
+        )
     for signed in commitments:
         statement = signed.commitment
         if (
@@ -122,6 +137,25 @@ def reveal(
 
 def _due(run: RunDefinition, epoch: int) -> int:
     return reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
+
+
+def withheld(connection: Connection, context: PoolContext, now: float) -> dict[Address, int]:
+    """Returns the appointed validators that accepted files of an epoch and have not published its
+    secret within GRACE_EPOCHS of its due time, each with the newest such epoch. Epochs that began
+    before the validator's latest appointment do not count: one that has lost its secrets can be
+    appointed again."""
+    run = context.run
+    last = epoch_at(run, now - run.lease_seconds - REVEAL_MARGIN_SECONDS) - GRACE_EPOCHS
+    late = store_draws.hidden(connection, last)
+    since = chain.appointed_at(connection, context.pool) if late else {}
+    found = {}
+    for validator, epoch in late:
+        start = epoch * run.epoch_seconds
+        if validator not in since or start < since[validator][1]:
+            continue
+        if opinions.acceptances(connection, validator, start, start + run.epoch_seconds, 1):
+            found[validator] = epoch
+    return found
 
 
 def reveal_second(
@@ -202,6 +236,8 @@ class DrawBoard:
     _of_files: dict[Digest, FileDraws] = field(default_factory=dict)
     _unreadable: set[Digest] = field(default_factory=set)
     _without: set[Digest] = field(default_factory=set)
+    _withheld: dict[Address, int] = field(default_factory=dict)
+    _withheld_at: float = -inf
 
     def current(
         self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
@@ -210,15 +246,16 @@ class DrawBoard:
         validator has committed. `connection` must be a write transaction.
 
         Only commitments for the current epoch are included: older secrets may be about to be
-        revealed.
+        revealed. Validators that withhold an old secret (`withheld`) are left out, so they are
+        assigned no file of a new lease.
         """
         epoch = epoch_at(context.run, now)
         found = store_draws.of_epoch(connection, epoch, MAX_VALIDATORS)
         # Sort here: addresses are mixed-case, and database collations differ.
-        appointed = chain.appointed(connection, context.pool)
+        able = chain.appointed(connection, context.pool) - self._hiding(connection, context, now)
         commitments = tuple(
             sorted(
-                (signed for signed in found if signed.validator in appointed),
+                (signed for signed in found if signed.validator in able),
                 key=lambda signed: signed.validator,
             )
         )
@@ -303,6 +340,19 @@ class DrawBoard:
             found = store_draws.second_secret(connection, second)
             self._secrets[second] = found
         return found
+
+    def _hiding(self, connection: Connection, context: PoolContext, now: float) -> set[Address]:
+        """Returns the validators of `withheld`, at most WITHHELD_SECONDS old; logs new ones."""
+        if not 0 <= now - self._withheld_at < WITHHELD_SECONDS:
+            found = withheld(connection, context, now)
+            for validator, epoch in found.items():
+                if self._withheld.get(validator) != epoch:
+                    log.error(
+                        "%s has not published its draw secret of epoch %d: new leases leave it out "
+                        "until it does", validator, epoch,
+                    )  # fmt: skip
+            self._withheld, self._withheld_at = found, now
+        return set(self._withheld)
 
     def _second(self, connection: Connection, context: PoolContext, epoch: int) -> Digest:
         """Returns the manager's commitment for an epoch. Its secret is generated on first use."""

@@ -19,8 +19,8 @@ Both decay: each ending multiplies the previous counts by MEMORY. A record has f
 Apart from the record, work at risk sets a provider's slots (`members.Coverage`): what its
 nodes hold, have handed in and may still lose is worth at most its stake times the run's factor.
 
-A lease that was open while the orchestrator was away, or while its object store failed, is excused
-if it expires: it leaves no record.
+A lease that was open while the orchestrator was away, or while its object store or the store's
+public address failed, is excused if it expires: it leaves no record.
 
 A node whose files keep ending void is paused, longer each time (`pause_of`). A void file costs its
 node nothing, but validators read it, and replay it if it declares a setup that was never

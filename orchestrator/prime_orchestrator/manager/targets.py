@@ -4,17 +4,22 @@ The scheduler picks targets by `counts_of`; status, page and warnings show `shar
 starves while its share of the accepted leases, or of the groups in batches, is below half of its
 minimum (`budgets.min_share`) over the window. It is expiring while its leases expire more than
 twice as often as those of the other targets: nodes may be dropping what they do not like.
+`difficulties_of` tells whether they drop by difficulty: the groups of expired leases are issued
+again to other providers, and their rewards then are compared with those of all other groups.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass
 
 from prime_core.messages import TargetShare
 from prime_core.run import MICRO, RunDefinition
 from prime_orchestrator import scheduler
 from prime_orchestrator.scheduler import TargetCounts
 from prime_orchestrator.store import Connection, batches, groups, leases
+from prime_orchestrator.store.groups import RewardSums
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +27,12 @@ BATCHES = 8
 """Latest trained batches whose groups count as recently trained."""
 ENOUGH = 4
 """How many times the smallest share must fit into the total before a target can starve."""
+NEWEST = 1024
+"""Newest groups whose rewards are compared."""
+FEWEST = 16
+"""Groups of each kind from which their rewards are compared."""
+ERRORS = 4.0
+"""Standard errors from which two mean rewards differ."""
 
 
 def counts_of(
@@ -75,8 +86,55 @@ def shares_of(connection: Connection, run: RunDefinition, now: float) -> tuple[T
     )
 
 
+@dataclass(frozen=True)
+class Difficulty:
+    """Rewards of a target's newest groups: of those that expired leases had before (`again`), and
+    of all others (`first`)."""
+
+    target: int
+    again: RewardSums
+    first: RewardSums
+
+    @property
+    def errors(self) -> float:
+        """By how many standard errors the mean reward of `again` is above that of `first` (below:
+        negative). 0 if one of them has fewer than FEWEST groups, or all groups have one reward."""
+        one, other = self.again, self.first
+        if min(one.groups, other.groups) < FEWEST:
+            return 0.0
+        count = one.groups + other.groups
+        mean = (one.total + other.total) / count
+        variance = (one.squares + other.squares) / count - mean * mean
+        if variance <= 1e-12:
+            return 0.0
+        error = math.sqrt(variance * (1 / one.groups + 1 / other.groups))
+        return (one.total / one.groups - other.total / other.groups) / error
+
+
+def difficulties_of(connection: Connection) -> list[Difficulty]:
+    """Returns the rewards of each target that has groups of expired leases among the newest."""
+    sums = groups.reward_sums(connection, NEWEST)
+    return [
+        Difficulty(target, found, sums.get((target, False), RewardSums(0, 0.0, 0.0)))
+        for (target, again), found in sorted(sums.items())
+        if again
+    ]
+
+
 def warn(connection: Connection, run: RunDefinition, now: float) -> None:
-    """Logs each target that starves or whose leases expire."""
+    """Logs each target that starves, or whose leases expire more than others or by difficulty."""
+    for one in difficulties_of(connection):
+        if abs(one.errors) >= ERRORS:
+            log.warning(
+                "the problems of target %d that nodes drop are %s than others: their %d groups, "
+                "made by other providers, have a mean reward of %.3g; the other %d have %.3g",
+                one.target,
+                "easier" if one.errors > 0 else "harder",
+                one.again.groups,
+                one.again.total / one.again.groups,
+                one.first.groups,
+                one.first.total / one.first.groups,
+            )
     for share in shares_of(connection, run, now):
         if share.expiring:
             log.warning(

@@ -61,6 +61,19 @@ def set_compared(connection: Connection, validator: Address, epoch: int, mismatc
     connection.execute(changed.values(compared=mismatch))
 
 
+def hidden(connection: Connection, before: int) -> list[tuple[Address, int]]:
+    """Returns (validator, epoch) of each secret of an epoch before `before` that is not
+    published."""
+    late = (
+        _commitments.compared.is_(None),
+        _commitments.revealed.is_(False),
+        _commitments.epoch < before,
+    )
+    query = sa.select(_commitments.validator, _commitments.epoch).where(*late)
+    found = connection.execute(query.order_by(_commitments.epoch, _commitments.validator))
+    return [(Address(validator), int(epoch)) for validator, epoch in found]
+
+
 def mismatches(connection: Connection) -> list[tuple[Address, int, str]]:
     """Returns (validator, epoch, first difference) of each secret that is contradicted."""
     query = sa.select(_commitments.validator, _commitments.epoch, _commitments.compared)

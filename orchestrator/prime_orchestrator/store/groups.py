@@ -110,6 +110,46 @@ def by_target(connection: Connection, first_step: int, end: int) -> dict[int, in
     return {int(target): int(count) for target, count in connection.execute(query)}
 
 
+@dataclass(frozen=True)
+class RewardSums:
+    """Sums over groups of their mean rewards, and of the squares of these."""
+
+    groups: int
+    total: float
+    squares: float
+
+
+def reward_sums(connection: Connection, newest: int) -> dict[tuple[int, bool], RewardSums]:
+    """Returns the sums of the newest groups that may be trained on, at most `newest`, by target
+    length and by whether their lease issued the groups of an expired one again."""
+    submissions, leases = schema.submissions.c, schema.leases.c
+    graded = _groups.rows - _groups.ungraded
+    latest = (
+        sa.select(
+            _groups.submission_digest,
+            (_groups.reward_micro_sum / (1e6 * graded)).label("mean"),
+        )
+        .where(graded > 0, _groups.batch_step.is_distinct_from(HELD_OUT))
+        .order_by(_groups.accepted_at.desc())
+        .limit(newest)
+        .subquery()
+    )
+    mean, again = latest.c.mean, leases.tries > sa.literal_column("0")  # the same text twice
+    query = (
+        sa.select(
+            leases.target, again, sa.func.count(), sa.func.sum(mean), sa.func.sum(mean * mean)
+        )
+        .select_from(latest)
+        .join(schema.submissions, submissions.digest == latest.c.submission_digest)
+        .join(schema.leases, leases.digest == submissions.lease_digest)
+        .group_by(leases.target, again)
+    )
+    return {
+        (int(target), bool(repeated)): RewardSums(int(count), float(total), float(squares))
+        for target, repeated, count, total, squares in connection.execute(query)
+    }
+
+
 def may_fill(connection: Connection, least: int, *, step: int, max_staleness: int) -> bool:
     """Whether `free` may return at least `least` groups; False if there are certainly fewer."""
     some = sa.select(sa.literal(1)).where(*_fit(step, max_staleness)).limit(least).subquery()
