@@ -274,7 +274,10 @@ def faults(
 
     from devnet.faults import Sizes, play
 
-    sizes = Sizes(nodes, quiet, seconds, lasts, count, seed, throttle, rest, groups=max(64, nodes))
+    sizes = Sizes(
+        nodes, quiet, seconds, lasts, count, seed, throttle, rest, groups=max(64, nodes),
+        lease_seconds=180,
+    )  # fmt: skip
     started = time.monotonic()
 
     def note(words: str) -> None:

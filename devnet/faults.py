@@ -81,6 +81,9 @@ KINDS = (
     "loss-and-delay",
 )  # fmt: skip
 PER_SWARM = 25
+LEASE_SLOTS = 12
+"""Most leases that an agent holds. A file takes it 4 s, so the default of 4 would not last through
+an outage of 8 s and the restart of a server, as 4 leases of minutes do."""
 START_SECONDS = 1200.0
 RECOVERY_SECONDS = 120.0
 RESTART_SECONDS = 1.0
@@ -130,6 +133,7 @@ class Sizes:
     do every few seconds: 200 of them need 200."""
     periods: Periods = PERIODS
     kinds: tuple[str, ...] = KINDS
+    lease_seconds: int = 60
 
 
 class Processes(Supervisor):
@@ -207,6 +211,7 @@ class FaultNetwork(Network):
             update={
                 "heartbeat_seconds": 5,
                 "death_seconds": 40,
+                "lease_seconds": self.sizes.lease_seconds,
                 "speed": SpeedClasses(challenge_size=16, challenge_rounds=1),
             }
         )
@@ -248,6 +253,7 @@ class FaultNetwork(Network):
                     *("--s3-endpoint", f"http://127.0.0.1:{self.s3_wire}"),
                     *("--run", str(self.run_file)),
                     *("--allow-relay", self.accounts["relay"].address),
+                    *("--lease-slots", str(LEASE_SLOTS)),
                     *self._chain_flags(),
                     *self.accounts["manager"].flags(),
                 ],
