@@ -78,40 +78,50 @@ def _pair(a: bytes, b: bytes) -> bytes:
     return keccak(a + b if a < b else b + a)
 
 
-def merkle_root(leaves: Sequence[Digest]) -> Digest:
-    """Root over 32-byte leaves with sorted keccak pairs, as verified by OpenZeppelin's MerkleProof.
+class MerkleTree:
+    """A tree over 32-byte leaves with sorted keccak pairs, as OpenZeppelin's MerkleProof verifies.
 
     An odd node moves up unchanged. Leaves are EIP-712 digests (66-byte preimage) or double-hashed,
-    so an inner node (64-byte preimage) cannot pass as a leaf. Raises MalformedError on an empty
-    list.
+    so an inner node (64-byte preimage) cannot pass as a leaf.
     """
-    if not leaves:
-        raise MalformedError("a Merkle tree needs at least one leaf")
-    level = [to_bytes(leaf) for leaf in leaves]
-    while len(level) > 1:
-        level = [
-            _pair(level[i], level[i + 1]) if i + 1 < len(level) else level[i]
-            for i in range(0, len(level), 2)
-        ]
-    return digest(level[0])
+
+    def __init__(self, leaves: Sequence[Digest]) -> None:
+        level = [to_bytes(leaf) for leaf in leaves]
+        self._levels = [level]
+        while len(level) > 1:
+            level = [
+                _pair(level[i], level[i + 1]) if i + 1 < len(level) else level[i]
+                for i in range(0, len(level), 2)
+            ]
+            self._levels.append(level)
+
+    def root(self) -> Digest:
+        """The root. Raises MalformedError if there are no leaves."""
+        if not self._levels[0]:
+            raise MalformedError("a Merkle tree needs at least one leaf")
+        return digest(self._levels[-1][0])
+
+    def proof(self, index: int) -> list[Digest]:
+        """Sibling path from leaf `index` to the root. Raises MalformedError if out of range."""
+        if not 0 <= index < len(self._levels[0]):
+            raise MalformedError(f"leaf {index} is not among {len(self._levels[0])}")
+        path = []
+        for height, level in enumerate(self._levels[:-1]):
+            sibling = (index >> height) ^ 1
+            if sibling < len(level):
+                path.append(digest(level[sibling]))
+        return path
+
+
+def merkle_root(leaves: Sequence[Digest]) -> Digest:
+    """Root of the MerkleTree over `leaves`. Raises MalformedError if there are none."""
+    return MerkleTree(leaves).root()
 
 
 def merkle_proof(leaves: Sequence[Digest], index: int) -> list[Digest]:
-    """Sibling path from leaf `index` to the root. Raises MalformedError if out of range."""
-    if not 0 <= index < len(leaves):
-        raise MalformedError(f"leaf {index} is not among {len(leaves)}")
-    level = [to_bytes(leaf) for leaf in leaves]
-    proof: list[Digest] = []
-    while len(level) > 1:
-        sibling = index ^ 1
-        if sibling < len(level):
-            proof.append(digest(level[sibling]))
-        level = [
-            _pair(level[i], level[i + 1]) if i + 1 < len(level) else level[i]
-            for i in range(0, len(level), 2)
-        ]
-        index //= 2
-    return proof
+    """Proof of leaf `index` in the MerkleTree over `leaves`. Raises MalformedError if out of
+    range."""
+    return MerkleTree(leaves).proof(index)
 
 
 def merkle_verify(root: Digest, leaf: Digest, proof: Sequence[Digest]) -> bool:

@@ -196,7 +196,7 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
         entries=entries,
         cumulative_total="100",
     )
-    name = put_object(world.backend.objects, settlement.canonical())
+    published = put_object(world.backend.objects, settlement.canonical())
     files = [  # settled; held in a settled epoch; forfeited; of a later root; of no root yet
         ("a", 7, "70", "earned", 1),
         ("b", 5, "50", "held", 1),
@@ -204,17 +204,21 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
         ("d", 3, "30", "earned", 2),
         ("e", 4, "40", "earned", None),
     ]
+
+    def posted(epoch: int, name: Digest) -> None:
+        with world.backend.store.begin() as connection:
+            connection.execute(
+                sa.insert(schema.reward_roots).values(
+                    epoch=epoch, root=name, cumulative_total="100", object=name, created_at=1.0,
+                    claimable_at=1234,
+                )
+            )  # fmt: skip
+
+    def asked() -> RewardInfo:
+        return RewardInfo.model_validate_json(world.http.get(f"/v1/rewards/{mine}").content)
+
+    posted(4, published)
     with world.backend.store.begin() as connection:
-        connection.execute(
-            sa.insert(schema.reward_roots).values(
-                epoch=4,
-                root=settlement.root(),
-                cumulative_total="100",
-                object=name,
-                created_at=1.0,
-                claimable_at=1234,
-            )
-        )
         for number, epoch in ((1, 4), (2, 5)):
             root = sha256(f"root {number}".encode())
             connection.execute(
@@ -238,10 +242,17 @@ def test_rewards_are_the_newest_confirmed_roots_entry_with_its_proof(world: Worl
                     status=status,
                 )
             )  # fmt: skip
-    info = RewardInfo.model_validate_json(world.http.get(f"/v1/rewards/{mine}").content)
+    info = asked()
     assert (info.epoch, info.cumulative, info.claimable_at) == (4, "70", 1234)
     assert merkle_verify(settlement.root(), reward_leaf(mine, 70), info.proof)
     assert (info.pending_units, info.forfeited) == (5 + 3 + 4, "20")
+    world.backend.objects.delete(digest_key(published))
+    assert asked() == info, "the object is read once"
+    later = settlement.model_copy(update={"epoch": 5, "entries": (), "cumulative_total": "0"})
+    posted(5, later.digest())
+    assert world.http.get(f"/v1/rewards/{mine}").status_code == 404, "its object is missing"
+    put_object(world.backend.objects, later.canonical())
+    assert (asked().epoch, asked().cumulative, asked().proof) == (5, "0", ())
 
 
 def test_a_node_without_rewards_has_none(world: World) -> None:

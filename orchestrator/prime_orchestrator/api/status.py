@@ -35,7 +35,6 @@ from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.funding import funding
-from prime_orchestrator.manager.settlement import newest_settlement
 from prime_orchestrator.store import (
     Connection,
     archive,
@@ -424,17 +423,15 @@ def reward_info(backend: Backend, node: Address) -> RewardInfo:
     """Returns the node's entry in the newest reward root on chain, with its proof, and pending
     credits."""
     with backend.store.read() as connection:
-        settlement = newest_settlement(connection, backend.objects)
-        settled = settlement.epoch if settlement is not None else -1
-        pending = rewards.pending_units(connection, node, settled)
-        lost = rewards.credits_of(connection, node, ("forfeited",))
         root = rewards.newest_root(connection, confirmed=True)
-    cumulative, proof = 0, list[Digest]()
-    if settlement is not None and node in settlement.amounts():
-        cumulative, proof = settlement.proof(node)
+    kept = None if root is None else backend.proofs.of(root, backend.objects)
+    with backend.store.read() as connection:
+        pending = rewards.pending_units(connection, node, -1 if kept is None else kept.epoch)
+        lost = rewards.credits_of(connection, node, ("forfeited",))
+    cumulative, proof = (0, []) if kept is None else kept.proof(node)
     return RewardInfo(
         node=node,
-        epoch=settlement.epoch if settlement is not None else None,
+        epoch=None if kept is None else kept.epoch,
         cumulative=str(cumulative),
         proof=tuple(proof),
         claimable_at=root.claimable_at if root is not None else None,

@@ -427,7 +427,12 @@ def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlemen
     """Returns the settlement of the newest reward root that the chain has confirmed, without the
     files of its pages."""
     found = rewards.newest_root(connection, confirmed=True)
-    return None if found is None else parse_settlement(read_object(objects, found.object))
+    return None if found is None else settlement_of(found, objects)
+
+
+def settlement_of(root: RewardRootRow, objects: ObjectStore) -> Settlement:
+    """Returns the settlement of a reward root, without the files of its pages."""
+    return parse_settlement(read_object(objects, root.object))
 
 
 class _Rooted(NamedTuple):
