@@ -333,6 +333,7 @@ class Mirror:
         self._done: set[Event | Digest] = set()
         self._failures = 0
         self._pass = Copied()
+        self._refused = False  # whether something found no room in this pass
 
     def update(self, events: Sequence[Event]) -> Copied:
         """Copies what `events` (all of the pool's so far) name and the folder lacks.
@@ -340,7 +341,7 @@ class Mirror:
         Evidence and settlements come first: a slash can be disputed for hours only. Raises
         UnavailableError if the source does not answer.
         """
-        self._pass = Copied()
+        self._pass, self._refused = Copied(), False
         mine = [e for e in events if getattr(e, "pool", None) == self.pool]
         for step in (self._definition, self._slash, self._reward_root, self._work_root):
             for event in mine:
@@ -431,6 +432,8 @@ class Mirror:
             return self._submission(event.leaf)
         if not isinstance(event, RootPosted) or event.leaves_object == ZERO_DIGEST:
             return False
+        if self._refused and not self.store.exists(digest_key(event.leaves_object)):
+            return False
         data = self._object(event.leaves_object)
         if data is None:
             return False
@@ -445,13 +448,18 @@ class Mirror:
 
     def _submission(self, name: Digest) -> bool:
         """A leaf's record, its lease, and what its verdict names. A record that changed is stored
-        again; it is final once it has a verdict or the file is void."""
+        again; it is final, and not asked for again, once it has a verdict or the file is void. A
+        full mirror asks for none."""
         if name in self._done:
             return True
-        key = f"submissions/{name}"
-        info = self._asked(key, lambda: self._source.submission(name))
-        if info is None or not self._put(key, info.model_dump_json().encode()):
+        if self._refused:
             return False
+        key = f"submissions/{name}"
+        info = self._final(key)
+        if info is None:
+            info = self._asked(key, lambda: self._source.submission(name))
+            if info is None or not self._put(key, info.model_dump_json().encode()):
+                return False
         lease = self._copied(
             f"leases/{info.lease_digest}",
             lambda: self._source.lease(info.lease_digest).model_dump_json().encode(),
@@ -463,6 +471,13 @@ class Mirror:
             return False
         self._done.add(name)
         return True
+
+    def _final(self, key: str) -> SubmissionInfo | None:
+        """The stored record of a leaf, if it is final."""
+        if not self.store.exists(key):
+            return None
+        info = SubmissionInfo.model_validate_json(self.store.get(key, MAX_FILE_BYTES))
+        return info if info.verdict is not None or info.status == "void" else None
 
     def _verdict(self, name: Digest) -> bool:
         if name in self._done:
@@ -530,7 +545,7 @@ class Mirror:
             if old == data:
                 return True
             if self.held + len(data) > self._max_bytes:
-                self._pass.missing[key] = self._full
+                self._pass.missing[key], self._refused = self._full, True
                 return False
             self.store.put(key, data)
             self.held += len(data) - len(old or b"")

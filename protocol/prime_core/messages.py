@@ -605,13 +605,17 @@ class TransactionInfo(Answer):
 
 
 class PolicyReach(Answer):
-    """How a policy spread: for the `nodes` working now, when each first reported having it."""
+    """How a policy spread: of the `nodes` working now, how many reported having it (`arrived`), and
+    when."""
 
     version: int
     published_at: int
     nodes: int
     after_ms: tuple[int, ...]
-    """Milliseconds from publication to the heartbeat that reported it, ascending, one per node."""
+    """Milliseconds from publication to the heartbeat that reported it, ascending, one per node, or
+    evenly spread over many nodes."""
+
+    arrived: int = 0
 
 
 class TargetShare(Answer):

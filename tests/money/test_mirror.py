@@ -47,6 +47,7 @@ from prime_core.errors import (
     UserError,
 )
 from prime_core.ids import Digest
+from prime_core.messages import SubmissionInfo
 from prime_core.settlement import load_settlement
 from prime_core.storage.base import digest_key, put_object
 from prime_core.storage.directory import DirectoryStore
@@ -315,6 +316,11 @@ def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World)
             self.fetched += 1
             return data
 
+        def submission(self, digest: Digest) -> SubmissionInfo:
+            asked.append(digest)
+            return super().submission(digest)
+
+    asked: list[Digest] = []
     source = Withholding(world)
     following = follower(world, source)
     first = following.tick()
@@ -325,8 +331,11 @@ def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World)
     assert (again.missing, again.waiting) == ({}, 1)
     # a later start fetches no byte twice
     source.fetched = 0
+    assert len(set(asked)) > 1
+    asked.clear()
     later = follower(world, source).tick()
     assert (later.new, later.bytes, source.fetched) == (0, 0, 0)
+    assert len(asked) == later.waiting == 1, "only of the file that waits for its verdict"
 
 
 def test_what_a_manager_names_in_place_of_a_verdict_is_missing(worked: World) -> None:
@@ -365,9 +374,18 @@ def test_what_a_manager_names_in_place_of_a_verdict_is_missing(worked: World) ->
 
 
 def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> None:
-    found = follower(worked, Orchestrator(worked), max_bytes=2000).tick()
-    assert found.missing
-    assert all("full" in why for why in found.missing.values())
+    class Counting(Orchestrator):
+        def submission(self, digest: Digest) -> SubmissionInfo:
+            asked.append(digest)
+            return super().submission(digest)
+
+    asked: list[Digest] = []
+    following = follower(worked, Counting(worked), max_bytes=2000)
+    for _ in range(2):
+        found = following.tick()
+        assert found.missing
+        assert all("full" in why for why in found.missing.values())
+    assert len(asked) <= 2, "a pass ends with the first that finds no room"
     small = Mirror(worked.folder / "small", worked.deployment, 1, Orchestrator(worked), max_bytes=5)
     for data in (b"four", b"four", b"more"):
         small.hold(data)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlalchemy as sa
 from orchestrator_world import World
+
+from prime_orchestrator.store import schema
 
 
 def reach(world: World) -> list[dict[str, object]]:
@@ -35,3 +38,17 @@ def test_a_policy_that_was_not_published_has_no_reach(world: World) -> None:
     world.post("/v1/heartbeat", b'{"policy_version":7}', node)
     world.post("/v1/heartbeat", b'{"policy_version":null}', node)
     assert [(p["version"], p["after_ms"]) for p in reach(world)] == [(0, [])]
+
+
+def test_arrivals_at_many_nodes_are_thinned_evenly(world: World) -> None:
+    world.publish(0)
+    with world.backend.store.begin() as connection:
+        for number in range(1000):
+            values = {"version": 0, "node": f"0x{number:040x}", "at": world.clock() + number + 1}
+            connection.execute(sa.insert(schema.arrivals).values(values))
+    (only,) = reach(world)
+    times = [1000 * (5 * rank) for rank in range(1, 201)]
+    assert (only["arrived"], only["after_ms"]) == (1000, times)
+    text = world.http.get("/metrics").text
+    assert 'prime_policy_reach_nodes{version="0"} 1000' in text
+    assert 'prime_policy_last_arrival_seconds{version="0"} 1000.0' in text

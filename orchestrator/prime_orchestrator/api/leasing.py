@@ -37,7 +37,10 @@ from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
-NO_VALIDATOR = "no validator has committed to this epoch's draw: no validator could judge the file"
+NO_VALIDATOR = (
+    "no validator could judge the file: none has committed to this epoch's draw, or all that have "
+    "owe an older secret"
+)
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""
 
@@ -99,7 +102,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         )
     if held := _held(view, node, ask, most=view.slots.of(node)):
         return held
-    if waiting := _unproven(view, node) or _rest(view, node) or _uncovered(view, node):
+    if waiting := _unproven(view, node) or _rest(view, node):
         return waiting
     backend, now = view.backend, view.now
     if (money := view.money) and (why := money.objection()):
@@ -115,18 +118,15 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
             return _refused(view, scheduler.ENOUGH)
     asker = Asker(node.status, ask.request.policy_version, standing.proven(view.own(node)))
     choice = _choice(view, node, asker)
-    return _answer(
-        view,
-        node,
-        _evaluation(view, asker, ask, choice) or choice,
-        ask.request,
-        backend.context.pool,
-    )
+    choice = _evaluation(view, asker, ask, choice) or choice
+    if isinstance(choice, Grant) and (waiting := _uncovered(view, node)):
+        return waiting
+    return _answer(view, node, choice, ask.request, backend.context.pool)
 
 
 def _choice(view: PoolView, node: NodeRow, asker: Asker) -> Grant | Wait:
-    """Returns what the node gets. What takes time with many nodes is read last, so that refusals
-    stay cheap in a pool of any size."""
+    """Returns what the node gets, if its provider's stake covers it. What takes time with many
+    nodes or files is read last, so that refusals stay cheap in a pool of any size."""
     rules, supply = rules_of(view.backend), view.supply
     choice = scheduler.decide(asker, supply, rules)
     if choice == Wait(scheduler.NEWCOMERS) and not view.any_proven:

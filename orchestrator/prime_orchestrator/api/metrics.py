@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import nlargest
+from math import inf
 from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -37,6 +39,8 @@ from prime_orchestrator.store.opinions import TrackRecord
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+MOST_DRIFTING = 240
+"""Most sums of drift that are shown: those of 20 nodes, or of more by some statistics."""
 
 
 class RequestCounts:
@@ -223,7 +227,8 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
 
 
 def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
-    """Yields the drift of each node's files; nothing if no file was judged."""
+    """Yields the drift of the files of the nodes that drift most; nothing if no file was judged.
+    Those of all of ten thousand nodes would take megabytes at each scrape."""
     labels = ["node", "setup", "statistic"]
     mean = GaugeMetricFamily(
         "prime_node_drift",
@@ -238,15 +243,19 @@ def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
         "How far prime_node_drift exceeds the other nodes'. Unit: standard errors.",
         labels=labels,
     )
-    for row in sums:
+    found = [(excess(row, others_of(row, totals)), row) for row in sums]
+    for errors, row in nlargest(MOST_DRIFTING, found, key=_errors):
         named = [row.node, row.setup, row.statistic]
         mean.add_metric(named, row.mean)
         files.add_metric(named, row.files)
-        errors = excess(row, others_of(row, totals))
         if errors is not None:
             beyond.add_metric(named, errors)
     if sums:
         yield from (mean, files, beyond)
+
+
+def _errors(found: tuple[float | None, DriftRow]) -> float:
+    return -inf if found[0] is None else found[0]
 
 
 def _validators(records: Sequence[TrackRecord]) -> Iterator[Metric]:

@@ -21,10 +21,10 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import Address
-from prime_core.messages import PolicyList, RelayAnnouncement
+from prime_core.messages import RelayAnnouncement
 from prime_core.transport.addresses import PrivateAddressError, is_loopback, public_address
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.store import Connection, lock, nodes, policies
+from prime_orchestrator.store import Connection, Store, lock, nodes, policies
 from prime_orchestrator.store.intents import queue_intent
 
 LISTED = 16
@@ -82,29 +82,35 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
         )
 
 
-def listing(backend: Backend) -> PolicyList:
-    """Returns the newest policies, newest first."""
-    with backend.store.read() as connection:
-        rows = policies.newest(connection, LISTED)
-    return PolicyList(policies=tuple(row.signed() for row in rows))
+class KeptListing:
+    """The list of the newest policies as JSON, made once for each newest policy: every node asks
+    for it when one is published, and the manifests of a large model take megabytes."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[str, str] | None = None
+
+    def of(self, store: Store) -> tuple[str, str]:
+        """Returns the list's entity tag and its body, a PolicyList with the newest first. Published
+        policies never change, so the newest identifies the list."""
+        with store.read() as connection:
+            newest = policies.newest_name(connection)
+            tag = f'"{newest[0]}-{newest[1]}"' if newest else '"none"'
+            kept = self._kept
+            if kept is None or kept[0] != tag:
+                rows = policies.newest(connection, LISTED)
+                bodies = ",".join(row.body for row in rows)
+                kept = self._kept = tag, f'{{"policies":[{bodies}]}}'
+        return kept
 
 
-def listing_tag(backend: Backend) -> str:
-    """Returns the entity tag of `listing`. Published policies never change, so the newest
-    identifies it."""
-    with backend.store.read() as connection:
-        newest = policies.newest(connection, 1)
-    return f'"{newest[0].version}-{newest[0].digest}"' if newest else '"none"'
-
-
-def manifest(backend: Backend, version: int) -> SignedManifest:
-    """Returns a policy's signed manifest, however old. Raises NotFoundError if it was never
-    published."""
+def manifest(backend: Backend, version: int) -> str:
+    """Returns the JSON of a policy's signed manifest, however old. Raises NotFoundError if it was
+    never published."""
     with backend.store.read() as connection:
         row = policies.get(connection, version)
     if row is None:
         raise NotFoundError(f"policy {version} was not published")
-    return row.signed()
+    return row.body
 
 
 def announce_relay(backend: Backend, account: Address, relay: RelayAnnouncement) -> None:

@@ -18,6 +18,8 @@ from prime_orchestrator.store import Connection, nodes, policies
 SHOWN = 8
 KEPT = 256
 """Versions whose arrivals are kept."""
+MOST_TIMES = 200
+"""Most arrivals of a policy that are listed."""
 
 
 def note(
@@ -52,18 +54,26 @@ def picture(connection: Connection) -> list[PolicyReach]:
     never counted for it."""
     by_status = nodes.counts(connection)
     working = by_status.get("active", 0) + by_status.get("silent", 0)
-    return [
-        PolicyReach(
-            version=row.version,
-            published_at=int(row.published_at),
-            nodes=working,
-            after_ms=tuple(
-                max(0, round(1000 * (at - row.published_at)))
-                for at in policies.arrivals_of(connection, row.version)
-            ),
+    found = []
+    for version, published_at in reversed(policies.newest_times(connection, SHOWN)):
+        times = policies.arrivals_of(connection, version)
+        found.append(
+            PolicyReach(
+                version=version,
+                published_at=int(published_at),
+                nodes=working,
+                arrived=len(times),
+                after_ms=tuple(max(0, round(1000 * (at - published_at))) for at in _thinned(times)),
+            )
         )
-        for row in reversed(policies.newest(connection, SHOWN))
-    ]
+    return found
+
+
+def _thinned(times: Sequence[float]) -> Sequence[float]:
+    """Returns at most MOST_TIMES of the times, evenly spread by rank, with the last."""
+    if len(times) <= MOST_TIMES:
+        return times
+    return [times[rank * len(times) // MOST_TIMES - 1] for rank in range(1, MOST_TIMES + 1)]
 
 
 def metrics(connection: Connection) -> list[Metric]:
@@ -77,7 +87,7 @@ def metrics(connection: Connection) -> list[Metric]:
         labels=["version"],
     )
     for policy in picture(connection):
-        reached.add_metric([str(policy.version)], len(policy.after_ms))
+        reached.add_metric([str(policy.version)], policy.arrived)
         if policy.after_ms:
             last.add_metric([str(policy.version)], policy.after_ms[-1] / 1000)
     return [reached, last]

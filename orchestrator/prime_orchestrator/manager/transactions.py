@@ -144,9 +144,10 @@ def _wanted(connection: Connection, context: PoolContext, row: IntentRow, now: f
             return ids.address(payload["validator"]) in chain.appointed(connection, context.pool)
         case "join":
             invite = payload["invite"]
+            if now > int(invite["deadline"]):
+                return False
             node = nodes.get(connection, ids.address(invite["node"]))
-            open_still = now <= int(invite["deadline"])
-            return open_still and node is not None and node.status == "admitted"
+            return node is not None and node.status == "admitted"
     return False
 
 

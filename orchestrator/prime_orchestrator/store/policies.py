@@ -94,6 +94,21 @@ def newest(connection: Connection, limit: int) -> list[PolicyRow]:
     return records(PolicyRow, connection.execute(query).mappings().all())
 
 
+def newest_name(connection: Connection) -> tuple[int, Digest] | None:
+    """Returns version and digest of the newest policy, or None before the first."""
+    query = sa.select(_policies.version, _policies.digest).order_by(_policies.version.desc())
+    found = connection.execute(query.limit(1)).first()
+    return None if found is None else (int(found[0]), Digest(found[1]))
+
+
+def newest_times(connection: Connection, limit: int) -> list[tuple[int, float]]:
+    """Returns (version, time of publication in Unix seconds) of the newest policies, newest
+    first."""
+    query = sa.select(_policies.version, _policies.published_at)
+    rows = connection.execute(query.order_by(_policies.version.desc()).limit(limit))
+    return [(int(version), float(at)) for version, at in rows]
+
+
 def newest_versions(connection: Connection, limit: int) -> list[int]:
     """Returns the newest versions, newest first."""
     query = sa.select(_policies.version).order_by(_policies.version.desc()).limit(limit)

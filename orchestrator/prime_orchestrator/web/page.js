@@ -93,11 +93,12 @@ function drawCurve(batches) {
     : "no batch yet";
 }
 
-// One rising stair a policy: each arrival lifts it by one node's share; the newest is drawn boldest.
+// One rising stair a policy: each time lifts it by the share of the nodes that it stands for; the newest is boldest.
 function drawReach(reach) {
   const longest = Math.max(1000, ...reach.map((policy) => policy.after_ms.at(-1) ?? 0)) / 1000;
   const lines = reach.map((policy, i) => {
-    const share = 1 / Math.max(1, policy.nodes, policy.after_ms.length);
+    const times = Math.max(1, policy.after_ms.length);
+    const share = policy.arrived / times / Math.max(1, policy.nodes, policy.arrived);
     const points = [[0, 0]];
     policy.after_ms.forEach((after, n) => {
       points.push([after / 1000, n * share], [after / 1000, (n + 1) * share]);
@@ -109,7 +110,7 @@ function drawReach(reach) {
   chart("reach", lines, 0, longest, seconds, (level) => `${level * 100} %`);
   const newest = reach.at(-1);
   at("reach-words").textContent = newest
-    ? `policy ${newest.version}: ${newest.after_ms.length} of ${newest.nodes} nodes` : "no policy yet";
+    ? `policy ${newest.version}: ${newest.arrived} of ${newest.nodes} nodes` : "no policy yet";
   at("reach-to").textContent = newest ? `${longest.toFixed(1)} s after publication` : "";
 }
 

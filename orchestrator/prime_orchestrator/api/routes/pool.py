@@ -57,6 +57,7 @@ def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     listed = Kept(lambda: status.NodeList(backend))
+    listing = publishing.KeptListing()
     trainer = signed_by(backend, "trainer")
 
     @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
@@ -95,19 +96,17 @@ def router(backend: Backend) -> APIRouter:
     )
     def list_policies(if_none_match: Annotated[str, Header()] = "") -> Response:
         """The newest policies' signed manifests, newest first; 304 for who has them already."""
-        tag = publishing.listing_tag(backend)
+        tag, body = listing.of(backend.store)
         if tag in (known.strip() for known in if_none_match.split(",")):
             return Response(status_code=304, headers={"ETag": tag})
-        response = answer(publishing.listing(backend))
-        response.headers["ETag"] = tag
-        return response
+        return Response(body, media_type="application/json", headers={"ETag": tag})
 
     @routes.get("/v1/policies/{version}", responses={200: {"model": SignedManifest}})
     def one_policy(version: int) -> Response:
         """One policy's signed manifest, however old: what auditors of old work need."""
         if not 0 <= version <= MAX_STEP:
             raise MalformedError("a policy's version is a number from 0")
-        return answer(publishing.manifest(backend, version))
+        return Response(publishing.manifest(backend, version), media_type="application/json")
 
     @post(routes, "/v1/policies", SignedManifest)
     def publish(request: Signed = signed_by(backend, "trainer", MAX_JSON_BYTES)) -> Response:
