@@ -3,12 +3,13 @@
 A store holds one file that went through the API from lease to verdict; its rows are copied in bulk
 under other names, one file a second up to now, a batch for each hundred. `growth_…`: CPU time of
 this process and PostgreSQL for one lease, batch tick, status, page of nodes, or page of metrics, on
-the largest store over the smallest, each with 10,000 nodes; the stores take turns. `restart_s`:
-from starting an API process on the largest store to its first status, with the byte code that an
-installation has. `bytes_per_file`: of the tables that grow with files, with indexes, on a store
-with 1,024 nodes (the newest files of each node are kept), once all epochs are settled and their
-files archived, after VACUUM FULL: a pool at work reuses the space of deleted rows. Of the chain's
-events, each root has one; policies, batches and their targets grow with steps and are left out.
+the largest store over the smallest, each with 10,000 nodes, most of which have no file in the
+smallest; the stores take turns. `restart_s`: from starting an API process on the largest store to
+its first status, with the byte code that an installation has. `bytes_per_file`: of the tables that
+grow with files, with indexes, on a store with 1,024 nodes (the newest files of each node are kept),
+once all epochs are settled and their files archived, after VACUUM FULL: a pool at work reuses the
+space of deleted rows. Of the chain's events, each root has one; policies, batches and their targets
+grow with steps and are left out.
 `bytes_per_file_in_tables`: before.
 """
 

@@ -70,7 +70,7 @@ from prime_core.verdict import (
 )
 from prime_orchestrator.store import schema
 from prime_validator.together import GATHER_SECONDS, Entry
-from prime_verify.proofs.thresholds import shipped_digest
+from prime_verify.proofs.thresholds import STATISTICS, shipped_digest
 
 CORES = 2
 NODES = 1024
@@ -407,7 +407,7 @@ def _table(job: Job) -> VerdictTable:
     """The table of an honest file of the toy task."""
     run, lease = definition(), job.lease.lease
     drawn = tuple(range(job.rows))
-    names = ("logprob_mean", "exponent", "sign", "mantissa", "sketch", "logprob_max")
+    names = STATISTICS
     return VerdictTable(
         submission_digest=job.submission_digest,
         sha256=job.submission.submission.sha256,

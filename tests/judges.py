@@ -170,21 +170,17 @@ class Bench:
         claim, promise = job.submission.submission, job.lease.lease
         draw = self.draws.draw(job)
         drawn = range(run.least_drawn(run.rows_per_lease) if reason is Reason.NONE else 0)
-        stated = {"draw_secret": draw.secret, "rows_drawn": tuple(drawn), **fields}
-        if reason is Reason.NONE:
-            values = {"sketch": ("0.01",) * len(stated["rows_drawn"])}
-            stated = {"row_statistics": values} | stated
         table = VerdictTable(
             submission_digest=job.submission_digest,
             sha256=claim.sha256,
             policy_version=job.lease.policy_version,
             step=promise.step,
             rows=tuple(rows),
-            **stated,
+            **{"draw_secret": draw.secret, "rows_drawn": tuple(drawn), **fields},
         )
         evidence = ZERO_DIGEST
         if reason.outcome is Outcome.REJECTED:
-            shown = Evidence(
+            stated = Evidence(
                 chain_id=backend.context.deployment.chain_id,
                 submission=job.submission,
                 lease=job.lease,
@@ -199,7 +195,7 @@ class Bench:
                 thresholds={},
             )
             evidence = put_object(
-                backend.objects, encoding.canonical_json(shown.model_dump(mode="json"))
+                backend.objects, encoding.canonical_json(stated.model_dump(mode="json"))
             )
         named = run.calibration
         law = Law(

@@ -40,6 +40,13 @@ class CommitRequest(Strict):
     commitments: tuple[SignedDrawCommitment, ...] = Field(min_length=1, max_length=16)
 
 
+class CommitAnswer(Answer):
+    """`missing`: epochs of which the caller has not published a secret that is due, such as after a
+    loss of the orchestrator's data."""
+
+    missing: tuple[int, ...] = Field(default=(), exclude_if=lambda epochs: not epochs)
+
+
 class ClaimRequest(Strict):
     """Requests files assigned to the caller, at most `most` files, all of one policy."""
 

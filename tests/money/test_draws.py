@@ -8,7 +8,7 @@ from typing import Any
 import judges
 import pytest
 import sqlalchemy as sa
-from judges import appoint, bench
+from judges import appoint, bench, judge_of
 from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, ManagerSide, key, open_manager
 from pydantic import ValidationError
 
@@ -30,16 +30,25 @@ from prime_core.errors import (
     PrimeError,
     UntrustedError,
 )
-from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.signing import LocalSigner
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease
 from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason
-from prime_orchestrator.manager.draws import EPOCHS_AHEAD, reveal_second
+from prime_orchestrator.manager.draws import (
+    EPOCHS_AHEAD,
+    GRACE_EPOCHS,
+    WITHHELD_SECONDS,
+    DrawBoard,
+    epoch_at,
+    reveal_second,
+    withheld,
+)
 from prime_orchestrator.store import leases, schema
 from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
+from prime_validator.draws import Draws
 
 NODE, OTHER = key(20), key(21)
 SECOND = DrawReveal(
@@ -345,6 +354,104 @@ def test_what_an_orchestrator_lost_to_an_older_backup_is_committed_again_and_hol
     with mgr.store.read() as connection:
         shown = {info.signed.commitment.epoch for info in listing(connection) if info.revealed}
     assert shown == {*range(first + 1, first + 1 + EPOCHS_AHEAD)}
+
+
+def owed(mgr: ManagerSide) -> set[Address]:
+    """The validators that new leases leave out, once the process is no longer new."""
+    mgr.now.time += WITHHELD_SECONDS
+    with mgr.store.begin() as connection:
+        mgr.board.current(connection, mgr.objects, mgr.context, mgr.now())
+        return set(withheld(connection, mgr.context, mgr.now()))
+
+
+def to_grace_end(mgr: ManagerSide, epoch: int) -> None:
+    """The time from which leases leave out a validator that hides its secret of `epoch`."""
+    run = mgr.context.run
+    due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
+    mgr.now.time = float(due + GRACE_EPOCHS * run.epoch_seconds)
+
+
+@pytest.mark.parametrize("files", [1, 2])  # decided alone, and with others
+def test_a_validator_that_hides_the_secret_of_its_acceptances_gets_no_files_of_new_leases(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, files: int
+) -> None:
+    draws, run, other = mgr.bench.draws, mgr.context.run, bench(mgr.backend, OTHER, mgr.folder)
+    given = [mgr.submit(NODE) for _ in range(files)]
+    for _ in given:
+        judge = mgr.bench if (job := mgr.bench.claim()) else other
+        job = job or other.claim()
+        assert job is not None
+        judge.say(job, Reason.NONE, mgr.table_rows())
+    epoch = epoch_at(run, mgr.now())
+    assert set(judge_of(mgr.backend).tick()) == {row.digest for row in given}
+    with mgr.store.read() as connection:
+        said = {Address(v) for v in connection.scalars(sa.select(schema.opinions.c.validator))}
+    assert said
+    with monkeypatch.context() as hiding:
+        hiding.setattr(Draws, "_reveal_due", lambda _: None)
+        hiding.setattr(Draws, "_reveal_again", lambda *_: None)
+        assert owed(mgr) == set()
+        to_grace_end(mgr, epoch)
+        mgr.now.time -= WITHHELD_SECONDS + 1
+        assert owed(mgr) == set(), "not late yet"
+        to_grace_end(mgr, epoch)
+        draws.prepare()
+        other.draws.prepare()
+        assert owed(mgr) == said, "those that accepted none owe nothing that counts"
+        name = named(mgr)
+        left = {VALIDATOR.address, OTHER.address} - said
+        assert (name is None) == (not left)
+        if name is not None:
+            listed = DrawList.model_validate_json(mgr.objects.get(digest_key(name), 1 << 20))
+            assert {one.validator for one in listed.commitments} == left
+        for one in said:
+            assert f"{one} has not published its draw secret of epoch {epoch}" in caplog.text
+        with mgr.store.begin() as connection:  # as once the files are archived
+            connection.execute(sa.delete(schema.opinions))
+        assert owed(mgr) == said
+    draws.prepare()
+    other.draws.prepare()
+    assert owed(mgr) == set()
+
+
+def test_a_store_of_an_older_backup_gets_published_secrets_again(mgr: ManagerSide) -> None:
+    """And no validator is left out until all had the time for it."""
+    assert mgr.judge(mgr.submit(NODE)).status == "accepted"
+    draws, run = mgr.bench.draws, mgr.context.run
+    epoch = epoch_at(run, mgr.now())
+    to_grace_end(mgr, epoch)
+    draws.prepare()
+    assert owed(mgr) == set()
+    with mgr.store.begin() as connection:
+        change = sa.update(schema.draw_commitments).where(schema.draw_commitments.c.epoch == epoch)
+        connection.execute(change.values(revealed=False))
+    mgr.board = DrawBoard(mgr.board.random)
+    assert named(mgr) is not None
+    mgr.now.time += (GRACE_EPOCHS - 1) * run.epoch_seconds
+    assert owed(mgr) == {VALIDATOR.address}
+    assert named(mgr) is not None, "the process is new"
+    draws.prepare()
+    assert owed(mgr) == set()
+
+
+@pytest.mark.parametrize("again", ["in the epoch", "later"])
+def test_a_validator_that_lost_its_secrets_can_be_appointed_again(
+    mgr: ManagerSide, again: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, me = mgr.context.run, VALIDATOR.address
+    epoch = epoch_at(run, mgr.now())
+    assert mgr.judge(mgr.submit(NODE)).status == "accepted"
+    appoint(mgr.store, 1, me, on=False)
+    over = (epoch + 1) * run.epoch_seconds
+    if again == "later":
+        to_grace_end(mgr, epoch)
+        over = int(mgr.now())
+    appoint(mgr.store, 1, me, at=over - (again == "in the epoch"))
+    to_grace_end(mgr, epoch + EPOCHS_AHEAD)
+    assert owed(mgr) == ({me} if again == "in the epoch" else set())
+    lost = bench(mgr.backend, VALIDATOR, mgr.folder / "new", seed=9)
+    assert f"asks for the draw secret of epoch {epoch}" in caplog.text
+    assert lost.folder.secret(epoch) is None
 
 
 @pytest.mark.parametrize("error", [PolicyError("not appointed"), ConflictError("another secret")])

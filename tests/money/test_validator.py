@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
-from judges import appoint, judge_of
+from judges import judge_of
 from judging_kit import HONEST, LIAR, JudgedPool, StoreReader
 from money_kit import TRAINER, VALIDATOR, key
 from test_audit_export import Published
@@ -26,11 +26,9 @@ from prime_broadcast.sources import SourceBook
 from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
-from prime_core.draws import reveal_at
 from prime_core.errors import (
     MalformedError,
     NotFoundError,
-    PolicyError,
     PrimeError,
     UnavailableError,
     UntrustedError,
@@ -49,14 +47,7 @@ from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_A
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import draws
 from prime_orchestrator.manager.appointments import end_appointments
-from prime_orchestrator.manager.draws import (
-    EPOCHS_AHEAD,
-    GRACE_EPOCHS,
-    WITHHELD_SECONDS,
-    compare_acceptances,
-    epoch_at,
-    reveal_second,
-)
+from prime_orchestrator.manager.draws import compare_acceptances, reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.folder import Folder, Sealed
@@ -600,59 +591,6 @@ def test_the_manager_and_an_audit_check_that_an_acceptance_is_of_the_rows_that_w
     assert compare() is None, "once"
     assert end_appointments(mgr.store, mgr.context, lambda: 1, mgr.now) == [], "the quorum needs it"
     assert end_appointments(mgr.store, mgr.context, lambda: 0, mgr.now) == [me]
-
-
-def test_a_validator_that_hides_the_secret_of_its_acceptances_gets_no_files_of_new_leases(
-    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mgr, mine = panel.mgr, panel.validator.draws
-    run, me = mgr.context.run, panel.validator.signer.address
-
-    def listed() -> bool:
-        mgr.now.time += WITHHELD_SECONDS
-        with mgr.store.begin() as connection:
-            return mgr.board.current(connection, mgr.objects, mgr.context, mgr.now()) is not None
-
-    assert panel.judged(panel.honest).status == "accepted"
-    epoch = epoch_at(run, mgr.now())
-    due = reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
-    with monkeypatch.context() as hiding:
-        hiding.setattr(mine, "_reveal_due", lambda: None)
-        while mgr.now() < due + (GRACE_EPOCHS - 1) * run.epoch_seconds:
-            mine.prepare()
-            mgr.now.time += run.epoch_seconds
-        mgr.now.time = due + GRACE_EPOCHS * run.epoch_seconds - 2 * WITHHELD_SECONDS
-        mine.prepare()
-        assert listed()
-        mgr.now.time += WITHHELD_SECONDS
-        assert not listed(), "no one else is appointed"
-        assert f"{me} has not published its draw secret of epoch {epoch}" in caplog.text
-        mgr.now.time += run.epoch_seconds
-        with pytest.raises(PolicyError, match=f"not published its draw secret of epoch {epoch}"):
-            mine.prepare()
-    mine.prepare()
-    assert listed()
-
-
-def test_a_validator_that_lost_its_secrets_is_appointed_again(panel: JudgedPool) -> None:
-    """The secret of the epoch in which it accepted a file does not count after the appointment, nor
-    do those that it committed to ahead."""
-    mgr, me = panel.mgr, panel.validator.signer.address
-    run = mgr.context.run
-    assert panel.judged(panel.honest).status == "accepted"
-
-    def hiding() -> dict[Address, int]:
-        with mgr.store.read() as connection:
-            return draws.withheld(connection, mgr.context, mgr.now())
-
-    epoch = epoch_at(run, mgr.now())
-    mgr.now.time += (GRACE_EPOCHS + 3) * run.epoch_seconds + run.lease_seconds
-    assert hiding() == {me: epoch}
-    appoint(mgr.store, mgr.context.pool, me, on=False)
-    assert hiding() == {}
-    appoint(mgr.store, mgr.context.pool, me, at=int(mgr.now()))
-    mgr.now.time += EPOCHS_AHEAD * run.epoch_seconds
-    assert hiding() == {}
 
 
 def test_an_opinion_that_cannot_be_handed_in_holds_up_no_other_file(

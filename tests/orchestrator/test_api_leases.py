@@ -340,7 +340,7 @@ def test_no_lease_is_given_while_no_validator_has_committed(world: World) -> Non
         connection.execute(schema.draw_commitments.delete())
     answer = world.post("/v1/leases", b'{"policy_version":0}', session).json()
     assert answer["lease"] is None
-    assert "no validator has committed" in answer["reason"]
+    assert "no validator could judge the file" in answer["reason"]
 
 
 def test_a_heartbeat_tells_the_node_which_files_ended_badly_and_why(world: World) -> None:

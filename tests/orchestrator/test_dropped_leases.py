@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from full_disk import a_full_disk
 from orchestrator_world import Session, World
@@ -15,7 +16,7 @@ from prime_core.errors import UnavailableError
 from prime_core.ids import Digest
 from prime_core.task import SignedLease
 from prime_core.verdict import Outcome, Reason
-from prime_orchestrator.api.liveness import LifeTicks
+from prime_orchestrator.api.liveness import PROBE_BYTES, LifeTicks, get_probe
 from prime_orchestrator.manager import standing
 from prime_orchestrator.store import leases, nodes
 
@@ -160,6 +161,7 @@ def test_a_lease_that_expires_after_the_store_s_public_address_failed_is_excused
     watch.life.probe()
     second = world.lease_digest(world.lease(session))
     down = True
+    watch.life.probe()  # once may be an accident
     with pytest.raises(UnavailableError, match="no route"):
         watch.life.probe()
     watch.wait(61)
@@ -167,6 +169,31 @@ def test_a_lease_that_expires_after_the_store_s_public_address_failed_is_excused
         row = leases.get(connection, second)
     assert row is not None
     assert (row.status, row.excused) == ("expired", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "size", "said"),
+    [(200, len(PROBE_BYTES), ""), (200, 1 << 20, ""), (503, 0, "answered 503")],
+)
+def test_the_probe_reads_no_more_than_its_object_and_shows_no_signed_url(
+    status: int, size: int, said: str
+) -> None:
+    def serve(request: httpx.Request) -> httpx.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return httpx.Response(status, content=iter([bytes(size)]))
+
+    with httpx.Client(transport=httpx.MockTransport(serve)) as client:
+        if not said:
+            found = get_probe(client, "http://store/probe?signature=secret")
+            assert found == bytes(min(size, len(PROBE_BYTES) + 1))
+            return
+        with pytest.raises(UnavailableError, match=said) as refused:
+            get_probe(client, "http://store/probe?signature=secret")
+        assert "secret" not in str(refused.value)
+        for url in ("http://127.0.0.1:1/probe?signature=secret", "http://[x/?signature=secret"):
+            with httpx.Client() as real, pytest.raises(UnavailableError) as refused:
+                get_probe(real, url)
+            assert "secret" not in str(refused.value)
 
 
 def test_a_fresh_seat_of_the_same_provider_gains_nothing(world: World) -> None:

@@ -20,6 +20,7 @@ from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
     ClassList,
+    CommitAnswer,
     CommitRequest,
     GivenOpinion,
     Job,
@@ -65,8 +66,10 @@ class ValidatorApi:
         with self._lock:
             return self.client.pool(refresh=True)
 
-    def commit(self, commitments: Sequence[SignedDrawCommitment]) -> None:
-        self._post("commitments", CommitRequest(commitments=tuple(commitments)), Empty)
+    def commit(self, commitments: Sequence[SignedDrawCommitment]) -> tuple[int, ...]:
+        """Returns epochs whose secrets the orchestrator misses."""
+        request = CommitRequest(commitments=tuple(commitments))
+        return self._post("commitments", request, CommitAnswer).missing
 
     def reveal(self, shown: DrawReveal) -> None:
         self._post("reveals", shown, Empty)

@@ -71,8 +71,9 @@ class Draws:
 
     def prepare(self) -> None:
         """Reveals secrets that are due, then commits to those that are not committed yet. Repeats
-        earlier commitments with new ones, because an orchestrator that was restored from a backup
-        has lost some of them. Raises PolicyError if none is taken, as after a dismissal."""
+        earlier commitments with new ones, and reveals what the orchestrator then names as missing,
+        because one that was restored from a backup has lost some of them. Raises PolicyError if
+        none is taken, as after a dismissal."""
         run, now = self._pool.run, self._now()
         self._reveal_due()
         epoch = int(now) // run.epoch_seconds
@@ -82,12 +83,25 @@ class Draws:
         ]
         if not all(one.committed for one in secrets):
             try:
-                self._api.commit([self._signed(one.epoch, one.secret) for one in secrets])
+                missing = self._api.commit([self._signed(one.epoch, one.secret) for one in secrets])
             except ConflictError as error:
                 raise PolicyError(
                     f"this folder does not hold the secrets that its key committed to: {error}"
                 ) from error
             self._folder.mark_committed([one.epoch for one in secrets])
+            for number in missing:
+                self._reveal_again(number)
+
+    def _reveal_again(self, epoch: int) -> None:
+        kept = self._folder.secret(epoch)
+        if kept is None:
+            log.error(
+                "the orchestrator asks for the draw secret of epoch %d, which is not in this "
+                "folder: new leases leave this validator out if it accepted files of that epoch",
+                epoch,
+            )
+            return
+        self._api.reveal(self._reveal(epoch, kept.secret))
 
     def _reveal_due(self) -> None:
         run, now = self._pool.run, self._now()

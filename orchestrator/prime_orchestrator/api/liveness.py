@@ -54,6 +54,9 @@ RELAY_SECONDS = 120
 PROBE_KEY = "probe"
 PROBE_BYTES = bytes(64 << 10)
 """What `LifeTicks.probe` writes: a few bytes may find room on a full disk."""
+FAILURES = 2
+"""Probes of the public address that fail in a row until it counts as failed: one may be a client's
+doing that overloads it for a moment."""
 PROBE_PATIENCE = 5.0
 """Seconds after which a probe without an answer counts as failed."""
 
@@ -296,14 +299,17 @@ def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
 
 
 def get_probe(client: httpx.Client, url: str) -> bytes:
-    """GETs the probe's object as a node does, at most its size and a byte. Raises
-    UnavailableError."""
+    """GETs the probe's object as a node does, at most its size and a byte. Raises UnavailableError,
+    whose text does not contain the signed URL."""
+    plain = {"Accept-Encoding": "identity"}
     try:
-        with client.stream("GET", url, timeout=PROBE_PATIENCE) as answer:
-            answer.raise_for_status()
+        with client.stream("GET", url, headers=plain, timeout=PROBE_PATIENCE) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise UnavailableError(f"the object store's address answered {answer.status_code}")
             return next(answer.iter_raw(len(PROBE_BYTES) + 1), b"")
-    except httpx.HTTPError as error:
-        raise UnavailableError(f"the object store's public address: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = type(error).__name__
+        raise UnavailableError(f"the object store's address does not answer: {why}") from error
 
 
 class LifeTicks:
@@ -317,6 +323,7 @@ class LifeTicks:
         self._backend = backend
         self._fetch = fetch
         self._reached = False  # whether the public address has answered since the start
+        self._unreached = 0  # how often in a row it has not
         self._up_since = self._ticked_at = backend.now()
         self._store_up_since = 0.0  # infinite while the object store fails
         self._probing_since: float | None = None
@@ -324,10 +331,10 @@ class LifeTicks:
 
     def probe(self) -> None:
         """Writes a small object and gets it back by a signed URL, to see whether nodes can hand in
-        their files. Raises UnavailableError if the object store or its public address fails. A
-        public address counts once it has answered: this machine may be one that cannot reach it. A
-        loop of its own calls this, because a store that does not answer may take as long as its
-        timeouts."""
+        their files. Raises UnavailableError if the object store fails, or its public address
+        FAILURES times in a row. A public address counts once it has answered: this machine may be
+        one that cannot reach it. A loop of its own calls this, because a store that does not answer
+        may take as long as its timeouts."""
         self._probing_since = began = self._backend.now()
         objects = self._backend.objects
         try:
@@ -346,13 +353,14 @@ class LifeTicks:
     def _get_back(self, fetch: Callable[[str], bytes], url: str) -> None:
         try:
             if fetch(url) != PROBE_BYTES:
-                raise UnavailableError("the object store's public address gave other bytes")
+                raise UnavailableError("the object store's address gave other bytes")
         except UnavailableError as error:
-            if self._reached:
+            self._unreached += 1
+            if self._reached and self._unreached >= FAILURES:
                 raise
-            log.debug("the object store's public address cannot be tried from here: %s", error)
+            log.debug("the object store's public address: %s", error)
         else:
-            self._reached = True
+            self._reached, self._unreached = True, 0
 
     def _is_excused(self, lease: LeaseRow, now: float) -> bool:
         """Whether the lease was open while the orchestrator was away or its object store failed."""

@@ -37,6 +37,7 @@ from prime_core.validator_messages import (
     MAX_JOBS,
     ClaimAnswer,
     ClaimRequest,
+    CommitAnswer,
     CommitRequest,
     GivenOpinion,
     Job,
@@ -123,11 +124,15 @@ def _not_appointed(backend: Backend, account: Address) -> PolicyError:
 # ── draws ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def commit(backend: Backend, account: Address, request: CommitRequest) -> None:
-    """Stores commitments to draw secrets (draws.commit)."""
+def commit(backend: Backend, account: Address, request: CommitRequest) -> CommitAnswer:
+    """Stores commitments to draw secrets (draws.commit). The answer names the secrets that the
+    caller owes."""
+    now = backend.now()
     with backend.store.begin() as connection:
         require_appointed(backend, connection, account)
-        draws.commit(connection, backend.context, account, request.commitments, backend.now())
+        draws.commit(connection, backend.context, account, request.commitments, now)
+        missing = draws.missing(connection, backend.context, account, now)
+    return CommitAnswer(missing=tuple(missing))
 
 
 def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:

@@ -48,12 +48,15 @@ from prime_orchestrator.store.engine import Store
 log = logging.getLogger(__name__)
 
 EPOCHS_AHEAD = 8
-"""How many epochs ahead a validator may commit, and so how long it may be offline before leases
-wait for it."""
+"""How many epochs ahead a validator may commit. One that is offline is named in leases for as long,
+unless it owes the secret of an epoch in which it accepted files (`withheld`)."""
 LISTED = 256
 """Most lists in the cache."""
 GRACE_EPOCHS = 2
-"""How many epochs after its due time a secret may still be published."""
+"""How many epochs after its due time, and after this process began to give leases, a secret may
+still be published."""
+MISSING = 64
+"""Most secrets that a validator is asked for at once."""
 WITHHELD_SECONDS = 10.0
 """How long an answer of `withheld` is used for new leases."""
 COMPARED = 32
@@ -77,18 +80,9 @@ def commit(
     """Stores a validator's commitments. Repeating one is harmless.
 
     Raises UntrustedError if one is not the author's for this pool, PolicyError if its epoch is past
-    or too far ahead or the author withholds an old secret, ConflictError if the author has
-    committed to another secret for it.
+    or too far ahead, ConflictError if the author has committed to another secret for it.
     """
     epoch = epoch_at(context.run, now)
-    old = withheld(connection, context, now).get(author)
-    if old is not None:
-        raise PolicyError(
-            f"the caller has not published its draw secret of epoch {old}: start the validator "
-            "with the folder that holds it, or, if that is lost, have the manager appoint the "
-            f"validator again: orchestrator pool set-validator {author} --pool {context.pool} "
-            "--off, then the same without --off"
-        )
     for signed in commitments:
         statement = signed.commitment
         if (
@@ -139,23 +133,32 @@ def _due(run: RunDefinition, epoch: int) -> int:
     return reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
 
 
+def missing(connection: Connection, context: PoolContext, author: Address, now: float) -> list[int]:
+    """Returns the oldest epochs of which a validator has not published a secret that is due, at
+    most MISSING."""
+    found = store_draws.hidden(connection, _due_before(context.run, now), of=author)
+    return [epoch for _, epoch, _ in found[:MISSING]]
+
+
 def withheld(connection: Connection, context: PoolContext, now: float) -> dict[Address, int]:
     """Returns the appointed validators that accepted files of an epoch and have not published its
-    secret within GRACE_EPOCHS of its due time, each with the newest such epoch. Epochs that began
-    before the validator's latest appointment do not count: one that has lost its secrets can be
-    appointed again."""
+    secret within GRACE_EPOCHS of its due time, each with the newest such epoch. Epochs that were
+    over before the validator's latest appointment do not count: one that has lost its secrets can
+    be appointed again."""
     run = context.run
-    last = epoch_at(run, now - run.lease_seconds - REVEAL_MARGIN_SECONDS) - GRACE_EPOCHS
-    late = store_draws.hidden(connection, last)
+    late = store_draws.hidden(connection, _due_before(run, now) - GRACE_EPOCHS)
     since = chain.appointed_at(connection, context.pool) if late else {}
-    found = {}
-    for validator, epoch in late:
-        start = epoch * run.epoch_seconds
-        if validator not in since or start < since[validator][1]:
-            continue
-        if opinions.acceptances(connection, validator, start, start + run.epoch_seconds, 1):
-            found[validator] = epoch
-    return found
+    return {
+        validator: epoch
+        for validator, epoch, accepted in late
+        if accepted and validator in since
+        if (epoch + 1) * run.epoch_seconds > since[validator][1]
+    }
+
+
+def _due_before(run: RunDefinition, now: float) -> int:
+    """Returns the first epoch whose secret is not due at `now` (`reveal_at`)."""
+    return epoch_at(run, now - run.lease_seconds - REVEAL_MARGIN_SECONDS)
 
 
 def reveal_second(
@@ -238,6 +241,7 @@ class DrawBoard:
     _without: set[Digest] = field(default_factory=set)
     _withheld: dict[Address, int] = field(default_factory=dict)
     _withheld_at: float = -inf
+    _since: float = inf
 
     def current(
         self, connection: Connection, objects: ObjectStore, context: PoolContext, now: float
@@ -342,7 +346,12 @@ class DrawBoard:
         return found
 
     def _hiding(self, connection: Connection, context: PoolContext, now: float) -> set[Address]:
-        """Returns the validators of `withheld`, at most WITHHELD_SECONDS old; logs new ones."""
+        """Returns the validators of `withheld`, at most WITHHELD_SECONDS old; logs new ones. None
+        for GRACE_EPOCHS from the first call: after an outage, or in a store that was restored from
+        a backup, all validators may have to publish secrets (`missing`)."""
+        self._since = min(self._since, now)
+        if now < self._since + GRACE_EPOCHS * context.run.epoch_seconds:
+            return set()
         if not 0 <= now - self._withheld_at < WITHHELD_SECONDS:
             found = withheld(connection, context, now)
             for validator, epoch in found.items():

@@ -75,7 +75,7 @@ from prime_core.verdict import (
     VerdictTable,
 )
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.manager import reviews, revisions, slashing, standing, suspicion
+from prime_orchestrator.manager import draws, reviews, revisions, slashing, standing, suspicion
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.members import apply_node_event
 from prime_orchestrator.manager.settlement import refresh_credits, void
@@ -94,6 +94,7 @@ from prime_orchestrator.store import (
     row_marks,
     submissions,
 )
+from prime_orchestrator.store import draws as store_draws
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
@@ -254,7 +255,7 @@ class Due:
     """A file whose opinions are complete: `given` as stored, `found` those that count, `faults` why
     others do not. `named`: how many validators its lease names; `quorum`: how many must reject it;
     `conversation`: whether its run has conversations; `last`: whether it is of an exact lease and
-    none of them is left to judge it."""
+    none of them is left to judge it; `epoch`: of its lease's draws."""
 
     row: SubmissionRow
     job: JobRow
@@ -265,6 +266,7 @@ class Due:
     quorum: int
     conversation: bool
     last: bool
+    epoch: int
 
     @cached_property
     def chosen(self) -> Judgement | None:
@@ -355,7 +357,8 @@ class _Later:
 @dataclass(frozen=True)
 class Judge:
     """Decides verdicts. `now` returns Unix seconds, `quorum` the pool's, or raises UnavailableError
-    while it is not known. `_later`: unreadable files, the next one to retry first."""
+    while it is not known. `_later`: unreadable files, the next one to retry first. `_drawn`: the
+    validators and epochs of acceptances that are noted (store.draws.note_accepted)."""
 
     store: Store
     objects: ObjectStore
@@ -364,6 +367,7 @@ class Judge:
     now: Callable[[], float]
     quorum: Callable[[], int]
     _later: dict[Digest, _Later] = field(default_factory=dict, init=False)
+    _drawn: set[tuple[Address, int]] = field(default_factory=set, init=False)
 
     def tick(self) -> list[Digest]:
         """Decides the files whose opinions are complete; returns those that got a verdict. A file
@@ -458,6 +462,7 @@ class Judge:
         return Due(
             row, job, given, found, faults, named, needed,
             conversation=run.conversation is not None, last=False,
+            epoch=draws.epoch_at(run, promise.lease.deadline - run.lease_seconds),
         )  # fmt: skip
 
     def _decide_all(self, due: Sequence[Due], runs: RunHistory) -> list[Digest]:
@@ -530,9 +535,13 @@ class Judge:
             jobs.finish(connection, fresh)
             for one, verdict in accepted:
                 _note_class(connection, one.row, verdict, now)
+            drawn = {(Address(said.signed.validator), one.epoch)
+                     for one, _ in accepted for said in one.found} - self._drawn  # fmt: skip
+            store_draws.note_accepted(connection, drawn)
             paid = [(one.row, verdict.chosen) for one, verdict in accepted if not one.row.shadow]
             standing.kept(connection, [row.node for row, _ in paid])
             _credit(connection, runs, paid, now)
+        self._drawn.update(drawn)
         for one, verdict in accepted:
             _log(one.row, verdict, now)
         return [one.row.digest for one, _ in accepted]
@@ -662,6 +671,12 @@ class Judge:
             log.warning("submission %s is void: its proof passes differ in a suspect class", digest)
             return True
         submissions.set_verdicts(connection, [verdict.applied(locked)])
+        lease = leases.get(connection, row.lease_digest)
+        if lease is not None:
+            epoch = draws.epoch_at(self.context.run, lease.created_at)
+            agree = {Address(one.signed.validator) for one in found
+                     if one.outcome is Outcome.ACCEPTED}  # fmt: skip
+            store_draws.note_accepted(connection, {(validator, epoch) for validator in agree})
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)
@@ -729,7 +744,8 @@ def check_table(
         raise MalformedError("the table names rows twice, or rows that no file has")
     if any(len(values) != len(drawn) for values in table.row_statistics.values()):
         raise MalformedError("the table has not one value for each row that was replayed")
-    for number in (*table.shares.values(), *table.statistics.values()):
+    of_rows = (number for values in table.row_statistics.values() for number in values)
+    for number in (*table.shares.values(), *table.statistics.values(), *of_rows):
         try:
             float(number)
         except ValueError as error:
@@ -762,8 +778,6 @@ def check_table(
             raise MalformedError(f"row {place} of the table has a reward that is out of range")
     if len(drawn) < run.least_drawn(len(table.rows)):
         raise MalformedError("the opinion accepts with fewer rows replayed than the run asks for")
-    if not table.row_statistics:
-        raise MalformedError("the opinion accepts without a value of any replayed row")
 
 
 def _drop(

@@ -27,7 +27,7 @@ BATCHES = 8
 """Latest trained batches whose groups count as recently trained."""
 ENOUGH = 4
 """How many times the smallest share must fit into the total before a target can starve."""
-NEWEST = 1024
+NEWEST = 4096
 """Newest groups whose rewards are compared."""
 FEWEST = 16
 """Groups of each kind from which their rewards are compared."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
@@ -61,17 +63,31 @@ def set_compared(connection: Connection, validator: Address, epoch: int, mismatc
     connection.execute(changed.values(compared=mismatch))
 
 
-def hidden(connection: Connection, before: int) -> list[tuple[Address, int]]:
-    """Returns (validator, epoch) of each secret of an epoch before `before` that is not
-    published."""
-    late = (
+def note_accepted(connection: Connection, drawn: Collection[tuple[Address, int]]) -> None:
+    """Records that these validators accepted files of leases of these epochs."""
+    for validator, epoch in sorted(drawn):
+        mine = (_commitments.validator == validator, _commitments.epoch == epoch)
+        changed = sa.update(schema.draw_commitments).where(*mine, _commitments.accepted.is_(False))
+        connection.execute(changed.values(accepted=True))
+
+
+def hidden(
+    connection: Connection, before: int, *, of: Address | None = None
+) -> list[tuple[Address, int, bool]]:
+    """Returns (validator, epoch, whether the validator accepted files of it) of each secret of an
+    epoch before `before` that is not published, oldest first; with `of`, those of one
+    validator."""
+    late = [
         _commitments.compared.is_(None),
         _commitments.revealed.is_(False),
         _commitments.epoch < before,
-    )
-    query = sa.select(_commitments.validator, _commitments.epoch).where(*late)
+    ]
+    if of is not None:
+        late.append(_commitments.validator == of)
+    columns = (_commitments.validator, _commitments.epoch, _commitments.accepted)
+    query = sa.select(*columns).where(*late)
     found = connection.execute(query.order_by(_commitments.epoch, _commitments.validator))
-    return [(Address(validator), int(epoch)) for validator, epoch in found]
+    return [(Address(validator), int(epoch), accepted) for validator, epoch, accepted in found]
 
 
 def mismatches(connection: Connection) -> list[tuple[Address, int, str]]:

@@ -663,6 +663,8 @@ draw_commitments = Table(  # of validators
     Column("revealed", Boolean, nullable=False, default=False),
     # None until acceptances are compared with it; then the first difference, or ""
     Column("compared", Text),
+    # an acceptance of a lease of the epoch has a verdict
+    Column("accepted", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("validator", "epoch"),
     Index("draw_commitments_epoch", "epoch"),
     Index(

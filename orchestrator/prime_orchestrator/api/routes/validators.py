@@ -20,6 +20,7 @@ from prime_core.validator_messages import (
     ClaimAnswer,
     ClaimRequest,
     ClassList,
+    CommitAnswer,
     CommitRequest,
     EntryAnswer,
     KeepRequest,
@@ -100,11 +101,11 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
     giving = Gathered[validators.Given, bool](partial(validators.give_all, backend))
     claims = HeldClaims(backend, hold_seconds)
 
-    @post(routes, "/v1/validators/commitments", CommitRequest)
+    @post(routes, "/v1/validators/commitments", CommitRequest, CommitAnswer)
     def commit(request: Signed = validator) -> Response:
         """Commit to the draws of this epoch and of those to come."""
-        validators.commit(backend, request.caller.account, parse(CommitRequest, request.body))
-        return nothing()
+        wish = parse(CommitRequest, request.body)
+        return answer(validators.commit(backend, request.caller.account, wish))
 
     @post(routes, "/v1/validators/reveals", DrawReveal)
     def reveal(request: Signed = validator) -> Response:
