@@ -28,6 +28,7 @@ from prime_orchestrator.manager.history import Drifting
 from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.speed import Medians, Turns
 from prime_orchestrator.manager.standing import LEASE_SLOTS, Slots
+from prime_orchestrator.manager.targets import KeptDifficulties
 from prime_orchestrator.store import Store
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Backend:
     idle: IdleCount = field(default_factory=IdleCount)
     medians: Medians = field(default_factory=Medians)
     proofs: KeptProofs = field(default_factory=KeptProofs)
+    difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -137,7 +137,10 @@ class PoolMetrics:
                 "Mean reward of groups whose first lease expired, above that of other groups of "
                 "this length. Unit: standard errors.",
                 "target",
-                {str(one.target): one.errors for one in targets.difficulties_of(connection)},
+                {
+                    str(one.target): one.errors
+                    for one in backend.difficulties.of(connection, backend.now())
+                },
             )
             yield from _drift(drift.every(connection), drift.totals(connection))
             yield from _validators(opinions.track_records(connection))

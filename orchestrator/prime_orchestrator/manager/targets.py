@@ -31,6 +31,7 @@ NEWEST = 4096
 """Newest groups whose rewards are compared."""
 FEWEST = 16
 """Groups of each kind from which their rewards are compared."""
+KEPT_SECONDS = 60.0
 ERRORS = 4.0
 """Standard errors from which two mean rewards differ."""
 
@@ -119,6 +120,19 @@ def difficulties_of(connection: Connection) -> list[Difficulty]:
         for (target, again), found in sorted(sums.items())
         if again
     ]
+
+
+class KeptDifficulties:
+    """`difficulties_of`, read at most every KEPT_SECONDS."""
+
+    def __init__(self) -> None:
+        self._kept: list[Difficulty] = []
+        self._at = -math.inf
+
+    def of(self, connection: Connection, now: float) -> list[Difficulty]:
+        if not 0 <= now - self._at < KEPT_SECONDS:
+            self._kept, self._at = difficulties_of(connection), now
+        return self._kept
 
 
 def warn(connection: Connection, run: RunDefinition, now: float) -> None:
