@@ -333,7 +333,7 @@ class Mirror:
         self._done: set[Event | Digest] = set()
         self._failures = 0
         self._pass = Copied()
-        self._refused = False  # whether something found no room in this pass
+        self._refused = False  # whether something found no room in this step of a pass
 
     def update(self, events: Sequence[Event]) -> Copied:
         """Copies what `events` (all of the pool's so far) name and the folder lacks.
@@ -341,9 +341,10 @@ class Mirror:
         Evidence and settlements come first: a slash can be disputed for hours only. Raises
         UnavailableError if the source does not answer.
         """
-        self._pass, self._refused = Copied(), False
+        self._pass = Copied()
         mine = [e for e in events if getattr(e, "pool", None) == self.pool]
         for step in (self._definition, self._slash, self._reward_root, self._work_root):
+            self._refused = False
             for event in mine:
                 if event not in self._done and step(event):
                     self._done.add(event)
@@ -388,7 +389,7 @@ class Mirror:
         if not isinstance(event, SlashProposed):
             return False
         evidence = self._parsed(Evidence, event.evidence)
-        record = self._submission(event.leaf)
+        record = self._submission(event.leaf, again=True)
         if evidence is None:
             return False
         file = self._object(evidence.submission.submission.sha256, MAX_FILE_BYTES)
@@ -428,11 +429,11 @@ class Mirror:
         return all(held)
 
     def _work_root(self, event: Event) -> bool:
+        if self._is_full():  # later roots find no room either
+            return False
         if isinstance(event, LeafPosted):
             return self._submission(event.leaf)
         if not isinstance(event, RootPosted) or event.leaves_object == ZERO_DIGEST:
-            return False
-        if self._refused and not self.store.exists(digest_key(event.leaves_object)):
             return False
         data = self._object(event.leaves_object)
         if data is None:
@@ -443,26 +444,32 @@ class Mirror:
             self._pass.missing[str(event.leaves_object)] = str(error)
             return True  # another copy would be the same
         domain = self._deployment.domain_of(Submission)
-        held = [self._submission(leaf.submission.digest(domain)) for leaf in leaves]
-        return all(held)
+        held = True
+        for leaf in leaves:
+            held = self._submission(leaf.submission.digest(domain)) and held
+            if not held and self._is_full():
+                break
+        return held
 
-    def _submission(self, name: Digest) -> bool:
+    def _is_full(self) -> bool:
+        return self._refused
+
+    def _submission(self, name: Digest, *, again: bool = False) -> bool:
         """A leaf's record, its lease, and what its verdict names. A record that changed is stored
-        again; it is final, and not asked for again, once it has a verdict or the file is void. A
-        full mirror asks for none."""
-        if name in self._done:
+        again. Once it has a verdict or the file is void, and all of that is here, it is not asked
+        for any more, except `again`, for a slash: an acceptance may have been withdrawn."""
+        if name in self._done and not again:
             return True
-        if self._refused:
-            return False
         key = f"submissions/{name}"
-        info = self._final(key)
+        info = None if again else self._whole(key)
         if info is None:
             info = self._asked(key, lambda: self._source.submission(name))
             if info is None or not self._put(key, info.model_dump_json().encode()):
                 return False
+        lease_digest = info.lease_digest
         lease = self._copied(
-            f"leases/{info.lease_digest}",
-            lambda: self._source.lease(info.lease_digest).model_dump_json().encode(),
+            f"leases/{lease_digest}",
+            lambda: self._source.lease(lease_digest).model_dump_json().encode(),
         )
         if info.verdict is None and info.status != "void":
             self._pass.waiting += 1
@@ -472,12 +479,16 @@ class Mirror:
         self._done.add(name)
         return True
 
-    def _final(self, key: str) -> SubmissionInfo | None:
-        """The stored record of a leaf, if it is final."""
-        if not self.store.exists(key):
+    def _whole(self, key: str) -> SubmissionInfo | None:
+        """The stored record of a leaf, if it is final and what it names is stored."""
+        try:
+            info = SubmissionInfo.model_validate_json(self.store.get(key, MAX_FILE_BYTES))
+        except (NotFoundError, MalformedError, ValueError):
             return None
-        info = SubmissionInfo.model_validate_json(self.store.get(key, MAX_FILE_BYTES))
-        return info if info.verdict is not None or info.status == "void" else None
+        named = [] if info.verdict is None else [digest_key(info.verdict)]
+        final = named or info.status == "void"
+        there = all(map(self.store.exists, (f"leases/{info.lease_digest}", *named)))
+        return info if final and there else None
 
     def _verdict(self, name: Digest) -> bool:
         if name in self._done:

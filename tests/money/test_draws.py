@@ -422,7 +422,7 @@ def test_a_store_of_an_older_backup_gets_published_secrets_again(mgr: ManagerSid
     to_grace_end(mgr, epoch)
     draws.prepare()
     assert owed(mgr) == set()
-    with mgr.store.begin() as connection:
+    with mgr.store.begin() as connection:  # as it was before the secret was published
         change = sa.update(schema.draw_commitments).where(schema.draw_commitments.c.epoch == epoch)
         connection.execute(change.values(revealed=False))
     mgr.board = DrawBoard(mgr.board.random)
@@ -432,6 +432,35 @@ def test_a_store_of_an_older_backup_gets_published_secrets_again(mgr: ManagerSid
     assert named(mgr) is not None, "the process is new"
     draws.prepare()
     assert owed(mgr) == set()
+
+
+def test_no_orchestrator_gets_a_secret_before_it_is_due_or_stops_others_by_asking(
+    mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could compute the rows of the files of open leases."""
+    draws, run, folder = mgr.bench.draws, mgr.context.run, mgr.bench.folder
+    epoch = epoch_at(run, mgr.now())
+    to_grace_end(mgr, epoch)
+    draws.prepare()
+    present = epoch_at(run, mgr.now())
+    folder.keep_secret(epoch - 1, encoding.sha256(b"never committed to"))
+    mgr.now.time += run.epoch_seconds
+    shown: list[int] = []
+
+    def refuse(reveal: DrawReveal) -> None:
+        shown.append(reveal.epoch)
+        raise UntrustedError("the secret is not what the caller committed to")
+
+    asked = (epoch - 1, epoch, *range(present + 1, present + EPOCHS_AHEAD + 1))
+    commit = mgr.bench.api.commit
+    monkeypatch.setattr(mgr.bench.api, "commit", lambda sent: (commit(sent), asked)[1])
+    monkeypatch.setattr(Draws, "_reveal_due", lambda _: None)
+    monkeypatch.setattr(mgr.bench.api, "reveal", refuse)
+    draws.prepare()
+    assert shown == [epoch]
+    assert f"the secret of epoch {present + 1} before it is due" in caplog.text
+    draws.prepare()
+    assert shown == [epoch], "the commitments were taken"
 
 
 @pytest.mark.parametrize("again", ["in the epoch", "later"])

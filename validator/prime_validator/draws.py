@@ -88,28 +88,37 @@ class Draws:
                 raise PolicyError(
                     f"this folder does not hold the secrets that its key committed to: {error}"
                 ) from error
-            self._folder.mark_committed([one.epoch for one in secrets])
             for number in missing:
                 self._reveal_again(number)
+            self._folder.mark_committed([one.epoch for one in secrets])
 
     def _reveal_again(self, epoch: int) -> None:
+        """Reveals the secret of an epoch that the orchestrator names as missing, if it is due by
+        this machine's clock: before that, no one may learn it."""
         kept = self._folder.secret(epoch)
-        if kept is None:
+        if kept is None or not kept.committed:
             log.error(
                 "the orchestrator asks for the draw secret of epoch %d, which is not in this "
                 "folder: new leases leave this validator out if it accepted files of that epoch",
                 epoch,
             )
-            return
-        self._api.reveal(self._reveal(epoch, kept.secret))
+        elif self._due(epoch) > self._now():
+            log.error("the orchestrator asks for the secret of epoch %d before it is due", epoch)
+        else:
+            try:
+                self._api.reveal(self._reveal(epoch, kept.secret))
+            except (NotFoundError, PolicyError, UntrustedError) as error:
+                log.error("the secret of epoch %d is not published: %s", epoch, error)
+
+    def _due(self, epoch: int) -> int:
+        """Returns when the secret of an epoch may be revealed (Unix seconds)."""
+        run = self._pool.run
+        return reveal_at(epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds)
 
     def _reveal_due(self) -> None:
-        run, now = self._pool.run, self._now()
+        now = self._now()
         for one in self._folder.unrevealed():
-            due = reveal_at(
-                one.epoch, epoch_seconds=run.epoch_seconds, lease_seconds=run.lease_seconds
-            )
-            if due > now:
+            if self._due(one.epoch) > now:
                 continue
             try:
                 self._api.reveal(self._reveal(one.epoch, one.secret))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -301,15 +302,22 @@ def joining(connection: Connection, account: Address) -> tuple[Directive, str]:
 def get_probe(client: httpx.Client, url: str) -> bytes:
     """GETs the probe's object as a node does, at most its size and a byte. Raises UnavailableError,
     whose text does not contain the signed URL."""
-    plain = {"Accept-Encoding": "identity"}
+    plain, found = {"Accept-Encoding": "identity"}, b""
+    until = time.monotonic() + PROBE_PATIENCE
     try:
         with client.stream("GET", url, headers=plain, timeout=PROBE_PATIENCE) as answer:
             if answer.status_code != httpx.codes.OK:
                 raise UnavailableError(f"the object store's address answered {answer.status_code}")
-            return next(answer.iter_raw(len(PROBE_BYTES) + 1), b"")
+            for part in answer.iter_raw():
+                found += part
+                if len(found) > len(PROBE_BYTES):
+                    break
+                if time.monotonic() > until:
+                    raise UnavailableError("the object store's address is too slow")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = type(error).__name__
         raise UnavailableError(f"the object store's address does not answer: {why}") from error
+    return found[: len(PROBE_BYTES) + 1]
 
 
 class LifeTicks:
@@ -326,6 +334,7 @@ class LifeTicks:
         self._unreached = 0  # how often in a row it has not
         self._up_since = self._ticked_at = backend.now()
         self._store_up_since = 0.0  # infinite while the object store fails
+        self._address_up_since = 0.0  # infinite while its public address fails
         self._probing_since: float | None = None
         self._forget_at = self._drawn_at = self._up_since
 
@@ -339,8 +348,6 @@ class LifeTicks:
         objects = self._backend.objects
         try:
             objects.put(PROBE_KEY, PROBE_BYTES)
-            if self._fetch is not None:
-                self._get_back(self._fetch, objects.signed_get(PROBE_KEY, int(began) + 60))
         except UnavailableError:
             self._store_up_since = math.inf
             raise
@@ -349,6 +356,8 @@ class LifeTicks:
         now = self._backend.now()
         if self._store_up_since == math.inf or now - began > PROBE_PATIENCE:
             self._store_up_since = now
+        if self._fetch is not None:
+            self._get_back(self._fetch, objects.signed_get(PROBE_KEY, int(now) + 60))
 
     def _get_back(self, fetch: Callable[[str], bytes], url: str) -> None:
         try:
@@ -357,16 +366,20 @@ class LifeTicks:
         except UnavailableError as error:
             self._unreached += 1
             if self._reached and self._unreached >= FAILURES:
+                self._address_up_since = math.inf
                 raise
             log.debug("the object store's public address: %s", error)
         else:
             self._reached, self._unreached = True, 0
+            if self._address_up_since == math.inf:
+                self._address_up_since = self._backend.now()
 
     def _is_excused(self, lease: LeaseRow, now: float) -> bool:
         """Whether the lease was open while the orchestrator was away or its object store failed."""
         probing = self._probing_since
         stuck = probing is not None and now - probing > PROBE_PATIENCE
-        return stuck or lease.created_at < max(self._up_since, self._store_up_since)
+        up_since = max(self._up_since, self._store_up_since, self._address_up_since)
+        return stuck or lease.created_at < up_since
 
     def tick(self) -> None:
         """Ends what has expired: silent nodes, overdue leases, old nonces and challenges."""

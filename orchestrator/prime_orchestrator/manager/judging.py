@@ -278,6 +278,12 @@ class Due:
         return by_statistics(self.found) if agreed is None and self.last else agreed
 
     @property
+    def drawn(self) -> set[tuple[Address, int]]:
+        """The validators that accept the file, with the epoch of their draws."""
+        return {(Address(one.signed.validator), self.epoch) for one in self.found
+                if one.outcome is Outcome.ACCEPTED}  # fmt: skip
+
+    @property
     def review(self) -> bool:
         """Whether the file was accepted before, and no opinion disputes that now."""
         return self.row.status == "accepted" and self._accepted
@@ -535,9 +541,8 @@ class Judge:
             jobs.finish(connection, fresh)
             for one, verdict in accepted:
                 _note_class(connection, one.row, verdict, now)
-            drawn = {(Address(said.signed.validator), one.epoch)
-                     for one, _ in accepted for said in one.found} - self._drawn  # fmt: skip
-            store_draws.note_accepted(connection, drawn)
+            drawn = set[tuple[Address, int]]().union(*(one.drawn for one, _ in accepted))
+            store_draws.note_accepted(connection, drawn - self._drawn)
             paid = [(one.row, verdict.chosen) for one, verdict in accepted if not one.row.shadow]
             standing.kept(connection, [row.node for row, _ in paid])
             _credit(connection, runs, paid, now)
@@ -577,6 +582,7 @@ class Judge:
             if row.status == "accepted":
                 again = self._reviewed(connection, row, found)
                 if again is None:
+                    store_draws.note_accepted(connection, one.drawn)
                     jobs.change(connection, digest, status="done")
                     return False
                 row = again
@@ -590,7 +596,10 @@ class Judge:
                 log.info("submission %s: one more opinion is asked for", digest)
                 jobs.change(connection, digest, status="open", needed=len(found) + 1, whole=True)
                 return False
-            return self.record(connection, row, verdict)
+            recorded = self.record(connection, row, verdict)
+            if recorded:
+                store_draws.note_accepted(connection, one.drawn)
+            return recorded
 
     def _reviewed(
         self, connection: Connection, row: SubmissionRow, found: Sequence[Judgement]
@@ -671,12 +680,6 @@ class Judge:
             log.warning("submission %s is void: its proof passes differ in a suspect class", digest)
             return True
         submissions.set_verdicts(connection, [verdict.applied(locked)])
-        lease = leases.get(connection, row.lease_digest)
-        if lease is not None:
-            epoch = draws.epoch_at(self.context.run, lease.created_at)
-            agree = {Address(one.signed.validator) for one in found
-                     if one.outcome is Outcome.ACCEPTED}  # fmt: skip
-            store_draws.note_accepted(connection, {(validator, epoch) for validator in agree})
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
         if whole is not None:
             reviews.send_back(connection, self.context, digest, whole.table.marks)

@@ -1,4 +1,4 @@
-"""Draw secrets say whether their validators accepted files of their epoch."""
+"""Draw secrets say whether their validators accepted files of their epoch, from now on."""
 
 import sqlalchemy as sa
 from alembic import op
