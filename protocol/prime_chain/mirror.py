@@ -455,9 +455,10 @@ class Mirror:
         return self._refused
 
     def _submission(self, name: Digest, *, again: bool = False) -> bool:
-        """A leaf's record, its lease, and what its verdict names. A record that changed is stored
-        again. Once it has a verdict or the file is void, and all of that is here, it is not asked
-        for any more, except `again`, for a slash: an acceptance may have been withdrawn."""
+        """Copies a leaf's record, its lease, and what its verdict names. Returns whether the record
+        is final, that is void or with a verdict, and all of it is stored. A final record is not
+        fetched a second time, except with `again`, for a slash: an acceptance may have been
+        withdrawn."""
         if name in self._done and not again:
             return True
         key = f"submissions/{name}"

@@ -193,7 +193,9 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
         for row in evaluations.newest(connection, 9):
             said[f"evaluation {row.id}"] = evaluations.results(connection, row.id, 10)
     for node in EVERYONE:
-        said[f"reward {node.address}"] = status.reward_info(mgr.backend, node.address)
+        said[f"reward {node.address}"] = status.reward_info(
+            mgr.backend, status.KeptProofs(), node.address
+        )
     said["nodes"] = status.NodeList(mgr.backend).__dict__
     said["status"] = status.status(mgr.backend)
     said["metrics"] = generate_latest(PoolMetrics(mgr.backend, RequestCounts()))

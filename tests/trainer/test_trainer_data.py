@@ -337,7 +337,7 @@ def test_a_failed_download_is_an_error_and_never_an_empty_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # An ancestor's prefetcher swallowed download errors and marked the file as fetched.
-    monkeypatch.setattr(feed, "FETCH_TRIES", 2)
+    monkeypatch.setattr(feed, "OUTAGE_SECONDS", 0.2)
     name = Digest("0x" + "ab" * 32)
     with OrchestratorClient("http://127.0.0.1:9", timeout=0.5) as client:
         fetch = fetcher(client, {name: "http://127.0.0.1:9/none"}, threading.Event())
@@ -345,6 +345,27 @@ def test_a_failed_download_is_an_error_and_never_an_empty_file(
             fetch(name, 10)
         with pytest.raises(UnavailableError, match="no URL"):
             fetch(Digest("0x" + "cd" * 32), 10)
+
+
+def test_an_outage_of_the_object_store_does_not_end_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Patient(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return False
+
+    def download(self: OrchestratorClient, url: str, **_: object) -> bytes:
+        if len(waits) < 3 * feed.FETCH_TRIES:
+            raise UnavailableError("the store does not answer")
+        return b"whole"
+
+    waits: list[float | None] = []
+    monkeypatch.setattr(OrchestratorClient, "download", download)
+    name = Digest("0x" + "ab" * 32)
+    with OrchestratorClient("http://127.0.0.1:9") as client:
+        assert fetcher(client, {name: "http://127.0.0.1:9/file"}, Patient())(name, 10) == b"whole"
+    assert waits[-1] == feed.LONGEST_PAUSE
 
 
 @pytest.mark.parametrize("path", ["none", "page.html"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from prime_chain.contracts import Pools
 from prime_chain.link import ChainSettings
 from prime_core.deployment import Deployment
 from prime_core.errors import (
-    FatalError,
     MalformedError,
     NotFoundError,
     PrimeError,
@@ -50,6 +50,8 @@ POLL_SECONDS = 0.5
 """Interval between requests for a batch that is not sealed yet."""
 LONGEST_PAUSE = 15.0
 FETCH_TRIES = 6
+OUTAGE_SECONDS = 300.0
+"""How long the trainer waits for an object store that does not answer."""
 Produce = Callable[[int, Stopwatch], TrainingBatch | BadBatch]
 """(step, watch) → the verified batch, or which one to skip; raises why it is unusable, or
 StoppedError when stopped."""
@@ -148,24 +150,27 @@ def wait_for_batch(client: OrchestratorClient, step: int, stop: threading.Event)
 
 
 def fetcher(client: OrchestratorClient, urls: dict[str, str], stop: threading.Event) -> Fetch:
-    """Returns a function that fetches objects by their signed URLs, checks digests and retries a
-    few times. It raises UnavailableError for every failure, also for bytes with another digest:
-    they came from a proxy or a damaged copy and do not show that the batch is bad."""
+    """Returns a function that fetches objects by their signed URLs and checks digests. It repeats a
+    request while the store does not answer, for OUTAGE_SECONDS, and FETCH_TRIES times if the store
+    gives something else. It raises UnavailableError for every failure, also for bytes with another
+    digest: they came from a proxy or a damaged copy and do not show that the batch is bad."""
 
     def fetch(sha256: Digest, limit: int) -> bytes:
         url = urls.get(sha256)
         if url is None:
             raise UnavailableError(f"the orchestrator gave no URL for {sha256}")
-        for attempt in range(FETCH_TRIES):
+        began, refused, pause = time.monotonic(), 0, 0.25
+        while True:
             try:
                 return client.download(url, limit=limit, sha256=sha256)
             except PrimeError as error:
-                if attempt == FETCH_TRIES - 1:
+                refused += not isinstance(error, UnavailableError)
+                if refused >= FETCH_TRIES or time.monotonic() - began >= OUTAGE_SECONDS:
                     raise UnavailableError(f"{sha256} cannot be fetched: {error}") from error
-                log.warning("%s is not there yet: %s", sha256, error)
-                if stop.wait(0.25 * 2**attempt):
+                log.warning("%s cannot be fetched yet: %s", sha256, error)
+                if stop.wait(pause):
                     raise StoppedError from error
-        raise FatalError("unreachable")
+                pause = min(LONGEST_PAUSE, 2 * pause)
 
     return fetch
 

@@ -67,7 +67,7 @@ class ValidatorApi:
             return self.client.pool(refresh=True)
 
     def commit(self, commitments: Sequence[SignedDrawCommitment]) -> tuple[int, ...]:
-        """Returns epochs whose secrets the orchestrator misses."""
+        """Returns past epochs whose secrets the orchestrator does not have."""
         request = CommitRequest(commitments=tuple(commitments))
         return self._post("commitments", request, CommitAnswer).missing
 

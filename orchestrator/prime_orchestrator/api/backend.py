@@ -21,7 +21,6 @@ from prime_core.signing import Signer, Statement
 from prime_core.storage.base import ObjectStore
 from prime_core.transport.addresses import DEFAULT_PORTS, authority
 from prime_orchestrator.api.idle import IdleCount
-from prime_orchestrator.api.proofs import KeptProofs
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.history import Drifting
@@ -101,7 +100,6 @@ class Backend:
     drifting: Drifting = field(default_factory=Drifting)
     idle: IdleCount = field(default_factory=IdleCount)
     medians: Medians = field(default_factory=Medians)
-    proofs: KeptProofs = field(default_factory=KeptProofs)
     difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)
 
     @cached_property

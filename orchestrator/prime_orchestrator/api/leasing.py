@@ -38,8 +38,8 @@ from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
 
 NO_VALIDATOR = (
-    "no validator could judge the file: none has committed to this epoch's draw, or all that have "
-    "owe an older secret"
+    "no validator could judge the file: none has committed to this epoch's draw, or none of those "
+    "that have has published its older secrets"
 )
 MAX_UPLOADS = 4
 """Distinct files that may be announced for one lease (a worker may crash and start over)."""

@@ -56,8 +56,8 @@ PROBE_KEY = "probe"
 PROBE_BYTES = bytes(64 << 10)
 """What `LifeTicks.probe` writes: a few bytes may find room on a full disk."""
 FAILURES = 2
-"""Probes of the public address that fail in a row until it counts as failed: one may be a client's
-doing that overloads it for a moment."""
+"""Failed probes in a row after which the public address counts as failed. A single one may be due
+to a short overload."""
 PROBE_PATIENCE = 5.0
 """Seconds after which a probe without an answer counts as failed."""
 

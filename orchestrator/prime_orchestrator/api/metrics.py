@@ -40,7 +40,7 @@ from prime_orchestrator.store.opinions import TrackRecord
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 MOST_DRIFTING = 240
-"""Most sums of drift that are shown: those of 20 nodes, or of more by some statistics."""
+"""Most series of each drift metric. A node has about twelve, one for each statistic."""
 
 
 class RequestCounts:
@@ -230,8 +230,8 @@ def _targets(shares: Sequence[TargetShare]) -> Iterator[Metric]:
 
 
 def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
-    """Yields the drift of the files of the nodes that drift most; nothing if no file was judged.
-    Those of all of ten thousand nodes would take megabytes at each scrape."""
+    """Yields the MOST_DRIFTING largest drifts; nothing if no file was judged. All series of 10,000
+    nodes would take megabytes a scrape."""
     labels = ["node", "setup", "statistic"]
     mean = GaugeMetricFamily(
         "prime_node_drift",

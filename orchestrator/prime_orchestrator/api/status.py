@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 from prime_chain.networks import NETWORKS
 from prime_core.batch import BatchManifest
+from prime_core.encoding import MerkleTree
 from prime_core.errors import ConflictError, NotFoundError
 from prime_core.ids import Address, Digest
 from prime_core.messages import (
@@ -28,13 +29,15 @@ from prime_core.messages import (
     ValidatorInfo,
 )
 from prime_core.run import RunDefinition
-from prime_core.storage.base import digest_key
+from prime_core.settlement import Settlement
+from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.task import LeaseOutcome
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.funding import funding
+from prime_orchestrator.manager.settlement import settlement_of
 from prime_orchestrator.store import (
     Connection,
     archive,
@@ -58,6 +61,7 @@ from prime_orchestrator.store.batches import BatchSummary
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow
+from prime_orchestrator.store.rewards import RewardRootRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
 T = TypeVar("T")
@@ -419,12 +423,54 @@ def _submission_info(row: SubmissionRow, root: Digest | None) -> SubmissionInfo:
     )
 
 
-def reward_info(backend: Backend, node: Address) -> RewardInfo:
+@dataclass(frozen=True)
+class RewardProofs:
+    """The entries of one settlement: node → (number, cumulative wei), and the tree over them."""
+
+    epoch: int
+    entries: dict[Address, tuple[int, int]]
+    tree: MerkleTree
+
+    @classmethod
+    def of(cls, settlement: Settlement) -> RewardProofs:
+        entries = {
+            Address(one.node): (number, int(one.cumulative))
+            for number, one in enumerate(settlement.entries)
+        }
+        return cls(settlement.epoch, entries, MerkleTree(settlement.leaves()))
+
+    def proof(self, node: Address) -> tuple[int, list[Digest]]:
+        """Returns a node's cumulative wei and its Merkle proof; (0, []) if it has no entry."""
+        found = self.entries.get(node)
+        if found is None:
+            return 0, []
+        number, cumulative = found
+        return cumulative, self.tree.proof(number)
+
+
+class KeptProofs:
+    """The proofs of the newest root, read once: each node asks several times an epoch. Requests for
+    another root read its object on their own, so one that waits for the store delays no other."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Digest, RewardProofs] | None = None
+
+    def of(self, root: RewardRootRow, objects: ObjectStore) -> RewardProofs:
+        """Returns the proofs of `root`. Raises NotFoundError or UnavailableError if its object
+        cannot be read."""
+        kept = self._kept
+        if kept is None or kept[0] != root.object:
+            kept = root.object, RewardProofs.of(settlement_of(root, objects))
+            self._kept = kept
+        return kept[1]
+
+
+def reward_info(backend: Backend, proofs: KeptProofs, node: Address) -> RewardInfo:
     """Returns the node's entry in the newest reward root on chain, with its proof, and pending
     credits."""
     with backend.store.read() as connection:
         root = rewards.newest_root(connection, confirmed=True)
-    kept = None if root is None else backend.proofs.of(root, backend.objects)
+    kept = None if root is None else proofs.of(root, backend.objects)
     with backend.store.read() as connection:
         pending = rewards.pending_units(connection, node, -1 if kept is None else kept.epoch)
         lost = rewards.credits_of(connection, node, ("forfeited",))

@@ -134,7 +134,8 @@ def reward_sums(connection: Connection, newest: int) -> dict[tuple[int, bool], R
         .limit(newest)
         .subquery()
     )
-    mean, again = latest.c.mean, leases.tries > sa.literal_column("0")  # the same text twice
+    # A bound parameter would make two expressions of it, which PostgreSQL refuses to group by.
+    mean, again = latest.c.mean, leases.tries > sa.literal_column("0")
     query = (
         sa.select(
             leases.target, again, sa.func.count(), sa.func.sum(mean), sa.func.sum(mean * mean)

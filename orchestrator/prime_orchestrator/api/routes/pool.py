@@ -58,6 +58,7 @@ def router(backend: Backend) -> APIRouter:
     routes = APIRouter()
     listed = Kept(lambda: status.NodeList(backend))
     listing = publishing.KeptListing()
+    proofs = status.KeptProofs()
     trainer = signed_by(backend, "trainer")
 
     @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
@@ -181,7 +182,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.get("/v1/rewards/{node}", responses={200: {"model": RewardInfo}})
     def rewards(node: str) -> Response:
         """A node's entry in the newest reward root, with its Merkle proof."""
-        return answer(status.reward_info(backend, ids.address(node)))
+        return answer(status.reward_info(backend, proofs, ids.address(node)))
 
     @routes.get("/v1/submissions", responses={200: {"model": list[SubmissionInfo]}})
     def submission_list(node: str, before: str = "", archived: str = "") -> Response:
