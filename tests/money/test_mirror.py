@@ -381,21 +381,18 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
             return super().submission(digest)
 
     asked: list[Digest] = []
-    whole = follower(worked, Counting(worked)).tick().bytes
-    every, room = len(asked), 0
-    shutil.rmtree(worked.folder / "mirror")
-    for room in range(2000, whole, 500):  # the records come late
-        asked.clear()
-        following = follower(worked, Counting(worked), max_bytes=room)
-        found = following.tick()
-        assert found.missing
-        assert all("full" in why for why in found.missing.values())
-        if len(asked) > 1:
-            break
-    assert 1 < len(asked) < every, room
+    found = follower(worked, Counting(worked), max_bytes=2000).tick()
+    assert found.missing
+    assert all("full" in why for why in found.missing.values())
+    events = read_events(worked.client, worked.deployment)
+    root = next(e for e in events if isinstance(e, RootPosted) and e.count > 1)
+    room = worked.mgr.objects.size(digest_key(root.leaves_object)) + 10
+    lacking = Mirror(
+        worked.folder / "lacking", worked.deployment, 1, Counting(worked), max_bytes=room
+    )
     asked.clear()
-    following.tick()
-    assert len(asked) <= 2, "one record without room, and that of the slash"
+    assert "full" in str(lacking.update([root, replace(root, log_index=99)]).missing)
+    assert len(asked) == 1, "no other record finds room either"
     small = Mirror(worked.folder / "small", worked.deployment, 1, Orchestrator(worked), max_bytes=5)
     for data in (b"four", b"four", b"more"):
         small.hold(data)

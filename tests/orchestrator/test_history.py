@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prime_core import encoding
 from prime_core.ids import Address, address
+from prime_orchestrator.api import metrics
 from prime_orchestrator.api.metrics import _drift
 from prime_orchestrator.manager.history import (
     FULL_EVERY,
@@ -95,7 +96,9 @@ def test_a_node_that_drifts_beyond_the_limit_is_replayed_whole_and_others_are_no
     store.close()
 
 
-def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(tmp_path: Path) -> None:
+def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(sqlite_url(tmp_path / "s.sqlite"))
     store.migrate()
     with store.begin() as connection:
@@ -118,4 +121,7 @@ def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(tmp_path: 
         sum(getattr(row, name) for row in many) for name in ("files", "total", "squares")
     )
     *_, beyond = _drift(many, {(SETUP, "sketch"): (files, total, squares)})
-    assert any(sample.labels["node"] == NODE for sample in beyond.samples)
+    assert {sample.labels["node"] for sample in beyond.samples} == {NODE, OTHER}
+    monkeypatch.setattr(metrics, "MOST_DRIFTING", 1)
+    *_, beyond = _drift(many, {(SETUP, "sketch"): (files, total, squares)})
+    assert [sample.labels["node"] for sample in beyond.samples] == [NODE], "the largest"
