@@ -41,6 +41,7 @@ BENCHES = {
     "strangers": "What parties without stake cost an orchestrator and a fetch",
     "orchestrator": "What two API processes carry: heartbeats, files, verdicts, watchers, history",
     "settling": "One epoch of up to 1,000,000 files: settled, rebuilt, claimed (an hour)",
+    "faults": "200 nodes under 20 faults of 18 kinds: throughput kept, what is lost (half an hour)",
     "population": "10,000 nodes for a simulated day: trainer, staleness, cheats, validators, pay",
     "cli": "CPU seconds of the commands that people and shells call often",
     "broadcast": "Weights to many machines, next to SHARDCAST: whole, by delta, through relays",

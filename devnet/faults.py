@@ -116,24 +116,27 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a run is. Seconds: without faults, with them, and of one fault."""
+    """How large a run is: by default the one of docs/limits.md. Seconds: without faults, with
+    them, and of one fault."""
 
     nodes: int = 200
-    quiet: float = 120.0
-    seconds: float = 600.0
+    quiet: float = 90.0
+    seconds: float = 480.0
     lasts: float = 8.0
-    faults: int = 24
+    faults: int = 20
     seed: int = 20
     throttle: float = 8.0
-    rest: float = 0.0
+    rest: float = 600.0
     """Mean seconds between two leases of a node of a swarm: two cores do not make the work of
     hundreds that never rest."""
-    groups: int = 64
+    groups: int = 200
     """Of a batch. Each node fetches and checks each policy, which many nodes on one machine cannot
     do every few seconds: 200 of them need 200."""
     periods: Periods = PERIODS
     kinds: tuple[str, ...] = KINDS
-    lease_seconds: int = 60
+    lease_seconds: int = 180
+    least_kept: float = 0.9
+    """Share of the fault-free throughput that must remain; 0 where a run is too short to judge."""
 
 
 class Processes(Supervisor):
@@ -610,6 +613,8 @@ class Report:
     files: dict[str, int] = field(default_factory=dict)
     receipts: int = 0
     files_lost: int = 0
+    void: int = 0
+    """Files without pay by the pool's fault, as without a verdict in time. They are not lost."""
     trained_twice: int = 0
     paid_twice: int = 0
     stake_moved: int = 0
@@ -623,7 +628,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that must hold held; throughput is reported, not judged."""
+        """Whether everything that must hold held."""
         return not self.wrong
 
     def summary(self) -> str:
@@ -631,7 +636,8 @@ class Report:
         kinds = "\n".join(f"  {kind:<18} {kept:5.0%}" for kind, kept in self.kept_by_kind.items())
         return (
             f"{self.nodes} nodes, {len(self.windows)} faults, {self.survived} survived\n"
-            f"lost {self.files_lost} of {self.receipts} files with a receipt, trained twice "
+            f"lost {self.files_lost} and void {self.void} of {self.receipts} files with a receipt, "
+            f"trained twice "
             f"{self.trained_twice}, paid twice {self.paid_twice}, stake moved {self.stake_moved}\n"
             f"liars slashed: {self.liars_slashed}, {self.liars_out} s after their start\n"
             f"files a second: {self.quiet_rate:.2f} without faults, {self.rate:.2f} with: "
@@ -719,7 +725,8 @@ class FaultRun:
     def _endure(self) -> None:
         sizes, report = self.network.sizes, self.report
         first, until, after = self._quiet()
-        faults = Faults(self.network, random.Random(sizes.seed))
+        dice = random.Random(sizes.seed)
+        faults = Faults(self.network, dice)
         slot = sizes.seconds / sizes.faults
         began, at_first = until, after
         self._faults_began = began
@@ -728,6 +735,7 @@ class FaultRun:
                 self.note(f"starting {node.name}")
                 self.network.start_node(node)
         for number, kind in enumerate(faults.order(sizes.kinds, sizes.faults)):
+            self._pass(dice.uniform(0, slot / 3))  # so that faults hit any moment of a batch
             fault = faults.make(kind)
             self._window(fault, began, began + slot * (number + 1))
         until, after = self._sample()
@@ -739,7 +747,15 @@ class FaultRun:
             rate = sum(one.files for one in of_kind) / sum(one.seconds for one in of_kind)
             report.kept_by_kind[kind] = rate / report.quiet_rate if report.quiet_rate else 0.0
         report.survived = sum(one.recovered is not None for one in report.windows)
+        if missed := len(report.windows) - report.survived:
+            report.wrong.append(
+                f"no file was accepted within {RECOVERY_SECONDS:.0f} s after {missed} faults"
+            )
+        if report.kept < sizes.least_kept:
+            report.wrong.append(f"{report.kept:.0%} of the throughput is left")
         report.false_deaths = len(self._silent)
+        if report.false_deaths:
+            report.wrong.append(f"{report.false_deaths} nodes that ran were taken for dead")
 
     def _window(self, fault: Fault, began: float, until: float) -> None:
         """Plays one fault, and waits until the next one is due, or until a file is accepted."""
@@ -818,6 +834,7 @@ class FaultRun:
             for entry in Spool(folder, now=time.time, sweep=False).receipted()
         }
         report.receipts = len(receipts)
+        report.void = status.files.get("void", 0)
         report.files_lost = len(receipts - rooted.keys()) + status.files.get("submitted", 0)
         if report.files_lost:
             report.wrong.append(f"{report.files_lost} files with a receipt are lost")

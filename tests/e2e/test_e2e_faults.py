@@ -21,7 +21,7 @@ def test_a_pool_under_every_fault_loses_nothing_and_slashes_a_liar(tmp_path: Pat
     require_anvil()
     sizes = Sizes(
         nodes=8, quiet=10, seconds=75, lasts=3, faults=len(SHORT), throttle=2, groups=16,
-        periods=DEMO_PERIODS, kinds=SHORT,
+        rest=0, periods=DEMO_PERIODS, kinds=SHORT, lease_seconds=60, least_kept=0,
     )  # fmt: skip
     root = tmp_path / "run"
     root.mkdir()
@@ -32,6 +32,7 @@ def test_a_pool_under_every_fault_loses_nothing_and_slashes_a_liar(tmp_path: Pat
     print(report.summary())
     assert report.wrong == []
     assert {window.kind for window in report.windows} == set(SHORT)
+    assert report.survived == len(SHORT)
     assert report.steps > 0
     assert report.receipts > 0
     assert report.liars_slashed == 1
