@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from prime_engine.base import Engine, Generation, GenerationRequest, StateSink
 
+BATCH_ROWS = 64
+"""Rows that an engine generates together by default."""
+
 
 @dataclass(eq=False)
 class RowSet:

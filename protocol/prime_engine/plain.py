@@ -39,7 +39,7 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
-from prime_engine.batch import RowSet, finish
+from prime_engine.batch import BATCH_ROWS, RowSet, finish
 from prime_engine.exact import (
     PROOF_CHUNK,
     REPLAY_MODE,
@@ -48,6 +48,7 @@ from prime_engine.exact import (
     image_digest,
     measure,
 )
+from prime_engine.faults import naming_faults
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
 from prime_engine.linears import native_bfloat16, widen
 
@@ -140,9 +141,11 @@ class PlainEngine(PolicyFacts):
 
     `batch_rows` rows are generated together. `prepare` may modify the loaded module (quantization
     in tests and on the devnet). Raises UnavailableError if the folder does not hold a model that
-    this engine runs.
+    this engine runs. MemoryError, here and in each method, says that its device or this machine
+    has no memory left.
     """
 
+    @naming_faults
     def __init__(
         self,
         folder: Path,
@@ -150,7 +153,7 @@ class PlainEngine(PolicyFacts):
         noise: Noise,
         dtype: str = "float32",
         device: str = "cpu",
-        batch_rows: int = 64,
+        batch_rows: int = BATCH_ROWS,
         prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
@@ -256,6 +259,7 @@ class PlainEngine(PolicyFacts):
         if self._running is not None:
             self._keep([i for i, row in enumerate(self._running.rows) if row.owner is not rows])
 
+    @naming_faults
     @torch.inference_mode()
     def step(self) -> None:
         """See BatchEngine.step. New rows are prefilled together, in a step of their own, when a
@@ -366,6 +370,7 @@ class PlainEngine(PolicyFacts):
 
     # replay --------------------------------------------------------------------------------------
 
+    @naming_faults
     @torch.inference_mode()
     def replay(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
         """See Engine.replay. Rows are packed by length into prefills of bounded size."""
@@ -492,17 +497,23 @@ class PlainEngine(PolicyFacts):
         cache: Any = DynamicCache(config=self.model.config)
         for start in range(0, len(row) - 1, PROOF_CHUNK):
             end = min(start + PROOF_CHUNK, len(row) - 1)
-            hidden = self._decoder(
-                input_ids=row[None, start:end], past_key_values=cache, use_cache=True
-            ).last_hidden_state[0]
-            # All positions go through the head, so that the shapes do not depend on the prompt.
-            scaled = self._head(hidden).float().div_(temperature)
-            chosen = scaled.gather(1, row[start + 1 : end + 1, None])[:, 0]
-            logprobs = (chosen - scaled.logsumexp(dim=1)).cpu().numpy()
-            states = hidden.contiguous().view(torch.uint8).cpu().numpy()
+            logprobs, states = self._proof_part(row[start : end + 1], cache, temperature)
             first = max(0, len(prompt_tokens) - 1 - start)
             if first < end - start:
                 yield logprobs[first:], states[first:]
+
+    @naming_faults
+    def _proof_part(self, tokens: Tensor, cache: Any, temperature: float) -> ProofPart:
+        """Runs all of `tokens` [n + 1] but the last, after those in `cache`. Returns what predicts
+        tokens[1:]: log-probabilities float32 [n] and the bytes of the states."""
+        hidden = self._decoder(
+            input_ids=tokens[None, :-1], past_key_values=cache, use_cache=True
+        ).last_hidden_state[0]
+        # All positions go through the head, so that the shapes do not depend on the prompt.
+        scaled = self._head(hidden).float().div_(temperature)
+        chosen = scaled.gather(1, tokens[1:, None])[:, 0]
+        logprobs = (chosen - scaled.logsumexp(dim=1)).cpu().numpy()
+        return logprobs, hidden.contiguous().view(torch.uint8).cpu().numpy()
 
     def facts(self) -> Mapping[str, str]:
         """See Engine.facts. What a CPU's kernels depend on, or an accelerator's."""
@@ -567,6 +578,7 @@ def _arithmetic(device: torch.device, dtype: torch.dtype) -> str:
     return hashed.hexdigest()[:32]
 
 
+@naming_faults
 def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """Builds the model of `config` with the weights of `folder`/*.safetensors in `dtype`, on the
     CPU. Next to the result it holds one tensor of the files at a time, whose mapping ends with it.

@@ -118,6 +118,12 @@ class EngineThread:
         self._in_memory = (version, policy_digest)
         return self._engine
 
+    def reload(self) -> None:
+        """Has the next users wait until all present ones have left, also for the same policy. Then
+        it asks `load` again, which may return another engine."""
+        with self._changed:
+            self._policy = self._in_memory = None
+
     def has_room(self) -> bool:
         """Whether the batch would take more rows now. False while a user has not yet added its
         first."""

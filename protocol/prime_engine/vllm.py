@@ -44,8 +44,9 @@ from prime_engine.base import (
     StateSink,
     cpu_name,
 )
-from prime_engine.batch import RowSet, finish
+from prime_engine.batch import BATCH_ROWS, RowSet, finish
 from prime_engine.exact import NumericClass, ProofPart
+from prime_engine.faults import fault, naming_faults
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, text_digest
 from prime_engine.policy_weights import load_policy, require_policy, tensor_names
 from prime_engine.ranks import Ranks
@@ -114,7 +115,7 @@ class VllmEngine(PolicyFacts):
 
     Raises UnavailableError if vLLM is missing, uses another model runner, does not run on `device`,
     or does not compute with exactly the folder's weights; UserError if the model does not fit on
-    the cards.
+    the cards; MemoryError, also in `step`, if they have no memory left.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class VllmEngine(PolicyFacts):
         noise: Noise,
         dtype: str = "float32",
         device: str = "cpu",
-        batch_rows: int = 64,
+        batch_rows: int = BATCH_ROWS,
         cards: Cards = Cards(),
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
@@ -194,6 +195,8 @@ class VllmEngine(PolicyFacts):
             )
         except (ValueError, RuntimeError, OSError) as error:
             self._end_ranks()
+            if (found := fault(error)) is not None:
+                raise found from None
             raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
         try:
             self._require_runner()
@@ -330,6 +333,7 @@ class VllmEngine(PolicyFacts):
             self._llm.llm_engine.add_request(name, prompt, asked)
         return rows
 
+    @naming_faults
     def step(self) -> None:
         """See BatchEngine.step."""
         if self._ranks is not None:

@@ -28,7 +28,8 @@ class EngineProvider(Protocol):
     """Provides the engine of a policy that has been verified against its digest."""
 
     def engine(self, version: int, policy_digest: Digest) -> Engine:
-        """Raises UnavailableError if the policy is not available or does not load."""
+        """Raises UnavailableError if the policy is not available or does not load, MemoryError if
+        this machine has no memory for it."""
         ...
 
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
@@ -137,7 +138,7 @@ class FolderEngines:
         for number in range(version - 1, max(-1, version - 1 - self._look_back), -1):
             try:
                 yield number, self._get(number, self.digest(number))
-            except UnavailableError:
+            except (UnavailableError, MemoryError):
                 continue
 
     def newest(self) -> tuple[int, Digest] | None:
@@ -195,6 +196,11 @@ class FolderEngines:
             self._loaded[key] = self._loaded.pop(old)
             self._bytes[key] = self._bytes.pop(old)
         return replaced
+
+    def close(self) -> None:
+        """Closes all engines and frees their memory."""
+        while self._loaded:
+            self._drop(next(iter(self._loaded)))
 
     def _drop(self, key: tuple[int, Digest]) -> None:
         """Closes an engine and frees its memory."""

@@ -50,13 +50,16 @@ from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.draws import compare_acceptances, reveal_second
 from prime_orchestrator.store import jobs, leases, schema
 from prime_orchestrator.store.submissions import SubmissionRow
+from prime_validator import judging
 from prime_validator.folder import Folder, Sealed
 from prime_validator.judging import LATER_SECONDS, Validator, _AbstainError, _LaterError
 from prime_validator.run import Background, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash, audit_submission
 from prime_verify.audit_compare import Audit
+from prime_verify.case import Case
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
+from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import STATISTICS
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
@@ -349,6 +352,36 @@ def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing
         panel.validator.validator.judge_some(1)
     assert status_of(panel, row) == ("open", "assigned"), "delayed, as by other trouble of its own"
     folder._run("PRAGMA max_page_count = 1000000")
+    panel.mgr.now.time += LATER_SECONDS
+    assert panel.validator.judge_next() == row.digest
+    assert panel.mgr.row(row.digest).status == "accepted"
+
+
+def test_a_validator_short_of_memory_tries_once_more_and_then_leaves_the_file_to_others(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+
+    def full(case: Case) -> Finding:
+        raise MemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(judging, "verify_file", full)
+        assert panel.validator.judge_next() == row.digest
+        assert status_of(panel, row) == ("open", "assigned"), "what is short may be free soon"
+        panel.mgr.now.time += LATER_SECONDS
+        assert panel.validator.judge_next() == row.digest
+    assert status_of(panel, row)[1] == "abstained"
+
+
+def test_memory_that_is_free_again_lets_the_file_be_judged(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    short = Finding(Reason.OUT_OF_RESOURCES, "replay ran out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(judging, "verify_file", lambda case: short)
+        panel.validator.judge_next()
     panel.mgr.now.time += LATER_SECONDS
     assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "accepted"

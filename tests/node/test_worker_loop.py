@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from node_world import NODE, run_definition
 
-from prime_core.errors import FatalError, UnavailableError
+from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
 from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from prime_node.worker import rollout_builder
 from prime_node.worker.loop import StopFlag, work
-from prime_node.worker.rollout_builder import Built, Job
+from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
 from prime_verify.calibrate import synthetic_lease
+from prime_verify.engines import FolderEngines
 
 DOMAIN = Domain(chain_id=31337, contract=NODE.address)
 
@@ -192,4 +195,119 @@ def test_a_job_that_the_worker_cannot_handle_ends_it_and_its_other_leases(
     agent, stop = Agent(run, 2, leases=2), StopFlag()
     with pytest.raises(FatalError, match="not of the same rows"):
         work(agent, Builder(tmp_path, during), stop)  # type: ignore[arg-type]
-    assert [reason for _, reason in agent.abandoned] == ["the engine was stopped"]
+    assert [reason for _, reason in agent.abandoned] == [
+        "states and logits are not of the same rows", "the engine was stopped",
+    ]  # fmt: skip
+
+
+class OfRows:
+    """An engine for `batch_rows` rows that has loaded nothing."""
+
+    def __init__(self, batch_rows: int) -> None:
+        self.batch_rows = batch_rows
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Short(RolloutBuilder):
+    """Makes empty files on a machine with memory for `room` rows."""
+
+    room = 0
+    concurrent = False
+
+    def make(self, job: Job, engine: Any) -> bytes:
+        if engine.engine.batch_rows > self.room:
+            raise MemoryError("DefaultCPUAllocator: can't allocate memory")
+        return b""
+
+    def count(self, content: bytes) -> int:
+        return 1
+
+    def announce(self, bridge: Any) -> None:
+        """It has no class."""
+
+
+@pytest.fixture
+def short(
+    run: RunDefinition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Short, list[OfRows]]]:
+    loaded: list[OfRows] = []
+
+    def load(folder: Path, *, batch_rows: int, **_: Any) -> OfRows:
+        assert all(one.closed for one in loaded), "two engines would be in memory"
+        loaded.append(OfRows(batch_rows))
+        return loaded[-1]
+
+    monkeypatch.setattr(rollout_builder, "load_engine", load)
+    policy = synthetic_lease(run, 0, policy_version=0).signed.lease.policy_digest
+    monkeypatch.setattr(FolderEngines, "digest", lambda self, version: policy)
+    builder = Short(run, Options(tmp_path, tmp_path, tmp_path))
+    yield builder, loaded
+    builder.stop()
+
+
+def test_a_worker_short_of_memory_gives_the_lease_back_and_takes_fewer_rows(
+    run: RunDefinition, short: tuple[Short, list[OfRows]]
+) -> None:
+    builder, loaded = short
+    builder.room = 4
+    agent, stop = Agent(run, 1, leases=4), StopFlag()
+
+    def until_submitted(condition: Callable[[], bool], seconds: float) -> bool:
+        if len(agent.submitted) == 2:
+            stop.set()
+        return RolloutBuilder.wait_for(builder, condition, seconds)
+
+    builder.wait_for = until_submitted  # type: ignore[method-assign]
+    work(agent, builder, stop, sleep=lambda _: None)  # type: ignore[arg-type]
+    assert [one.batch_rows for one in loaded] == [64, 16, 4]
+    assert len(agent.submitted) == 2
+    assert [reason for _, reason in agent.abandoned] == [
+        f"the engine ran out of memory with {rows} rows at once (DefaultCPUAllocator: can't "
+        "allocate memory): fewer are tried next"
+        for rows in (64, 16)
+    ]
+
+
+def test_a_worker_without_memory_for_one_row_ends_in_one_sentence(
+    run: RunDefinition, short: tuple[Short, list[OfRows]]
+) -> None:
+    builder, loaded = short
+    agent = Agent(run, 1, leases=9)
+    with pytest.raises(UserError, match=r"with 1 rows at once .* 4 times without a file\. A lower"):
+        work(agent, builder, StopFlag(), sleep=lambda _: None)  # type: ignore[arg-type]
+    assert [one.batch_rows for one in loaded] == [64, 16, 4, 1]
+    assert len(agent.abandoned) == 4, "each lease is given back"
+
+
+def test_leases_of_one_batch_that_fail_together_count_once(
+    run: RunDefinition, short: tuple[Short, list[OfRows]]
+) -> None:
+    builder, _ = short
+    builder.room = 16
+    both = threading.Barrier(2)
+    make = builder.make
+
+    def together(job: Job, engine: Any) -> bytes:
+        if engine.engine.batch_rows > builder.room:
+            both.wait(60)
+        return make(job, engine)
+
+    builder.make = together  # type: ignore[method-assign]
+    jobs = [
+        Job(made.signed, made.lease_digest)
+        for made in (synthetic_lease(run, number, policy_version=0) for number in (0, 1))
+    ]
+
+    def build(job: Job) -> str:
+        try:
+            return builder.build(job).path.name
+        except UnavailableError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(build, jobs))
+    assert all("with 64 rows" in one for one in found), found
+    assert build(jobs[0]) == f"{jobs[0].lease_digest[2:]}.parquet"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from prime_core import encoding
 from prime_core.errors import PolicyError
@@ -210,6 +211,21 @@ def test_a_machine_that_is_short_of_memory_says_nothing_of_a_file(
     monkeypatch.setattr(rollout_file.pq, "ParquetFile", full)
     found = world.judge(file)
     assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
+
+
+def test_a_card_that_is_short_of_memory_in_a_replay_accuses_no_node(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    file = world.honest(4)
+    monkeypatch.setattr(world.engine, "_decoder", full)
+    found = world.judge(file)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
+    assert (
+        found.detail == "replay ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
 
 
 @pytest.mark.parametrize("broken", ["states", "logprobs", "margins", "contrasts"])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from prime_broadcast.pool import Policies
-from prime_core import encoding, tracing
+from prime_core import encoding, memory, tracing
 from prime_core.errors import (
     ConflictError,
     MalformedError,
@@ -130,6 +130,8 @@ class Validator:
         self._hold = setup.hold
         self._delayed: set[Digest] = set()
         """Files whose opinion could not be handed in, which is logged once."""
+        self._short: set[Digest] = set()
+        """Files for which memory was short once."""
 
     def judge_some(self, most: int = 1) -> list[Digest]:
         """Submits the opinions that are due, then claims and judges up to `most` files of one
@@ -243,9 +245,20 @@ class Validator:
         log.info("submission %s: %s: %s", job.submission_digest, finding.reason.name,
                  finding.detail)  # fmt: skip
         if finding.outcome is Outcome.ABSTAINED:
-            kind = _LaterError if finding.reason is Reason.POLICY_MISSING else _AbstainError
-            raise kind(finding.reason, finding.detail)
+            later = finding.reason is Reason.POLICY_MISSING or self._first_shortage(job, finding)
+            raise (_LaterError if later else _AbstainError)(finding.reason, finding.detail)
         return self._opinion(job, draw, finding)
+
+    def _first_shortage(self, job: Job, finding: Finding) -> bool:
+        """Whether memory is short for the first time with this file: it is then tried again, and no
+        abstention is counted for what other programs of this machine took for a moment."""
+        short, digest = finding.reason is Reason.OUT_OF_RESOURCES, Digest(job.submission_digest)
+        if not short or digest in self._short:
+            self._short.discard(digest)
+            return False
+        self._short.add(digest)
+        memory.release()
+        return True
 
     def _check(self, job: Job) -> None:
         """Checks the job's signatures, because evidence will include them."""
@@ -310,7 +323,7 @@ class Validator:
         except UnavailableError as error:
             raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
         except MemoryError as error:
-            raise _AbstainError(Reason.OUT_OF_RESOURCES, f"out of memory: {error}") from error
+            return Finding(Reason.OUT_OF_RESOURCES, f"out of memory: {error}")
         except Exception as error:
             # A defect of ours is never the node's fault: log it in full, and let another
             # validator judge the file.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prime_core.errors import PrimeError
+from prime_core.errors import PrimeError, UnavailableError
 from prime_core.logs import log_to_stderr
 from prime_core.memory import collect_rarely
 from prime_core.run import RunDefinition
@@ -58,6 +58,9 @@ def main(
     except PrimeError as error:
         logging.getLogger("prime.worker").error("%s", error)
         return error.exit_code
+    except MemoryError as error:
+        logging.getLogger("prime.worker").error("this machine has no memory left: %s", error)
+        return UnavailableError.exit_code
     return 0
 
 

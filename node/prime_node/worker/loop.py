@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-from prime_core.errors import ConflictError, MalformedError, UnavailableError
+from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.ids import Digest
 from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
 from prime_node.worker.client import BridgeClient
@@ -93,7 +93,7 @@ class Builder(Protocol):
 
     def build(self, job: Job) -> Built:
         """Makes the file of a lease. Raises UnavailableError if it cannot be made here, or after
-        `stop`."""
+        `stop`, and another PrimeError if no file can be made any more."""
         ...
 
     def has_room(self) -> bool:
@@ -172,6 +172,9 @@ def work(
             _give_back(bridge, job, asked if stop.is_set else str(error))
             jobs.unavailable = True
             return
+        except PrimeError as error:  # the worker ends
+            _give_back(bridge, job, str(error))
+            raise
         try:
             _hand_in(bridge, job, built, now=now, sleep=pause, clock=clock)
         finally:

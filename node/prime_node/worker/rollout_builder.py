@@ -14,18 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from prime_core.errors import NotFoundError, UnavailableError
+from prime_core.errors import NotFoundError, UnavailableError, UserError
 from prime_core.gateway import Answers
 from prime_core.ids import Digest
 from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_engine.base import Engine
-from prime_engine.batch import BatchEngine
+from prime_engine.batch import BATCH_ROWS, BatchEngine
 from prime_engine.shared import EngineThread
 from prime_engine.sizing import MEMORY_SHARE, Cards
 from prime_envs.registry import environment_for
@@ -39,6 +38,12 @@ log = logging.getLogger("prime.worker")
 SHORTEST_CLASS_PAUSE, LONGEST_CLASS_PAUSE = 15.0, 960.0
 """Seconds before a worker asks again whether its exact class with one policy is wanted: doubled
 each time it is not, so that nodes of a pool without exact classes ask seldom."""
+MOST_SHORTAGES = 4
+"""Shortages of memory in a row that end the worker: 64, 16, 4 and 1 rows did not fit."""
+SMALLER = (
+    "A lower generation_batch or max_length needs less memory; with vLLM, a lower memory_share "
+    "leaves more to the rest, and a higher one gives it more cache (docs/nodes.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,11 @@ class RolloutBuilder:
         self.run = run
         self.options = options
         self.environment = environment_for(run)
-        load = partial(
-            load_engine,
-            engine=options.engine,
-            dtype=options.dtype,
-            device=options.device,
-            threads=options.threads,
-            **engine_sizes(options),
-        )
-        self.engines = FolderEngines(options.policies, load, keep=1)
+        self.engines = FolderEngines(options.policies, self._load, keep=1)
+        self._rows = self._loaded_rows = options.generation_batch or BATCH_ROWS
+        self._shortages = 0
+        """How often memory was short since the last finished file."""
+        self._counting = threading.Lock()
         self._thread = EngineThread(self._batch_engine)
         self._stopped = threading.Event()
         self._one_at_a_time = threading.Lock()
@@ -139,7 +140,22 @@ class RolloutBuilder:
         """See worker.loop.Builder."""
         self._thread.nudge()
 
+    def _load(self, folder: Path) -> Engine:
+        options = self.options
+        sizes = engine_sizes(options) | {"batch_rows": self._rows}
+        return load_engine(
+            folder,
+            engine=options.engine,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            **sizes,
+        )
+
     def _batch_engine(self, version: int, digest: Digest) -> BatchEngine:
+        if self._loaded_rows != self._rows:
+            self.engines.close()
+            self._loaded_rows = self._rows
         return cast(BatchEngine, self.engines.engine(version, digest))  # load_engine made it
 
     def start(self) -> None:
@@ -167,7 +183,7 @@ class RolloutBuilder:
         with contextlib.ExitStack() as stack:
             try:
                 engine = stack.enter_context(self._thread.using(version, digest))
-            except UnavailableError as error:  # a lease of this policy will say so, too
+            except (UnavailableError, MemoryError) as error:  # a lease will say so, too
                 log.warning("policy %d: no exact class: %s", version, error)
                 self._class_of, self._ask_class_at = version, again
                 return
@@ -211,7 +227,32 @@ class RolloutBuilder:
         """Makes the file and puts it into the outbox atomically. A throttled worker makes one file
         at a time. Waiting for the policy is not throttled, because a slower machine is mainly
         slower in generation. Raises UnavailableError if the policy is missing, as `make` and
-        `put_file` do, and after `stop`."""
+        `put_file` do, and after `stop`. If memory is short, raises it as well, and fewer rows are
+        generated at once from then on; UserError if that does not help."""
+        rows = self._rows
+        try:
+            built = self._build(job)
+        except MemoryError as error:
+            why = str(error) or "of this machine"
+        else:
+            self._shortages = 0
+            return built
+        raise self._short_of_memory(rows, why)
+
+    def _short_of_memory(self, rows: int, why: str) -> UnavailableError | UserError:
+        """Reduces the rows, once for all leases of a batch of `rows`. Returns the error."""
+        with self._counting:
+            if rows == self._rows:
+                self._thread.reload()
+                self._shortages += 1
+                self._rows = max(1, rows // 4)
+            said = f"the engine ran out of memory with {rows} rows at once ({why})"
+            if self._shortages < MOST_SHORTAGES:
+                log.warning("%s: from now on it generates %d. %s", said, self._rows, SMALLER)
+                return UnavailableError(f"{said}: fewer are tried next")
+            return UserError(f"{said}, {self._shortages} times without a file. {SMALLER}")
+
+    def _build(self, job: Job) -> Built:
         slow = self.options.throttle > 1.0
         with self._one_at_a_time if slow else contextlib.nullcontext():
             version, policy = job.signed.policy_version, job.signed.lease.policy_digest
@@ -236,7 +277,7 @@ def _measured(engine: Engine) -> Digest | None:
     """Returns the fingerprint of the engine's exact class; None if it has no class."""
     try:
         found = engine.numeric_class()
-    except UnavailableError as error:  # it does not repeat its own bits
+    except (UnavailableError, MemoryError) as error:  # it may not repeat its own bits
         log.warning("no exact class is announced: %s", error)
         return None
     log.info("exact class %s", found.digest())
