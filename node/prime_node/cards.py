@@ -8,9 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from prime_core.errors import NotFoundError, UnavailableError, UntrustedError, UserError
+from prime_core.errors import NotFoundError, UnavailableError, UntrustedError
 from prime_core.ids import Address, Digest, Signature
 from prime_core.known_cards import CPU
 from prime_core.messages import (
@@ -27,6 +26,7 @@ from prime_core.node import Gpu, Hardware, HardwarePassport, MemoryPassport
 from prime_core.run import Cards
 from prime_node.api import NodeApi
 from prime_node.config import RuntimeName
+from prime_node.fingerprint import require_seen
 from prime_verify.proofs.cards import Cell, Prover, Work
 from prime_verify.proofs.memory import Block, Fill, MemoryProver
 
@@ -45,19 +45,7 @@ def claimed(asked: Cards, hardware: Hardware) -> tuple[tuple[Gpu, ...], tuple[st
     or in a run of processors, claims its processor. Raises UserError if torch does not see them."""
     if not hardware.gpus or set(asked.kinds) == {"cpu"}:
         return (Gpu(model=CPU, memory_mb=hardware.memory_mb),), ("numpy",)
-    if find_spec("torch") is None:
-        raise UserError(
-            "the pool asks for a proof of this machine's cards, and torch is not installed",
-            hint="pip install 'prime-open[rollout]'",
-        )
-    import torch
-
-    seen = torch.cuda.device_count()
-    if seen < len(hardware.gpus):
-        raise UserError(
-            f"the driver shows {len(hardware.gpus)} cards to this node, and torch sees {seen}",
-            hint="install a torch build for this machine's driver, and see prime-node doctor",
-        )
+    require_seen(hardware.gpus)
     return hardware.gpus, tuple(f"cuda:{number}" for number in range(len(hardware.gpus)))
 
 

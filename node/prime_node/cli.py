@@ -65,7 +65,8 @@ def join(
         typer.Option(help="Most leases open at once; 0: as many as the orchestrator allows."),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(help='Cards of this node: all, or their numbers such as "0,1".')
+        str | None,
+        typer.Option(help='Cards of this node: all, none, or their numbers such as "0,1".'),
     ] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Cards that hold the model together; 0 chooses.")
@@ -183,6 +184,9 @@ def plan(
 def doctor(
     settings: Settings,
     runtime: Annotated[str | None, typer.Option(help="docker or process.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help='Cards of this node: all, none, or numbers such as "0,1".')
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine. Every failure names its fix."""

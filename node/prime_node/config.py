@@ -119,9 +119,9 @@ class Settings(ChainSettings):
     """Connect to private and loopback addresses that the orchestrator names, and pull images from
     registries there (on your own network).
     An orchestrator on this machine may always name them."""
-    gpus: str = Field(default="all", pattern=r"^(all|\d{1,2}(,\d{1,2}){0,15})$")
-    """Cards that this node uses: all, or their numbers as nvidia-smi shows them ("0,1"). Two agents
-    on one machine need different ones."""
+    gpus: str = Field(default="all", pattern=r"^(all|none|\d{1,2}(,\d{1,2}){0,15})$")
+    """Cards that this node uses: all, none (the CPU works), or their numbers as nvidia-smi shows
+    them ("0,1"). Two agents on one machine need different ones."""
     tensor_parallel: int = Field(default=0, ge=0, le=64)
     """Cards that hold the model together; 0 = as many of the node's as the model can be split
     over."""

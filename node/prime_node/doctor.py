@@ -22,7 +22,15 @@ from prime_core.transport.client import OrchestratorClient
 from prime_node.api import NodeApi
 from prime_node.cards import passport, proved_memory
 from prime_node.config import Settings
-from prime_node.fingerprint import MIB, read_gpus, read_hardware
+from prime_node.fingerprint import (
+    CPU_ONLY,
+    MIB,
+    cards_on_bus,
+    read_gpus,
+    read_hardware,
+    require_seen,
+    use_gpus,
+)
 from prime_node.runtime import make_runtime
 from prime_node.state import DataFolder
 from prime_node.wallet import named_provider
@@ -32,7 +40,9 @@ MAX_SKEW_SECONDS = 5
 
 
 def examine(settings: Settings) -> list[DoctorCheck]:
-    """Runs every check possible with these settings, in order."""
+    """Runs every check possible with these settings, in order. Limits this process to the node's
+    cards."""
+    use_gpus(settings.gpus)
     checks = [_python(), _disk(settings), _memory(), _gpu(settings), _keystore(settings)]
     pool, run = None, None
     if settings.orchestrator:
@@ -87,8 +97,15 @@ def _memory() -> DoctorCheck:
 def _gpu(settings: Settings) -> DoctorCheck:
     try:
         gpus = read_gpus(settings.gpus)
+        require_seen(gpus)
     except UserError as error:
         return failed("gpu", error, "nvidia-smi -L")
+    if not gpus and settings.gpus == "none":
+        return DoctorCheck("gpu", "ok", "none are used (gpus = none)")
+    if not gpus and (there := cards_on_bus()):
+        fix = f"install the NVIDIA driver until nvidia-smi -L lists them, or {CPU_ONLY}"
+        found = f"{there} NVIDIA cards are in this machine, and its driver shows none"
+        return DoctorCheck("gpu", "failed", found, fix)
     if not gpus:
         return DoctorCheck("gpu", "ok", "none seen (fine for pools that ask for none)")
     return DoctorCheck("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))

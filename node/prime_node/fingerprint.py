@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 
 MIB = 1 << 20
+CPU_ONLY = "work without cards: --gpus none"
 
 
 def read_hardware(data: Path, gpus: str = "all") -> Hardware:
@@ -48,12 +51,48 @@ def use_gpus(gpus: str) -> None:
     Call it before torch looks for cards."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if gpus != "all":
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpus == "none" else gpus
+
+
+def require_seen(gpus: Sequence[Gpu]) -> None:
+    """Raises UserError unless torch sees as many cards in this process as the driver shows."""
+    if not gpus:
+        return
+    if find_spec("torch") is None:
+        raise UserError(
+            f"the driver shows {len(gpus)} cards to this node, and torch is not installed",
+            hint=f"pip install 'prime-open[rollout]', or {CPU_ONLY}",
+        )
+    import torch
+
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < len(gpus):
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+        raise UserError(
+            f"the driver shows {len(gpus)} cards to this node, and torch sees {seen} "
+            f"(torch {torch.__version__}, {built})",
+            hint=f"install a torch build for the driver that nvidia-smi names, or {CPU_ONLY}",
+        )
+
+
+def cards_on_bus(root: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Returns how many NVIDIA cards are in this machine, with or without a driver."""
+
+    def read(path: Path) -> str:
+        return path.read_text().strip() if path.is_file() else ""
+
+    devices = root.iterdir() if root.is_dir() else ()
+    return sum(
+        read(one / "vendor") == "0x10de" and read(one / "class").startswith(("0x0300", "0x0302"))
+        for one in devices
+    )
 
 
 def read_gpus(gpus: str = "all") -> tuple[Gpu, ...]:
     """Returns the node's GPUs (setting `gpus`) according to NVML, the NVIDIA driver's library; none
     without a driver for "all". Raises UserError for a card that is not there."""
+    if gpus == "none":
+        return ()
     found = _all_gpus()
     if gpus == "all":
         return found

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from prime_chain.client import Call
 from prime_chain.contracts import Pool, prime
@@ -33,6 +32,7 @@ from prime_core.task import Task
 from prime_node.api import NodeApi
 from prime_node.cards import prove, turn_seconds
 from prime_node.config import RuntimeName, Settings
+from prime_node.fingerprint import require_seen
 from prime_node.link import Link
 from prime_node.nodes import sign_consent
 from prime_node.owner import (
@@ -254,13 +254,13 @@ def check_pool(link: Link, api: NodeApi) -> Pool:
 
 
 def challenge_device(hardware: Hardware, task: Task) -> Device:
-    """Returns where this machine's speed is measured, which is where its worker generates: the GPU
-    if the pool's task gets one, this machine has one and torch can use it; otherwise the CPU."""
-    if not (task.gpus and hardware.gpus and find_spec("torch")):
+    """Returns where this machine's speed is measured, which is where its worker generates: on its
+    cards if the pool's task gets them, otherwise on the CPU. Raises UserError if torch does not see
+    them."""
+    if not (task.gpus and hardware.gpus):
         return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    require_seen(hardware.gpus)
+    return "cuda"
 
 
 def admit(

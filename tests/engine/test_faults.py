@@ -121,6 +121,10 @@ def test_a_model_that_does_not_fit_is_named_and_a_damaged_one_is_not(
         patch.setattr(torch.nn.Module, "to", fails)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
             load_engine(tiny_folder)
-    monkeypatch.setattr(plain, "safe_open", lambda *_, **__: Path("/dev/full/none").open())
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError("the disk does not answer")
+
+    monkeypatch.setattr(plain, "safe_open", refuses)
     with pytest.raises(UnavailableError, match="no model can be loaded"):
         load_engine(tiny_folder)

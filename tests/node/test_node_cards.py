@@ -31,7 +31,7 @@ from prime_core.messages import (
 )
 from prime_core.node import Gpu, Hardware
 from prime_core.run import Cards
-from prime_node import cards, join
+from prime_node import cards, fingerprint, join
 from prime_node.api import NodeApi
 from prime_node.cards import claimed, passport, proved_memory
 from prime_node.state import DataFolder
@@ -209,12 +209,13 @@ def test_what_a_machine_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Cards(kinds=("h200",), counts=(2,))
     assert claimed(asked, machine()) == ((Gpu(model=CPU, memory_mb=1000),), ("numpy",))
     assert claimed(TRIAL, machine(H200))[1] == ("numpy",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert claimed(asked, machine(H200, H200)) == ((H200, H200), ("cuda:0", "cuda:1"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="shows 2 cards to this node, and torch sees 1"):
         claimed(asked, machine(H200, H200))
-    monkeypatch.setattr(cards, "find_spec", lambda name: None)
+    monkeypatch.setattr(fingerprint, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="torch is not installed"):
         claimed(asked, machine(H200, H200))
 

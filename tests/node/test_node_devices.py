@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from node_world import run_definition
 from pydantic import ValidationError
 
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 from prime_core.task import Task
 from prime_engine.sizing import Cards
-from prime_node import fingerprint, join
+from prime_node import doctor, fingerprint, join
 from prime_node.config import Settings
+from prime_node.doctor import _gpu
 from prime_node.join import admit, challenge_device
 from prime_node.runtime.base import Device, Mounts, WorkerOptions
-from prime_node.runtime.docker import cards, shared_memory
+from prime_node.runtime.docker import DockerRuntime, cards, shared_memory
 from prime_node.worker.__main__ import parse
-from prime_node.worker.rollout_builder import engine_sizes
+from prime_node.worker.rollout_builder import Options, RolloutBuilder, engine_sizes
 
 GPU = Gpu(model="NVIDIA RTX 4090", memory_mb=24_000)
 
@@ -31,19 +33,91 @@ def machine(*gpus: Gpu) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("asks", "gpus", "usable", "device"),
+    ("asks", "gpus", "seen", "device"),
     [
-        (True, (GPU,), True, "cuda"),
-        (True, (GPU,), False, "cpu"),
-        (True, (), True, "cpu"),
-        (False, (GPU,), True, "cpu"),  # the task gets no GPU, so none is measured
+        (True, (GPU,), 1, "cuda"),
+        (True, (), 0, "cpu"),  # as with gpus = none
+        (False, (GPU,), 0, "cpu"),  # the task gets no GPU, so none is measured
     ],
 )
 def test_gpu_is_measured_exactly_where_the_task_gets_it(
-    asks: bool, gpus: tuple[Gpu, ...], usable: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    asks: bool, gpus: tuple[Gpu, ...], seen: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    torch_sees(seen, monkeypatch)
     assert challenge_device(machine(*gpus), Task(image="process", gpus=asks)) == device
+
+
+def torch_sees(cards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_cards_that_torch_does_not_see_are_named_and_never_replaced_by_the_cpu(
+    seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(seen, monkeypatch)
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (GPU, GPU))
+    said = f"the driver shows 2 cards to this node, and torch sees {seen} \\(torch "
+    with pytest.raises(UserError, match=said) as raised:
+        challenge_device(machine(GPU, GPU), Task(image="process", gpus=True))
+    check = _gpu(Settings())
+    assert (check.outcome, check.found) == ("failed", str(raised.value))
+    assert check.fix.endswith("work without cards: --gpus none")
+    assert _gpu(Settings(gpus="none")).outcome == "ok"
+    torch_sees(2, monkeypatch)
+    assert _gpu(Settings()).found == "NVIDIA RTX 4090 24000 MiB, NVIDIA RTX 4090 24000 MiB"
+
+
+def test_doctor_names_torch_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (GPU,))
+    monkeypatch.setattr(fingerprint, "find_spec", lambda name: None)
+    check = _gpu(Settings())
+    assert check.outcome == "failed"
+    assert check.fix.startswith("pip install 'prime-open[rollout]'")
+
+
+def test_doctor_finds_cards_without_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (vendor, kind) in enumerate(
+        [("0x10de", "0x030000"), ("0x10de", "0x030200"), ("0x10de", "0x040300"),
+         ("0x1002", "0x030000")]
+    ):  # fmt: skip
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / str(number) / "class").write_text(f"{kind}\n")
+    found = fingerprint.cards_on_bus(tmp_path)
+    assert found == 2, "neither a card's sound nor another maker's card"
+    monkeypatch.setattr(fingerprint, "_all_gpus", tuple)
+    monkeypatch.setattr(doctor, "cards_on_bus", lambda: found)
+    check = _gpu(Settings())
+    assert (check.outcome, check.found) == (
+        "failed", "2 NVIDIA cards are in this machine, and its driver shows none",
+    )  # fmt: skip
+    assert _gpu(Settings(gpus="none")).outcome == "ok"
+
+
+def test_doctor_asks_for_the_toolkit_before_it_knows_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, info = DockerRuntime("test"), {"Runtimes": {"runc": {}}}
+    monkeypatch.setattr(runtime, "_engine", lambda: SimpleNamespace(info=lambda: info))
+    assert runtime.check(None).startswith("Docker")
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (GPU,))
+    with pytest.raises(UserError, match="this machine has GPUs and the Docker engine") as raised:
+        runtime.check(None)
+    assert "nvidia-container-toolkit" in raised.value.hint
+    info["Runtimes"]["nvidia"] = {}
+    assert runtime.check(None).startswith("Docker")
+
+
+def test_a_worker_that_sees_no_card_ends_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(0, monkeypatch)
+    with pytest.raises(UserError, match=r"is to generate on cuda, and its torch .* sees no card"):
+        RolloutBuilder(run_definition(), Options(tmp_path, tmp_path, tmp_path, device="cuda"))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cpu", "float32")])
@@ -89,6 +163,7 @@ def test_a_node_uses_the_cards_of_its_setting(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (L4, L40, L4))
     assert fingerprint.read_gpus() == (L4, L40, L4)
     assert fingerprint.read_gpus("1") == (L40,)
+    assert fingerprint.read_gpus("none") == ()
     assert fingerprint.read_gpus("2,0") == (L4, L4)
     with pytest.raises(UserError, match="names card 3, and this machine shows 3 cards"):
         fingerprint.read_gpus("0,3")
@@ -112,12 +187,14 @@ def test_a_process_is_limited_to_the_node_s_cards(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     fingerprint.use_gpus("all")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    fingerprint.use_gpus("none")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     fingerprint.use_gpus("1,0")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-@pytest.mark.parametrize("gpus", ["", "none", "0,", "0 1", "-1", "GPU-5f2"])
+@pytest.mark.parametrize("gpus", ["", "cpu", "0,", "0 1", "-1", "GPU-5f2"])
 def test_a_wrong_list_of_cards_is_refused(gpus: str) -> None:
     with pytest.raises(ValidationError, match="gpus"):
         Settings(gpus=gpus)

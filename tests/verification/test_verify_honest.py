@@ -223,9 +223,7 @@ def test_a_card_that_is_short_of_memory_in_a_replay_accuses_no_node(
     monkeypatch.setattr(world.engine, "_decoder", full)
     found = world.judge(file)
     assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
-    assert (
-        found.detail == "replay ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
-    )
+    assert found.detail.startswith("replay ran out of memory: CUDA out of memory. Tried")
 
 
 @pytest.mark.parametrize("broken", ["states", "logprobs", "margins", "contrasts"])

@@ -100,7 +100,8 @@ class Runtime(Protocol):
 
     def check(self, task: Task | None) -> str:
         """Returns one line on what is available. Raises UserError (what, why, what to do) if tasks
-        cannot run here; with `task`, also checks its image and devices."""
+        cannot run here; with `task`, also checks its image and devices, without it whether tasks
+        would get this machine's cards."""
         ...
 
     def clean(self) -> int:

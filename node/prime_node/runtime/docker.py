@@ -294,12 +294,14 @@ class DockerRuntime:
             )
         if task is not None:
             self._image(task)
-            if task.gpus and "nvidia" not in info.get("Runtimes", {}):
-                raise UserError(
-                    "the task asks for GPUs and the Docker engine has no NVIDIA runtime",
-                    hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime "
-                    "configure --runtime=docker && sudo systemctl restart docker",
-                )
+        with_cards = bool(read_gpus()) if task is None else task.gpus
+        if with_cards and "nvidia" not in info.get("Runtimes", {}):
+            who = "this machine has GPUs" if task is None else "the task asks for GPUs"
+            raise UserError(
+                f"{who} and the Docker engine has no NVIDIA runtime",
+                hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime "
+                "configure --runtime=docker && sudo systemctl restart docker",
+            )
         return f"Docker {info.get('ServerVersion', '?')} with {info.get('Driver', '?')}"
 
     def clean(self) -> int:
@@ -422,6 +424,7 @@ class DockerRuntime:
         uid = self.task_uid
         gid = os.getgid() or UNPRIVILEGED_UID
         command = [*(task.command or DEFAULT_COMMAND), *options.arguments(INSIDE)]
+        with_cards = task.gpus and options.gpus != "none"
         try:
             container = self._engine().containers.create(
                 image,
@@ -463,11 +466,11 @@ class DockerRuntime:
                     # (CVE-2025-23266).
                     "LD_PRELOAD": "",
                     "LD_AUDIT": "",
-                    **({} if task.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}),
+                    **({} if with_cards else {"NVIDIA_VISIBLE_DEVICES": "void"}),
                 },
                 ulimits=[Ulimit(name="core", soft=0, hard=0)],
                 log_config=LogConfig(type="json-file", config={"max-size": "8m", "max-file": "2"}),
-                device_requests=[cards(options.gpus)] if task.gpus else None,
+                device_requests=[cards(options.gpus)] if with_cards else None,
                 shm_size=f"{self._shm_mb or shared_memory(task, options.gpus)}m",
             )
             container.start()

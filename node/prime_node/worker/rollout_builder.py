@@ -96,7 +96,8 @@ def engine_sizes(options: Options) -> dict[str, Any]:
 class RolloutBuilder:
     """Keeps one policy loaded and makes rollout files with it, several at a time (worker.loop).
 
-    Raises PolicyError if the environment installed here is not the one the run pins.
+    Raises PolicyError if the environment installed here is not the one the run pins, UserError if
+    it is to use cards that torch does not see.
     """
 
     concurrent = True
@@ -110,6 +111,7 @@ class RolloutBuilder:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
+        _require_device(options.device)
         self.run = run
         self.options = options
         self.environment = environment_for(run)
@@ -271,6 +273,19 @@ class RolloutBuilder:
     def _wait(self, seconds: float) -> None:
         if self._stopped.wait(seconds):
             raise UnavailableError("the worker was stopped")
+
+
+def _require_device(device: str) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+        raise UserError(
+            f"this task is to generate on {device}, and its torch {torch.__version__}, built for "
+            f"{built}, sees no card: see prime-node doctor, or work without cards: --gpus none"
+        )
 
 
 def _measured(engine: Engine) -> Digest | None:
