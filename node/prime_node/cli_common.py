@@ -25,7 +25,10 @@ from prime_core.times import utc
 
 ReplayDevice = Annotated[
     str,
-    typer.Option(help="Where to replay: cpu, cuda or cuda:N, as the run's calibration names it."),
+    typer.Option(
+        help="Where to replay, as the run's calibration names it: cpu, cuda, several cards like "
+        "cuda:0,cuda:1 that share the layers, or all."
+    ),
 ]
 ReplayDtype = Annotated[
     str, typer.Option(help="float32 or bfloat16, as the run's calibration names it.")

@@ -21,15 +21,28 @@ def native_bfloat16() -> bool:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Makes every bfloat16 linear layer of `model` multiply in float32 and round its result. The
-    weights' float32 copies take twice their size; later changes to the weights have no effect.
-    Hooks are kept."""
+    """Makes every bfloat16 linear layer of `model` multiply in float32 and round its result. Its
+    weights become float32, with the same values. Hooks are kept."""
     for module in model.modules():
         if type(module) is torch.nn.Linear and module.weight.dtype is torch.bfloat16:
-            bias = None if module.bias is None else module.bias.detach().float()
-            module.forward = partial(_wide, module.weight.detach().float(), bias)  # type: ignore[method-assign]
+            module.weight = _float32(module.weight)
+            if module.bias is not None:
+                module.bias = _float32(module.bias)
+            module.forward = partial(_wide, module)  # type: ignore[method-assign]
 
 
-def _wide(weight: Tensor, bias: Tensor | None, states: Tensor) -> Tensor:
-    """states bfloat16 [..., in] → bfloat16 [..., out]."""
-    return torch.nn.functional.linear(states.float(), weight, bias).to(states.dtype)
+def multiply_wide(model: torch.nn.Module) -> None:
+    """Makes every linear layer of `model`, whose weights are float32, also take bfloat16 states, as
+    `widen` does. For float32 states nothing changes."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.forward = partial(_wide, module)  # type: ignore[method-assign]
+
+
+def _float32(weight: Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.detach().float(), requires_grad=False)
+
+
+def _wide(layer: torch.nn.Linear, states: Tensor) -> Tensor:
+    """states [..., in] → [..., out] in their dtype."""
+    return torch.nn.functional.linear(states.float(), layer.weight, layer.bias).to(states.dtype)

@@ -2,7 +2,8 @@
 
     generate: left-padded prefill → [logits + noise → token → one decode step]* on unfinished rows,
               which new rows join (batch.py)
-    replay:   right-padded prefill of prompt and output → all statistics of each claimed token
+    replay:   right-padded prefill of prompt and output → all statistics of each claimed token;
+              on several devices, too (held.py)
 
 Rows do not depend on their batch beyond rounding. Offline: it downloads nothing, runs no remote
 code, and loads only safetensors. Not supported: paged caches, fused sampling, tensor parallelism.
@@ -10,24 +11,23 @@ code, and loads only safetensors. Not supported: paged caches, fused sampling, t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from prime_core.errors import MalformedError, UnavailableError
-from prime_core.memory import collect_as_usual
 from prime_core.proof_form import FinishReason
 from prime_engine.base import (
     TAIL_PROBABILITY,
@@ -49,8 +49,9 @@ from prime_engine.exact import (
     measure,
 )
 from prime_engine.faults import naming_faults
-from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens
-from prime_engine.linears import native_bfloat16, widen
+from prime_engine.folder import PolicyFacts, end_tokens
+from prime_engine.held import Compute, HeldModel
+from prime_engine.linears import native_bfloat16
 
 NAME = "plain/1"
 
@@ -59,6 +60,9 @@ CPU_LOGITS, GPU_LOGITS = 1 << 21, 1 << 25
 CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
 """Rows × length of one prefill. On a CPU, the activations between two layers should fit in cache: a
 model of 3.4 M parameters validates a fifth faster than with 16,384."""
+REPLAY_CHUNK = 2_048
+"""Tokens of one prefill of a row that is longer than that: what a layer computes at once then does
+not grow with the row."""
 
 
 @dataclass(eq=False)
@@ -139,10 +143,14 @@ class _Running:
 class PlainEngine(PolicyFacts):
     """A causal language model loaded from a policy folder. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together. `prepare` may modify the loaded module (quantization
-    in tests and on the devnet). Raises UnavailableError if the folder does not hold a model that
-    this engine runs. MemoryError, here and in each method, says that its device or this machine
-    has no memory left.
+    `device`: one of torch's, or several with commas between them, which then share the layers and
+    only replay. `batch_rows` rows are generated together. `prepare` may modify the loaded module
+    (quantization in tests and on the devnet). Raises UnavailableError if the folder does not hold a
+    model that this engine runs, or if the devices are of several kinds. MemoryError, here and in
+    each method, says that its device or this machine has no memory left.
+
+    On a GPU the weights are held as they are in the policy's files until the first generation, and
+    replays in other dtypes convert one layer at a time. On a CPU they are held in `dtype`.
     """
 
     @naming_faults
@@ -159,21 +167,20 @@ class PlainEngine(PolicyFacts):
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the plain engine computes in float32 or bfloat16, not {dtype}")
         self._folder = Path(folder)
-        self._in_dtypes: dict[str, PlainEngine] = {}
+        self._others: dict[str, PlainEngine] = {}
         self._noise = noise
-        self._torch_device = torch.device(device)
+        self._devices = _equal_devices(device)
+        self._torch_device = self._devices[0]
         self._batch_rows = batch_rows
         self._queue: list[_Row] = []
         self._running: _Running | None = None
-        self._replay_tokens = CPU_PREFILL if device == "cpu" else GPU_PREFILL
-        self._logit_elements = CPU_LOGITS if device == "cpu" else GPU_LOGITS
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            if config.model_type not in ARCHITECTURES:
-                raise UnavailableError(f"the plain engine does not run {config.model_type!r}")
-            model = _load(self._folder, config, getattr(torch, dtype))
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        on_cpu = self._torch_device.type == "cpu"
+        self._replay_tokens = CPU_PREFILL if on_cpu else GPU_PREFILL
+        self._logit_elements = CPU_LOGITS if on_cpu else GPU_LOGITS
+        self._dtype = dtype
+        self._held = self._load(
+            None if prepare is None and not on_cpu else self._tensor_dtype, prepare
+        )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of any kind where its files have another form
@@ -181,19 +188,33 @@ class PlainEngine(PolicyFacts):
             raise UnavailableError(
                 f"the tokenizer in {folder} cannot be loaded ({why}): copy the model folder again"
             ) from error
-        model.to(self._torch_device).eval().requires_grad_(False)
-        if prepare is not None:
-            prepare(model)
-        if self._torch_device.type == "cpu" and not native_bfloat16():
-            widen(model)
-        self.model = model
-        self._decoder: Any = model.get_decoder()
-        self._head: Any = model.get_output_embeddings()
-        self._dtype = dtype
-        self._vocabulary = int(self._head.weight.shape[0])
+        config = self._held.config
+        self._vocabulary = self._held.vocabulary
         self._hidden = int(config.hidden_size)
         self._positions = int(config.max_position_embeddings)
         self._end_tokens = end_tokens(self._folder, config)
+        self._numeric_class: NumericClass | None = None
+
+    def _load(
+        self,
+        dtype: torch.dtype | None,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
+    ) -> HeldModel:
+        try:
+            return HeldModel(self._folder, self._devices, dtype, prepare)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UnavailableError(
+                f"no model can be loaded from {self._folder}: {error}"
+            ) from error
+
+    @property
+    def model(self) -> Any:
+        """The loaded module."""
+        return self._held.model
+
+    @property
+    def _tensor_dtype(self) -> torch.dtype:
+        return torch.float32 if self._dtype == "float32" else torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -206,22 +227,31 @@ class PlainEngine(PolicyFacts):
         return cpu_name() if self._torch_device.type == "cpu" else self._torch_device.type
 
     def in_dtype(self, dtype: str) -> PlainEngine:
-        """See Engine.in_dtype. Loaded once from the same folder, then cached."""
+        """See Engine.in_dtype. It replays with the same loaded weights, if those of `dtype` follow
+        from them; else it loads its own, once."""
         if dtype == self._dtype:
             return self
-        if dtype not in self._in_dtypes:
-            self._in_dtypes[dtype] = PlainEngine(
+        if dtype not in self._others:
+            self._others[dtype] = self._in_other_dtype(dtype)
+        return self._others[dtype]
+
+    def _in_other_dtype(self, dtype: str) -> PlainEngine:
+        if not self._held.serves(getattr(torch, dtype)):
+            return PlainEngine(
                 self._folder,
                 noise=self._noise,
                 dtype=dtype,
-                device=str(self._torch_device),
+                device=",".join(map(str, self._devices)),
                 batch_rows=self._batch_rows,
             )
-        return self._in_dtypes[dtype]
+        other = copy.copy(self)
+        other._dtype, other._numeric_class = dtype, None
+        other._queue, other._running, other._others = [], None, {}
+        return other
 
     def close(self) -> None:
         """See Engine.close. Memory is freed with the last reference."""
-        self._in_dtypes.clear()
+        self._others.clear()
 
     # generation ----------------------------------------------------------------------------------
 
@@ -246,12 +276,23 @@ class PlainEngine(PolicyFacts):
         temperature: float,
         sink: StateSink | None = None,
     ) -> RowSet:
-        """See BatchEngine.add."""
+        """See BatchEngine.add. Raises UnavailableError on several devices."""
+        self._hold_for_generation()
         for request in requests:
             self._require(request.prompt_tokens, request.max_output_tokens)
         rows = RowSet(requests, temperature, sink)
         self._queue += [_Row(rows, number) for number in range(len(requests))]
         return rows
+
+    def _hold_for_generation(self) -> None:
+        """Generation computes token by token, so it needs all weights in its dtype. They are loaded
+        again if they are held in another one."""
+        if len(self._devices) > 1:
+            raise UnavailableError(
+                "the plain engine generates on one device; on several it replays"
+            )
+        if self._held.dtype is not self._tensor_dtype:
+            self._held = self._load(self._tensor_dtype)
 
     def cancel(self, rows: RowSet) -> None:
         """See BatchEngine.cancel."""
@@ -296,7 +337,7 @@ class PlainEngine(PolicyFacts):
             seeds=torch.tensor([r.noise_seed or 0 for r in requests]).to(device),
             noisy=torch.tensor([[float(r.noise_seed is not None)] for r in requests]).to(device),
             limits=torch.tensor([r.max_output_tokens for r in requests]).to(device),
-            cache=DynamicCache(config=self.model.config),
+            cache=DynamicCache(config=self._held.config),
         )
         self._sample(new, ids.to(device))
         older, self._running = self._running, new
@@ -308,7 +349,7 @@ class PlainEngine(PolicyFacts):
 
     def _sample(self, running: _Running, ids: Tensor) -> None:
         """Runs `ids` [n, s], samples the next token of each row, and records it."""
-        hidden = self._decoder(
+        hidden = self._held.decoder(
             input_ids=ids,
             attention_mask=running.mask,
             position_ids=running.positions,
@@ -316,7 +357,7 @@ class PlainEngine(PolicyFacts):
             use_cache=True,
         ).last_hidden_state[:, -1]
         temperatures = {row.owner.temperature for row in running.rows}
-        scaled = self._head(hidden).float()
+        scaled = self._held.head(self._tensor_dtype)(hidden).float()
         if len(temperatures) == 1:
             scaled.div_(temperatures.pop())
         else:
@@ -404,14 +445,18 @@ class PlainEngine(PolicyFacts):
             yield batch
 
     def _replay_batch(self, requests: Sequence[ReplayRequest], temperature: float) -> list[Replay]:
-        device = self._torch_device
         # Right padding: under a causal mask no real position sees a padded one. The last output
         # token predicts no claimed token, so it is omitted.
         rows = [r.prompt_tokens + r.output_tokens[:-1] for r in requests]
         ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row)
-        hidden = self._decoder(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        fits = ids.numel() <= self._replay_tokens
+        chunk = ids.shape[1] if fits else min(REPLAY_CHUNK, self._replay_tokens)
+        parts = self._held.prefill(ids, self._tensor_dtype, chunk, cached=not fits)
+        hidden = parts[0] if fits else torch.cat(parts, dim=1)
+        del parts
+        device = hidden.device
         counts = [len(r.output_tokens) for r in requests]
         states = torch.cat(
             [
@@ -429,14 +474,15 @@ class PlainEngine(PolicyFacts):
         places = torch.cat(
             [torch.arange(len(r) - n, len(r)) for r, n in zip(rows, counts, strict=True)]
         ).to(device)
-        parts = []
+        judged = []
         chunk = max(1, self._logit_elements // self._vocabulary)
+        head = self._held.head(self._tensor_dtype)
         for start in range(0, len(claimed), chunk):
             part = slice(start, start + chunk)
             s, c, r, k, p = (t[part] for t in (states, claimed, rivals, seeds, places))
-            parts.append(self._judge(s, c, r, k, p, temperature))
+            judged.append(self._judge(head(s), c, r, k, p, temperature))
         logprobs, winners, margins, rivals_N, contrasts, tails = (
-            torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
+            torch.cat(column).cpu().numpy() for column in zip(*judged, strict=True)
         )
         bits = _bits(states.to(torch.bfloat16))
         results = []
@@ -460,15 +506,19 @@ class PlainEngine(PolicyFacts):
 
     def _judge(
         self,
-        states: Tensor,
+        logits: Tensor,
         claimed: Tensor,
         rivals: Tensor,
         seeds: Tensor,
         places: Tensor,
         temperature: float,
     ) -> tuple[Tensor, ...]:
-        """The columns of Replay for N positions: states (N, H), all else (N,)."""
-        scaled = self._head(states).float().div_(temperature)  # (N, V)
+        """The columns of Replay for N positions: logits (N, V), all else (N,) and moved to where
+        those are."""
+        claimed, rivals, seeds, places = (
+            each.to(logits.device) for each in (claimed, rivals, seeds, places)
+        )
+        scaled = logits.float().div_(temperature)  # (N, V)
         logprobs_NV = scaled - scaled.logsumexp(dim=1, keepdim=True)
         probabilities = logprobs_NV.exp()
         tail = (probabilities * (probabilities < TAIL_PROBABILITY)).sum(dim=1)
@@ -492,26 +542,26 @@ class PlainEngine(PolicyFacts):
         self._require(prompt_tokens, len(output_tokens))
         if max(output_tokens) >= self._vocabulary or min(output_tokens) < 0:
             raise MalformedError("an output token is outside the vocabulary")
-        device = self._torch_device
-        row = torch.tensor([*prompt_tokens, *output_tokens], dtype=torch.int64, device=device)
-        cache: Any = DynamicCache(config=self.model.config)
-        for start in range(0, len(row) - 1, PROOF_CHUNK):
-            end = min(start + PROOF_CHUNK, len(row) - 1)
-            logprobs, states = self._proof_part(row[start : end + 1], cache, temperature)
+        row = torch.tensor([*prompt_tokens, *output_tokens], dtype=torch.int64)
+        head = self._held.head(self._tensor_dtype)
+        parts = self._held.prefill(row[None, :-1], self._tensor_dtype, PROOF_CHUNK)
+        for number, (hidden,) in enumerate(parts):
+            start = number * PROOF_CHUNK
+            end = start + len(hidden)
+            logprobs, states = self._proof_part(head, hidden, row[start + 1 : end + 1], temperature)
             first = max(0, len(prompt_tokens) - 1 - start)
             if first < end - start:
                 yield logprobs[first:], states[first:]
 
     @naming_faults
-    def _proof_part(self, tokens: Tensor, cache: Any, temperature: float) -> ProofPart:
-        """Runs all of `tokens` [n + 1] but the last, after those in `cache`. Returns what predicts
-        tokens[1:]: log-probabilities float32 [n] and the bytes of the states."""
-        hidden = self._decoder(
-            input_ids=tokens[None, :-1], past_key_values=cache, use_cache=True
-        ).last_hidden_state[0]
+    def _proof_part(
+        self, head: Compute, hidden: Tensor, tokens: Tensor, temperature: float
+    ) -> ProofPart:
+        """Returns what states `hidden` [n, H] say of the tokens that follow them, int64 [n]:
+        log-probabilities float32 [n] and the bytes of the states."""
         # All positions go through the head, so that the shapes do not depend on the prompt.
-        scaled = self._head(hidden).float().div_(temperature)
-        chosen = scaled.gather(1, tokens[1:, None])[:, 0]
+        scaled = head(hidden).float().div_(temperature)
+        chosen = scaled.gather(1, tokens[:, None].to(scaled.device))[:, 0]
         logprobs = (chosen - scaled.logsumexp(dim=1)).cpu().numpy()
         return logprobs, hidden.contiguous().view(torch.uint8).cpu().numpy()
 
@@ -522,14 +572,15 @@ class PlainEngine(PolicyFacts):
             "replay": REPLAY_MODE,
             "dtype": self._dtype,
             "device": self.device,
-            "attention": str(self.model.config._attn_implementation),
-            "model": str(self.model.config.model_type),
+            "attention": str(self._held.config._attn_implementation),
+            "model": str(self._held.config.model_type),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "image": image_digest(),
+            # Several compute what one would (adr/0024).
             "cards": "1" if self._torch_device.type == "cuda" else "0",
-            "all-reduce": "none",  # one device holds the model
-            "arithmetic": _arithmetic(self._torch_device, getattr(torch, self._dtype)),
+            "all-reduce": "none",
+            "arithmetic": _arithmetic(self._torch_device, self._tensor_dtype),
         }
         if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
             card = torch.cuda.get_device_properties(self._torch_device)
@@ -549,11 +600,9 @@ class PlainEngine(PolicyFacts):
 
     def numeric_class(self) -> NumericClass:
         """See Engine.numeric_class."""
+        if self._numeric_class is None:
+            self._numeric_class = measure(self)
         return self._numeric_class
-
-    @cached_property
-    def _numeric_class(self) -> NumericClass:
-        return measure(self)
 
     def _require(self, prompt: Sequence[int], output: int) -> None:
         if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
@@ -578,42 +627,16 @@ def _arithmetic(device: torch.device, dtype: torch.dtype) -> str:
     return hashed.hexdigest()[:32]
 
 
-@naming_faults
-def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """Builds the model of `config` with the weights of `folder`/*.safetensors in `dtype`, on the
-    CPU. Next to the result it holds one tensor of the files at a time, whose mapping ends with it.
-
-    Raises UnavailableError if the weights' names or shapes are not those of the model, or errors of
-    torch, transformers and safetensors.
-    """
-    collect_as_usual()
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
-    decoder = model.get_decoder()
-    decoder.rotary_emb = type(decoder.rotary_emb)(config)  # the only buffers of ARCHITECTURES
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    filled: dict[int, torch.nn.Parameter] = {}
-    wrong = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-        for name in names:
-            parameter = parameters.get(name)
-            with safe_open(path, framework="pt") as file:
-                stored = file.get_tensor(name)
-                if parameter is None or parameter.shape != stored.shape:
-                    wrong.append(name)
-                    continue
-                values = stored.to(dtype, copy=True)
-            filled[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
-    wrong += [name for name, parameter in parameters.items() if id(parameter) not in filled]
-    if wrong:
-        raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")
-    for name, parameter in parameters.items():
-        owner, _, kind = name.rpartition(".")
-        setattr(model.get_submodule(owner), kind, filled[id(parameter)])
-    return model
+def _equal_devices(names: str) -> tuple[torch.device, ...]:
+    """Parses "cpu" or "cuda:0,cuda:1". Raises UnavailableError if they are of several kinds."""
+    devices = tuple(torch.device(name.strip()) for name in names.split(","))
+    if len({device.type for device in devices}) > 1:
+        raise UnavailableError(f"{names}: one engine computes on devices of one kind")
+    if devices[0].type == "cuda" and len(devices) > 1:  # pragma: no cover - needs accelerators
+        kinds = {torch.cuda.get_device_name(device) for device in devices}
+        if len(kinds) > 1:
+            raise UnavailableError(f"{names}: one engine computes on equal cards, not {kinds}")
+    return devices
 
 
 def _bits(states: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:

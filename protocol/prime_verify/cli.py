@@ -36,7 +36,7 @@ Run = Annotated[Path | None, typer.Option(help="Run definition (default: a built
 Tokens = Annotated[int, typer.Option(help="Most output tokens a row, in the built-in run.", min=1)]
 LeaseNumber = Annotated[int, typer.Option("--lease", help="Number of the lease.", min=0)]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0,cuda:1 or all (verify).")]
 
 
 @dataclass(frozen=True)

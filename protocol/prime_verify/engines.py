@@ -49,8 +49,10 @@ def load_engine(
 ) -> Engine:
     """Loads an engine with the policy in `folder` and connects the seeded noise.
 
-    `options` go to the engine's constructor (`batch_rows`, `prepare` or `cards`). `threads` sets
-    torch's thread count. Raises UnavailableError if the engine is unknown or cannot run the model
+    `device`: cpu, cuda, cuda:N, several of them with commas between them, or all (every card). The
+    plain engine then divides the model's layers over them and only replays. `options` go to the
+    engine's constructor (`batch_rows`, `prepare` or `cards`). `threads` sets torch's thread count.
+    Raises UnavailableError if the engine is unknown or cannot run the model
     in the folder.
     """
     if engine not in ENGINES:
@@ -75,13 +77,25 @@ def load_engine(
             f"the {engine} engine needs torch and transformers ({error}): "
             "pip install 'prime-open[torch]'"
         ) from error
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnavailableError(f"{device!r} is not a device here; known are cpu and cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise UnavailableError(f"there is no {device} here: choose --device cpu")
+    device = _devices(device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if threads is not None:
         torch.set_num_threads(threads)
     return loader(folder, noise=gumbel, dtype=dtype, device=device, **options)
+
+
+def _devices(device: str, cards: int) -> str:
+    """Returns `device` with the names of all `cards` CUDA devices in place of "all". Raises
+    UnavailableError if one is unknown or not here."""
+    names = [f"cuda:{i}" for i in range(cards)] if device == "all" else device.split(",")
+    for name in names:
+        kind, _, number = name.strip().partition(":")
+        if kind not in ("cpu", "cuda") or not (number.isdigit() or number == ""):
+            raise UnavailableError(f"{name!r} is not a device here; known are cpu, cuda and all")
+        if kind == "cuda" and int(number or 0) >= cards:
+            raise UnavailableError(f"there is no {name} here: choose --device cpu")
+    if not names:
+        raise UnavailableError("there is no card here: choose --device cpu")
+    return ",".join(name.strip() for name in names)
 
 
 EXPANSION, WIDENED = 3, 5

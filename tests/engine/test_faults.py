@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prime_core.errors import FatalError, UnavailableError
-from prime_engine import plain
+from prime_engine import held
 from prime_engine.base import GenerationRequest, ReplayRequest
 from prime_engine.faults import fault, naming_faults
 from prime_verify.engines import load_engine
@@ -99,10 +99,10 @@ def test_the_plain_engine_names_them(
 ) -> None:
     engine: Any = load_engine(tiny_folder)
 
-    def fails(**_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise error
 
-    engine._decoder = fails
+    engine.model.model.embed_tokens.forward = fails
     with pytest.raises(kind, match="CUDA"):
         use(engine)
 
@@ -114,7 +114,7 @@ def test_a_model_that_does_not_fit_is_named_and_a_damaged_one_is_not(
         raise torch.OutOfMemoryError(CUDA)
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain.AutoModelForCausalLM, "from_config", fails)
+        patch.setattr(held.AutoModelForCausalLM, "from_config", fails)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
             load_engine(tiny_folder)
     with monkeypatch.context() as patch:
@@ -125,6 +125,6 @@ def test_a_model_that_does_not_fit_is_named_and_a_damaged_one_is_not(
     def refuses(*_: Any, **__: Any) -> None:
         raise OSError("the disk does not answer")
 
-    monkeypatch.setattr(plain, "safe_open", refuses)
+    monkeypatch.setattr(held, "safe_open", refuses)
     with pytest.raises(UnavailableError, match="no model can be loaded"):
         load_engine(tiny_folder)

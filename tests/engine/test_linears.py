@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_engine import plain
+from prime_engine import held
 from prime_engine.linears import widen
 from prime_engine.plain import PlainEngine
 from prime_verify.proofs.sampling_torch import gumbel
@@ -51,6 +51,27 @@ def test_float32_layers_stay_as_they_are() -> None:
 def test_only_a_processor_without_bfloat16_widens(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    monkeypatch.setattr(plain, "native_bfloat16", lambda: native)
+    monkeypatch.setattr(held, "native_bfloat16", lambda: native)
     engine = PlainEngine(tiny_folder, noise=gumbel, dtype="bfloat16")
     assert ("forward" in vars(engine.model.get_output_embeddings())) is not native
+
+
+@pytest.mark.parametrize("held_in", ["float32", "bfloat16"])
+def test_a_processor_without_bfloat16_replays_the_same_in_both_dtypes_from_one_copy(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, held_in: str
+) -> None:
+    monkeypatch.setattr(held, "native_bfloat16", lambda: False)
+    tokens = tuple(range(3, 40))
+    one = PlainEngine(tiny_folder, noise=gumbel, dtype=held_in)
+    for dtype in ("float32", "bfloat16"):
+        loaded = PlainEngine(tiny_folder, noise=gumbel, dtype=dtype)
+        assert one.in_dtype(dtype).model is one.model
+        passes = [
+            [
+                part.tobytes()
+                for parts in engine.proof_pass(tokens[:5], tokens[5:], 0.9)
+                for part in parts
+            ]
+            for engine in (one.in_dtype(dtype), loaded)
+        ]
+        assert passes[0] == passes[1]

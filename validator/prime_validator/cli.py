@@ -70,7 +70,9 @@ Server = Annotated[str, typer.Option(help="URL of the orchestrator.")]
 Account = Annotated[str, typer.Argument(help="Address of the validator.")]
 Data = Annotated[Path | None, typer.Option(help="Our own folder: secrets, opinions, policies.")]
 Contract = Annotated[Path | None, typer.Option("--deployment", help=help_text())]
-Device = Annotated[str | None, typer.Option(help="Where to replay: cpu, cuda, …")]
+Device = Annotated[
+    str | None, typer.Option(help="Where to replay: cpu, cuda, cuda:0,cuda:1 or all.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Class = Annotated[
     str | None,
