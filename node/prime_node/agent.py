@@ -38,7 +38,7 @@ from prime_envs.sources import DATASETS_FOLDER, bring_files
 from prime_node.api import NodeApi
 from prime_node.bridge import LONGEST_SOCKET_PATH, Bridge
 from prime_node.config import Settings
-from prime_node.fingerprint import read_hardware
+from prime_node.fingerprint import held_cards, read_hardware
 from prime_node.heartbeat import HeartbeatLoop, Parts
 from prime_node.join import Accounts, Join, OwnersPart, check_pool
 from prime_node.lease_broker import Connections, Deliveries, LeaseBroker, OpenLeases
@@ -127,6 +127,8 @@ class Agent:
         data.bind(pool)
         hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
+        if run.task.gpus:
+            stack.enter_context(held_cards(settings.gpus))
         runtime = self._runtime or make_runtime(settings, data, self._signer.address)
         log.warning("%s", runtime.check(run.task))
         if left := runtime.clean():

@@ -121,7 +121,7 @@ class Settings(ChainSettings):
     An orchestrator on this machine may always name them."""
     gpus: str = Field(default="all", pattern=r"^(all|none|\d{1,2}(,\d{1,2}){0,15})$")
     """Cards that this node uses: all, none (the CPU works), or their numbers as nvidia-smi shows
-    them ("0,1"). Two agents on one machine need different ones."""
+    them ("0,1"). Two agents on one machine need different ones (fingerprint.held_cards)."""
     tensor_parallel: int = Field(default=0, ge=0, le=64)
     """Cards that hold the model together; 0 = as many of the node's as the model can be split
     over."""

@@ -1,11 +1,15 @@
-"""This machine's hardware. Only informative: the challenge measures what counts."""
+"""This machine's hardware, and which agent has its cards. Only informative: the challenge measures
+what counts."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,8 +98,12 @@ def read_gpus(gpus: str = "all") -> tuple[Gpu, ...]:
     if gpus == "none":
         return ()
     found = _all_gpus()
+    return tuple(found[number] for number in _numbers(gpus, found))
+
+
+def _numbers(gpus: str, found: Sequence[Gpu]) -> list[int]:
     if gpus == "all":
-        return found
+        return list(range(len(found)))
     numbers = [int(word) for word in gpus.split(",")]
     for number in numbers:
         if number >= len(found):
@@ -106,24 +114,69 @@ def read_gpus(gpus: str = "all") -> tuple[Gpu, ...]:
             )
         if numbers.count(number) > 1:
             raise UserError(f"the setting gpus = {gpus!r} names card {number} twice")
-    return tuple(found[number] for number in numbers)
+    return numbers
 
 
 def _all_gpus() -> tuple[Gpu, ...]:
+    return tuple(gpu for gpu, _ in _cards())
+
+
+def _cards() -> list[tuple[Gpu, str]]:
+    """Returns all cards of this machine, in NVML's order, each with its UUID."""
     import pynvml
+
+    def text(raw: bytes | str) -> str:
+        return raw.decode(errors="replace") if isinstance(raw, bytes) else str(raw)
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return []
     try:
         found = []
         for index in range(min(pynvml.nvmlDeviceGetCount(), 64)):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            model = pynvml.nvmlDeviceGetName(handle)
-            text = model.decode(errors="replace") if isinstance(model, bytes) else str(model)
             memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) // MIB
-            found.append(Gpu(model=text[:128], memory_mb=memory))
-        return tuple(found)
+            gpu = Gpu(model=text(pynvml.nvmlDeviceGetName(handle))[:128], memory_mb=memory)
+            found.append((gpu, text(pynvml.nvmlDeviceGetUUID(handle))))
+        return found
     finally:
         pynvml.nvmlShutdown()
+
+
+@contextmanager
+def held_cards(gpus: str) -> Iterator[None]:
+    """Holds the node's cards against other agents of this machine, of any user, until the block or
+    the process ends. Raises UserError, naming the other process, if one of them is held.
+
+    A card is held by a socket whose name has its UUID, in Linux's abstract namespace: it needs no
+    permissions, leaves nothing behind, and the kernel knows its process.
+    """
+    found = [] if gpus == "none" else _cards()
+    with ExitStack() as stack:
+        for number in _numbers(gpus, [gpu for gpu, _ in found]) if found else ():
+            gpu, uuid = found[number]
+            name = f"\0prime-node/{uuid}"
+            holder = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                holder.bind(name)
+            except OSError as error:
+                raise UserError(
+                    f"card {number} ({gpu.model}) is used by another agent of this machine "
+                    f"(process {_process_of(name)})",
+                    hint="end it first, or give each agent cards of its own, such as --gpus 0,1",
+                ) from error
+            holder.listen()
+        yield
+
+
+def _process_of(name: str) -> str:
+    """Returns the process id of the socket `name`; "?" if it cannot be found."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(name)
+            packed = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return "?"
+    return str(struct.unpack("3i", packed)[0])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from node_world import NODE, NodeWorld, until
 
 from prime_core.errors import UserError
 from prime_core.ids import Digest
+from prime_core.node import Gpu
 from prime_core.storage.base import digest_key
 from prime_core.transport.client import OrchestratorClient
 from prime_core.verdict import Reason
+from prime_node import agent, fingerprint
 from prime_node.agent import Agent
 from prime_node.config import Settings
 from prime_node.state import DataFolder
@@ -184,6 +187,23 @@ def test_a_data_folder_serves_one_pool(world: NodeWorld) -> None:
     (settings.data / "pool").unlink()
     for _ in range(2):
         data.bind(pool)
+
+
+def test_an_agent_starts_no_task_on_cards_of_another_agent(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Gpu(model="NVIDIA L4", memory_mb=23_034)
+    cards = [(card, f"GPU-{uuid.uuid4()}")]
+    monkeypatch.setattr(fingerprint, "_cards", lambda: cards)
+    task = world.backend.context.run.task.model_copy(update={"gpus": True})
+    run = world.backend.context.run.model_copy(update={"task": task})
+    monkeypatch.setattr(agent, "newest_run", lambda api: run)
+    settings = Settings(
+        orchestrator=world.url, data=world.folder / "node", shadow=True, runtime="process"
+    )
+    runtime: Any = SimpleNamespace(check=lambda task: pytest.fail("the agent went on"))
+    with fingerprint.held_cards("0"), pytest.raises(UserError, match=f"process {os.getpid()}"):
+        Agent(settings, NODE, None, runtime=runtime).run()
 
 
 @pytest.mark.slow

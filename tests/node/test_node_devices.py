@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +172,39 @@ def test_a_node_uses_the_cards_of_its_setting(monkeypatch: pytest.MonkeyPatch) -
         fingerprint.read_gpus("0,3")
     with pytest.raises(UserError, match="names card 1 twice"):
         fingerprint.read_gpus("1,1")
+
+
+HOLDER = """
+import sys
+from prime_core.node import Gpu
+from prime_node import fingerprint
+gpu = Gpu(model="NVIDIA L4", memory_mb=23_034)
+fingerprint._cards = lambda: [(gpu, uuid) for uuid in sys.argv[2:]]
+with fingerprint.held_cards(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_agents_never_take_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
+    monkeypatch.setattr(fingerprint, "_cards", lambda: [(L4, one) for one in uuids])
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, "1", *uuids],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        said = rf"card 1 \(NVIDIA L4\) is used by another agent .* \(process {other.pid}\)"
+        for gpus in ("1", "2,1", "all"):
+            with pytest.raises(UserError, match=said), fingerprint.held_cards(gpus):
+                pytest.fail("it took the card")
+        with fingerprint.held_cards("0,2"), fingerprint.held_cards("none"):
+            pass  # what was held when another card was refused is free again
+        other.kill()  # as by the kernel: it cleans nothing up
+        other.wait()
+        with fingerprint.held_cards("all"):
+            pass
 
 
 def test_a_container_gets_the_node_s_cards_and_shared_memory_for_them(
