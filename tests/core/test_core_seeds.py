@@ -39,9 +39,15 @@ def test_drawn_rows_are_distinct_in_range_and_of_the_asked_number(
 
 
 @given(digests, digests)
-def test_another_seed_gives_other_noise(a: Digest, b: Digest) -> None:
-    same = seeds.noise_seed(a, 0, 0) == seeds.noise_seed(b, 0, 0)
-    assert same == (a == b)
+def test_no_two_samples_share_their_noise(a: Digest, b: Digest) -> None:
+    leases = {a, b}
+    drawn = {
+        seeds.noise_seed(x, group, sample)
+        for x in leases
+        for group in range(8)
+        for sample in range(8)
+    }
+    assert len(drawn) == 64 * len(leases)
 
 
 def test_the_seed_for_which_vllm_draws_its_own_is_never_given(

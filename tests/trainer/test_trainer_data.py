@@ -26,13 +26,14 @@ from prime_core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from prime_core.ids import Digest
+from prime_core.ids import ZERO_DIGEST, Digest, Step
 from prime_core.rollout import COLUMNS, Rollout
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
 from prime_trainer import feed
 from prime_trainer.data import TrainingBatch, assemble, decode_message, encode_message
-from prime_trainer.feed import fetcher, insist
+from prime_trainer.feed import Prefetcher, fetcher, insist
+from prime_trainer.metrics import Stopwatch
 
 RUN = kit.run_definition(groups=12)
 STEP = 4
@@ -163,6 +164,14 @@ def _same_file_twice(objects: kit.Objects) -> SignedBatch:
     return kit.seal([file, file], STEP, RUN)
 
 
+def _files_not_sorted(objects: kit.Objects) -> SignedBatch:
+    files = [kit.seal_file(objects, rollouts(seed), [0, 1], STEP) for seed in (1, 2)]
+    sorted_ = kit.seal(files, STEP, RUN).manifest
+    manifest = sorted_.model_copy(update={"files": sorted_.files[::-1]})
+    signature = kit.MANAGER.sign(manifest.statement(), kit.DOMAIN)
+    return SignedBatch(manifest=manifest, signature=signature)
+
+
 def _same_group_twice(objects: kit.Objects) -> SignedBatch:
     return kit.seal([kit.seal_file(objects, rollouts(1), [1, 1], STEP)], STEP, RUN)
 
@@ -261,6 +270,7 @@ def test_a_batch_of_more_groups_than_the_runs_is_refused_before_anything_is_fetc
         (_other_step, UntrustedError),
         (_other_run, UntrustedError),
         (_same_file_twice, MalformedError),
+        (_files_not_sorted, MalformedError),
         (_same_group_twice, MalformedError),
         (_group_that_is_not_there, UntrustedError),
         (_file_spoiled_in_store, UntrustedError),
@@ -413,3 +423,47 @@ def test_waiting_retries_until_an_answer_or_a_stop() -> None:
 
     with pytest.raises(StoppedError):
         insist(away, stop, "asking")
+
+
+def numbered(step: int) -> TrainingBatch:
+    """An empty batch of this step."""
+    return TrainingBatch(Step(step), ZERO_DIGEST, (), ())
+
+
+def test_a_download_that_fails_in_the_background_fails_the_loop() -> None:
+    tries = iter([UnavailableError("the object is not here"), None])
+
+    def produce(step: int, watch: Stopwatch) -> TrainingBatch:
+        error = next(tries)
+        if error is not None:
+            raise error
+        return numbered(step)
+
+    prefetcher = Prefetcher(produce, limit=1)
+    try:
+        with pytest.raises(UnavailableError, match="not here"):
+            prefetcher.take(0)
+        assert prefetcher.take(0).batch.step == 0  # fetched again
+    finally:
+        prefetcher.close()
+
+
+def test_the_prefetcher_holds_one_batch_ahead_and_never_goes_beyond_the_limit() -> None:
+    asked: list[int] = []
+    second = threading.Event()
+
+    def produce(step: int, watch: Stopwatch) -> TrainingBatch:
+        asked.append(step)
+        if step == 1:
+            second.set()
+        return numbered(step)
+
+    prefetcher = Prefetcher(produce, limit=3)
+    try:
+        assert prefetcher.take(0).batch.step == 0
+        assert second.wait(120)  # batch 1 is on its way although no one asked
+        assert asked == [0, 1]  # and batch 2 is not
+        assert [prefetcher.take(s).batch.step for s in (1, 2)] == [1, 2]
+    finally:
+        prefetcher.close()
+    assert asked == [0, 1, 2]

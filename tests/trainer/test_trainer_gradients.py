@@ -178,3 +178,15 @@ def test_each_sample_counts_once(model: Path, tmp_path: Path, world: World) -> N
         backward(parts, rollouts[start : start + 4])
     scaled = {name: g / 4 for name, g in kit.gradients(parts.policy).items()}
     assert kit.relative_difference(kit.gradients(whole.policy), scaled) < 1e-9
+
+
+def test_a_rank_without_work_adds_nothing_to_the_gradient(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    learner = kit.learner(model, tmp_path, world)
+    empty, tokens = collate([], [], [], [], world.device)
+    logprobs, entropy = learner.policy(empty)
+    loss = policy_loss(logprobs, entropy, tokens, learner.objective).loss
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert all(float(g.abs().sum()) == 0.0 for g in kit.gradients(learner.policy).values())

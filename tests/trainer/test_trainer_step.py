@@ -21,6 +21,7 @@ from prime_trainer.loading import load_policy
 from prime_trainer.metrics import Stopwatch
 from prime_trainer.model import Policy
 from prime_trainer.parallel import World, published_state
+from prime_trainer.publish import export
 
 
 def batch(rollouts: list[kit.Rollout]) -> TrainingBatch:
@@ -57,6 +58,16 @@ def test_weights_that_are_not_finite_stop_the_trainer_before_they_are_kept(
         group["eps"] = math.nan
     with pytest.raises(FatalError, match="not finite"):
         train_step(learner, batch(kit.rows()), Stopwatch())
+
+
+def test_weights_that_are_not_finite_are_not_exported(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    weights = full_state(kit.learner(model, tmp_path, world).policy)
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    with pytest.raises(FatalError, match="not finite"):
+        export(weights, model, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 def test_training_makes_good_answers_likelier_and_bad_ones_less(

@@ -1,4 +1,7 @@
-"""Every known lie about a rollout file is found, and named, at the shipped thresholds."""
+"""Lies about a rollout file are found, and named, at the shipped thresholds.
+
+Variants that the devnet's nodes do not play; test_lies_by_name has those that they do.
+"""
 
 from __future__ import annotations
 
@@ -45,71 +48,14 @@ def _sampled(temperature: float, other_seed: int = 0) -> Any:
     return generate
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_bit_weights_are_rejected_under_any_declared_dtype(world: Any, dtype: str) -> None:
-    liar = load_engine(TRAINED, dtype=dtype, prepare=quantizer(4))
+def test_four_bit_weights_are_rejected_where_bfloat16_is_declared(world: Any) -> None:
+    liar = load_engine(TRAINED, dtype="bfloat16", prepare=quantizer(4))
     _rejected(world, lambda n: world.honest(n, liar), WEIGHTS)
 
 
 def test_bfloat16_passed_off_as_float32_is_rejected(world: Any) -> None:
     liar = load_engine(TRAINED, dtype="bfloat16")
     _rejected(world, lambda n: world.made(n, engine=liar, metadata={"dtype": "float32"}), WEIGHTS)
-
-
-@pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1, 1.25])
-def test_another_temperature_is_rejected(world: Any, temperature: float) -> None:
-    """Log-probabilities give it away even where no drawn token changed."""
-    generate = _sampled(temperature)
-    _rejected(
-        world,
-        lambda n: world.made(n, generate=generate),
-        {Reason.WRONG_SAMPLING, Reason.TAMPERED_LOGPROBS},
-    )
-
-
-def _with_proofs(make_proof: Callable[[list, int, Any], list[bytes]]) -> Any:
-    def change(rows: list, plan: list, generations: list) -> list:
-        changed = []
-        for row, generation in zip(rows, generations, strict=True):
-            windows = activations.split_windows(generation.states)
-            proofs = make_proof(windows, generation.states.shape[1], generation)
-            changed.append(replace(row, proofs=activations.pack(proofs)))
-        return changed
-
-    return change
-
-
-def _polynomial(modulus: int, window: Any, coefficient: int) -> bytes:
-    count = min(128, len(window))
-    words = np.zeros(count + 1, dtype=">u2")
-    words[0], words[1] = modulus, coefficient
-    return words.tobytes()
-
-
-def _constant(windows: list, hidden: int, _: Any) -> list[bytes]:
-    """One typical magnitude everywhere, knowing the true one."""
-    return [
-        _polynomial(65497, w, int(np.median(w[activations.largest(w)] & 0x7FFF))) for w in windows
-    ]
-
-
-def _modulus_h(windows: list, hidden: int, _: Any) -> list[bytes]:
-    return [_polynomial(hidden, w, 0x4000) for w in windows]
-
-
-def _negated(windows: list, hidden: int, _: Any) -> list[bytes]:
-    return activations.build([w ^ np.uint16(0x8000) for w in windows])
-
-
-def _of_random_states(windows: list, hidden: int, _: Any) -> list[bytes]:
-    rng = np.random.default_rng(0)
-    drawn = [rng.normal(0, 1, len(w)).astype(np.float32) for w in windows]
-    return activations.build([sketch.float_to_bf16(values) for values in drawn])
-
-
-@pytest.mark.parametrize("forgery", [_constant, _modulus_h, _negated, _of_random_states])
-def test_a_forged_proof_is_rejected_even_with_a_true_sketch(world: Any, forgery: Any) -> None:
-    _rejected(world, lambda n: world.made(n, change=_with_proofs(forgery)), {Reason.FORGED_PROOF})
 
 
 def test_a_sketch_without_the_states_is_rejected_even_with_a_true_proof(world: Any) -> None:
@@ -153,10 +99,9 @@ def test_a_tampered_reward_is_rejected_in_any_row(world: Any) -> None:
     _rejected(world, make, {Reason.TAMPERED_REWARD})
 
 
-@pytest.mark.parametrize("shift", [-0.02, -1.0])
-def test_tampered_logprobs_are_rejected(world: Any, shift: float) -> None:
+def test_slightly_tampered_logprobs_are_rejected(world: Any) -> None:
     def change(rows: list, plan: list, generations: list) -> list:
-        return [replace(row, logprobs=row.logprobs + np.float32(shift)) for row in rows]
+        return [replace(row, logprobs=row.logprobs + np.float32(-0.02)) for row in rows]
 
     _rejected(world, lambda n: world.made(n, change=change), {Reason.TAMPERED_LOGPROBS})
 
