@@ -58,8 +58,8 @@ CREATE TABLE IF NOT EXISTS entries (
   receipt TEXT,                -- JSON of ReceiptAnswer
   reason TEXT NOT NULL DEFAULT '',
   created_at REAL NOT NULL,
-  lease TEXT,                  -- JSON of SignedLease
-  worth TEXT NOT NULL DEFAULT '0' -- pay of its generated tokens in wei
+  lease TEXT NOT NULL,         -- JSON of SignedLease
+  worth TEXT NOT NULL          -- pay of its generated tokens in wei
 );
 CREATE TABLE IF NOT EXISTS endings (
   submission_digest TEXT PRIMARY KEY,
@@ -84,8 +84,7 @@ class Entry:
     receipt: ReceiptAnswer | None
     reason: str
     path: Path
-    lease: SignedLease | None = None
-    """The lease as the manager signed it; None in a journal of an older program."""
+    lease: SignedLease
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,7 @@ class Spool:
         self.changed = threading.Condition()
         """Notified whenever an entry is added or settled."""
         with self._journal() as db:
-            _read_without_writing(db)
             db.executescript(_SCHEMA)
-            known = {row[1] for row in db.execute("PRAGMA table_info(entries)")}
-            if "lease" not in known:  # by an older program
-                db.execute("ALTER TABLE entries ADD COLUMN lease TEXT")
-            if "worth" not in known:
-                db.execute("ALTER TABLE entries ADD COLUMN worth TEXT NOT NULL DEFAULT '0'")
         if sweep:
             self._sweep()
 
@@ -215,7 +208,7 @@ class Spool:
         self,
         submission_digest: Digest,
         body: SignedSubmission,
-        lease: SignedLease | None = None,
+        lease: SignedLease,
         *,
         worth: int = 0,
     ) -> Entry:
@@ -242,7 +235,7 @@ class Spool:
                             lease_digest,
                             submission_digest,
                             body.model_dump_json(),
-                            lease.model_dump_json() if lease is not None else None,
+                            lease.model_dump_json(),
                             str(worth),
                             self._now(),
                         ),
@@ -351,7 +344,7 @@ class Spool:
             signed = SignedSubmission.model_validate_json(body)
             answer = ReceiptAnswer.model_validate_json(receipt) if receipt else None
             path = self._path(signed.submission.sha256)
-            given = SignedLease.model_validate_json(lease) if lease else None
+            given = SignedLease.model_validate_json(lease)
             entries.append(
                 Entry(lease_digest, submission_digest, signed, state, answer, reason, path, given)
             )
@@ -364,15 +357,6 @@ def waiting_in(folder: Path) -> int:
     if not (folder / "journal.sqlite").is_file():
         return 0
     return len(Spool(folder, now=time.time, sweep=False).waiting())
-
-
-def _read_without_writing(db: sqlite3.Connection) -> None:
-    """Switches the journal to rollback mode, which is readable without writes. Write-ahead logging,
-    used by older programs, must write its index to be read. The mode is left unchanged while
-    another process reads the journal."""
-    if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
-        with suppress(sqlite3.OperationalError):
-            db.execute("PRAGMA journal_mode=DELETE")
 
 
 class TaskUploads:

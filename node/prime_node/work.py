@@ -41,7 +41,6 @@ class Receipted:
             "state": self.state,
             "post_from": self.post_from,
             "post_until": self.post_until,
-            "can_be_posted": self.entry.lease is not None,
         }
 
 
@@ -51,7 +50,7 @@ def read_receipts(data: DataFolder) -> list[Entry]:
     if not (data.spool / "journal.sqlite").is_file():
         return []
     entries = Spool(data.spool, now=time.time, sweep=False).receipted()
-    return [entry for entry in entries if entry.lease is None or not entry.lease.lease.shadow]
+    return [entry for entry in entries if not entry.lease.lease.shadow]
 
 
 def received_since(entries: Sequence[Entry], since: float) -> list[Entry]:
@@ -127,11 +126,6 @@ def post_call(link: Link, entry: Entry) -> Call:
     built."""
     if entry.receipt is None:
         raise UserError(f"there is no receipt for submission {entry.submission_digest}")
-    if entry.lease is None:
-        raise UserError(
-            f"the signed lease of submission {entry.submission_digest} was not kept here",
-            hint="it was handed in by an older version of this program",
-        )
     return link.contracts.work.post_leaf(
         entry.lease.lease,
         entry.lease.signature,

@@ -154,9 +154,6 @@ class TransactionQueue:
                 sound = self._db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
                 self._db.execute("PRAGMA synchronous = FULL")
                 made = self._objects()
-                if sound and "sender_intents" in made and "intents" not in made:
-                    self._upgrade()
-                    made = self._objects()
         except sqlite3.Error as error:
             found = _trouble(self._path, error)
             if isinstance(found, UnavailableError):
@@ -172,22 +169,6 @@ class TransactionQueue:
 
     def _objects(self) -> set[str]:
         return {row[0] for row in self._db.execute("SELECT name FROM sqlite_master")}
-
-    def _upgrade(self) -> None:
-        """Takes over the file of an older program, whose table had another name and no kinds."""
-        self._db.execute("BEGIN IMMEDIATE")
-        if "sender_intents" in self._objects():  # another process may have been faster
-            for statement in _SCHEMA.split(";\n"):
-                self._db.execute(statement)
-            self._db.execute(
-                "INSERT INTO intents (seq, id, kind, payload, call_to, data, value, description,"
-                " status, nonce, gas, note, error, tx_hash, block, contract, block_hash,"
-                " created_at, updated_at) SELECT seq, id, '', '', call_to, data, value,"
-                " description, status, nonce, gas, note, error, tx_hash, block, contract,"
-                " block_hash, created_at, updated_at FROM sender_intents ORDER BY seq"
-            )
-            self._db.execute("DROP TABLE sender_intents")
-        self._db.execute("COMMIT")
 
     @contextmanager
     def _guarded(self) -> Iterator[sqlite3.Connection]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,67 +264,3 @@ def test_a_journal_that_was_emptied_or_cut_off_refuses_to_start_with_the_way_out
     path.write_bytes(raw[:keep])
     with pytest.raises((FatalError, UnavailableError), match="remove the file"):
         make()
-
-
-_FIRST_SCHEMA = """
-CREATE TABLE IF NOT EXISTS sender_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS sender_intents (
-    seq          INTEGER PRIMARY KEY AUTOINCREMENT,
-    id           TEXT NOT NULL UNIQUE,
-    call_to      TEXT,               -- NULL creates a contract
-    data         BLOB NOT NULL,
-    value        TEXT NOT NULL,
-    description  TEXT NOT NULL,
-    status       TEXT NOT NULL,      -- queued, sent, confirmed, failed
-    nonce        INTEGER,
-    gas          INTEGER,
-    note         TEXT NOT NULL DEFAULT '',  -- why it waits, in plain words
-    error        TEXT,               -- JSON {name, arguments} of a failed one
-    tx_hash      TEXT,               -- the one that was mined
-    block        INTEGER,
-    contract     TEXT,               -- the address it created
-    block_hash   TEXT,
-    created_at   REAL NOT NULL,
-    updated_at   REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS sender_intents_open ON sender_intents (status, seq);
-CREATE INDEX IF NOT EXISTS sender_intents_nonce ON sender_intents (nonce);
-CREATE INDEX IF NOT EXISTS sender_intents_block ON sender_intents (block);
-CREATE TABLE IF NOT EXISTS sender_attempts (
-    hash          TEXT PRIMARY KEY,
-    intent_id     TEXT NOT NULL,
-    nonce         INTEGER NOT NULL,
-    max_fee       TEXT NOT NULL,     -- wei per gas
-    priority_fee  TEXT NOT NULL,
-    raw           BLOB NOT NULL,
-    signed_at     REAL NOT NULL,
-    sent_at       REAL,              -- last broadcast; NULL: not known to have been sent
-    closed        INTEGER NOT NULL DEFAULT 0  -- its failure was seen and tried again
-);
-CREATE INDEX IF NOT EXISTS sender_attempts_intent ON sender_attempts (intent_id, signed_at);
-"""
-
-
-def test_a_queue_of_an_older_program_is_taken_over(make: Make, tmp_path: Path) -> None:
-    """What it sent is still known: the same intent is not sent again."""
-    call = transfer(target(75))
-    account = make(journal="other.sqlite").address
-    path = tmp_path / "journal.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as old:
-        old.executescript(_FIRST_SCHEMA)
-        old.executemany(
-            "INSERT INTO sender_meta VALUES (?, ?)",
-            [("account", account), ("chain_id", str(CHAIN_ID))],
-        )
-        old.execute(
-            "INSERT INTO sender_intents (id, call_to, data, value, description, status, nonce,"
-            " tx_hash, block, created_at, updated_at)"
-            " VALUES ('pay', ?, ?, ?, '', 'confirmed', 0, '0x1', 1, 1, 1)",
-            (call.to, call.data, str(call.value)),
-        )
-        old.commit()
-    sender = make()
-    assert sender.submit("pay", call).status == "confirmed"
-    assert sender.open_intents() == []
-    sender.submit("next", call)
-    assert [one.id for one in sender.open_intents()] == ["next"]

@@ -65,17 +65,6 @@ def test_heartbeats_go_out_when_the_journal_cannot_be_read_at_all(
     assert "cannot read the spool, so this heartbeat names no open lease" in caplog.text
 
 
-def test_a_journal_of_an_older_program_is_read_on_a_full_disk_too(small_disk: Path) -> None:
-    folder = small_disk / "spool"
-    Spool(folder, now=time.time)
-    with sqlite3.connect(folder / "journal.sqlite") as db:
-        assert db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
-    db.close()
-    spool = Spool(folder, now=time.time)
-    fill(small_disk / "filler")
-    assert spool.waiting() == []
-
-
 def test_a_finished_file_waits_for_room_while_its_lease_lasts(
     kit: Kit, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

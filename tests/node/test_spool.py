@@ -190,8 +190,8 @@ def test_one_lease_takes_one_file(kit: Kit) -> None:
         update={"submission": entry.body.submission.model_copy(update={"sha256": "0x" + "33" * 32})}
     )
     with pytest.raises(ConflictError, match="another file"):
-        kit.spool.add(entry.submission_digest, SignedSubmission.model_validate(other))
-    again = kit.spool.add(entry.submission_digest, entry.body)
+        kit.spool.add(entry.submission_digest, SignedSubmission.model_validate(other), entry.lease)
+    again = kit.spool.add(entry.submission_digest, entry.body, entry.lease)
     assert again.lease_digest == lease
 
 

@@ -184,13 +184,6 @@ def test_groups_are_remembered_as_long_as_staleness_could_bring_them_back() -> N
     assert TrainerState.from_json(state.to_json()) == state
 
 
-def test_a_state_without_a_version_is_of_the_version_of_its_step() -> None:
-    written = json.loads(TrainerState(RUN.digest(), step=4, version=4).to_json())
-    del written["version"]
-    found = TrainerState.from_json(json.dumps(written))
-    assert (found.step, found.version) == (4, 4)
-
-
 @pytest.mark.parametrize(
     ("text", "last", "newest", "expected"),
     [

@@ -104,7 +104,7 @@ class TrainerState:
             return TrainerState(
                 Digest(raw["run_digest"]),
                 int(raw["step"]),
-                int(raw.get("version", raw["step"])),  # older states have none
+                int(raw["version"]),
                 trained,
                 raw["metrics"],
                 int(raw["ranks"]),
