@@ -14,7 +14,6 @@ only the deltas and manifests, from which any client can make the files again.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prime_broadcast.files import open_regular, read_at, remove_folder, write_whole
+from prime_broadcast.files import remove_folder, write_whole
 from prime_broadcast.manifest import DELTA_PREFIX, MANIFEST_NAME, read_signed
 from prime_core import encoding
 from prime_core.checkpoint import Manifest, SignedManifest
@@ -175,12 +174,6 @@ def parse_index(raw: bytes) -> list[SignedManifest]:
         if newer.manifest.version == older.manifest.version:
             raise MalformedError(f"the index names version {older.manifest.version} twice")
     return listed
-
-
-def read_index(root: Path) -> list[SignedManifest]:
-    """The index on disk. Raises UnavailableError, MalformedError."""
-    with open_regular(root / POLICIES / INDEX_NAME) as fd:
-        return parse_index(read_at(fd, 0, os.fstat(fd).st_size))
 
 
 def is_thin(root: Path, version: int) -> bool:

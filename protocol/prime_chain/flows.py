@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prime_chain.client import Call, TxReceipt
+from prime_chain.client import Call
 from prime_chain.contracts import Binding, Contracts, Unbonding
 from prime_chain.contracts.base import Contract
-from prime_chain.events import PoolCreated, of_receipt
-from prime_core.errors import FatalError
 from prime_core.ids import Address, Signature
 from prime_core.node import Invite, NodeConsent
 
@@ -65,14 +63,6 @@ def bond_pool(contracts: Contracts, account: Address, pool: int, amount: int) ->
     """Moves `amount` wei of `account`'s tokens into the bond behind the pool's unpaid work."""
     rewards = contracts.rewards
     return [*_allow(contracts, account, rewards, amount), rewards.bond(pool, amount)]
-
-
-def created_pool(contracts: Contracts, receipt: TxReceipt) -> int:
-    """Number of the pool that a mined `create` made. Raises FatalError if it made none."""
-    for event in of_receipt(receipt, 0, contracts.deployment):
-        if isinstance(event, PoolCreated):
-            return event.pool
-    raise FatalError(f"the transaction {receipt.tx_hash} created no pool")
 
 
 @dataclass(frozen=True)

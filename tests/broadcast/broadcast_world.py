@@ -96,6 +96,11 @@ class Run:
     def file(self, version: int, name: str = "model.safetensors") -> bytes:
         return (layout.version_folder(self.root, version) / name).read_bytes()
 
+    def index(self) -> list[int]:
+        """The versions that the index names, newest first."""
+        raw = (self.root / layout.POLICIES / layout.INDEX_NAME).read_bytes()
+        return [signed.manifest.version for signed in layout.parse_index(raw)]
+
 
 def same_files(folder: Path, run: Run, version: int) -> bool:
     """The folder's files are bit for bit the published ones."""

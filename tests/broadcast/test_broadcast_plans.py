@@ -140,7 +140,7 @@ def test_versions_expire_by_the_age_of_those_after_them_and_never_what_others_ne
     assert layout.expired(run.root, 107.0, keep=1, later=1) == [], "published again since"
     layout.remove(run.root, [1, 2, 3])
     assert layout.versions(run.root) == [0, 4, 5, 6, 7]
-    assert [s.manifest.version for s in layout.read_index(run.root)] == [7, 6, 5, 4, 0]
+    assert run.index() == [7, 6, 5, 4, 0]
 
 
 def test_a_thinned_version_comes_from_its_anchor_bit_for_bit(

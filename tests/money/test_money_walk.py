@@ -18,8 +18,9 @@ from prime_core.errors import UnavailableError
 from prime_core.verdict import Reason
 from prime_orchestrator.cli import costs
 from prime_orchestrator.manager.indexer import run_indexer_tick
-from prime_orchestrator.manager.settlement import newest_settlement, settle_epochs
+from prime_orchestrator.manager.settlement import settle_epochs
 from prime_orchestrator.store import checks, intents, meta, schema
+from prime_orchestrator.store.rewards import newest_root
 
 pytestmark = needs_anvil
 
@@ -86,7 +87,7 @@ def test_an_epochs_reward_root_is_posted_and_claimed_to_the_unit(members: World)
     world.ticks()
     epoch = one(world, schema.roots)["epoch"]
     with mgr.store.read() as connection:
-        assert newest_settlement(connection, mgr.objects) is None
+        assert newest_root(connection, confirmed=True) is None
 
     world.forward(RUN.validity_seconds)
     world.ticks(1)

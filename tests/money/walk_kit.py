@@ -19,8 +19,7 @@ from prime_core.settlement import Settlement, load_settlement
 from prime_core.storage.base import digest_key
 from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions
-from prime_orchestrator.manager.settlement import newest_settlement
-from prime_orchestrator.store import leases, schema
+from prime_orchestrator.store import leases, rewards, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 
 HONEST, LIAR = key(10), key(11)
@@ -92,6 +91,6 @@ def run_bytes(world: World, digest: Digest) -> bytes:
 
 def settled(world: World) -> Settlement:
     with world.mgr.store.read() as connection:
-        found = newest_settlement(connection, world.mgr.objects)
-    assert found is not None
-    return load_settlement(found.digest(), partial(read_object, world.mgr.objects))
+        root = rewards.newest_root(connection, confirmed=True)
+    assert root is not None
+    return load_settlement(root.object, partial(read_object, world.mgr.objects))

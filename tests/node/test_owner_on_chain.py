@@ -104,7 +104,8 @@ def owner(deployed: Deployed, tmp_path: Path) -> Owner:
     create = c.pools.create(
         pool_config(TRAINER.address, sha256(b"run"), 100 * ETHER, slash=50 * ETHER, capacity=8)
     )
-    pool = flows.created_pool(c, deployed.send(MANAGER, create))
+    deployed.send(MANAGER, create)
+    pool = c.pools.count()
     deployed.send(MANAGER, c.pools.set_validator(pool, VALIDATOR.address, True))
     return Owner(deployed, pool, tmp_path)
 
@@ -499,7 +500,8 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     domain = deployed.deployment.domain_of(found.signed.submission)
     assert found.signed.submission.digest(domain) == leaf == found.root.root
     assert found.signed.submission.recover(domain, found.signed.signature) == NODE.address
-    assert deployed.contracts.work.rooted_at(owner.pool, found.root.seq, leaf, found.proof)
+    work = deployed.contracts.work
+    assert work.read("rootedAt", owner.pool, found.root.seq, leaf, tuple(found.proof)) != (0,)
     assert "NotAllowed" in owner.refused("appeal", leaf, wallet=OTHER)
     owner("appeal", leaf)
     assert "was appealed before" in owner.refused("appeal", leaf)
@@ -519,7 +521,7 @@ def test_a_receipt_that_the_manager_forgot_is_posted_by_its_node_and_found_again
     words += ["--orchestrator", "http://127.0.0.1:9", "--journal", str(owner.folder / "journal")]
     status, _, complaint = typed(orchestrator, *words)
     assert status == 0, complaint
-    assert deployed.contracts.work.is_rejected(owner.pool, leaf)
+    assert work.read("isRejected", owner.pool, leaf) == (True,)
     with pytest.raises(NotFoundError, match="no root on chain holds"):
         find_leaf(
             deployed.client, deployed.deployment, events, owner.pool, sha256(b"x"), None, nothing

@@ -34,7 +34,6 @@ from prime_core.settlement import (
     judged_fact,
     load_settlement,
     own_root,
-    parse_settlement,
     settle,
     standing,
 )

@@ -27,7 +27,6 @@ from prime_chain.contracts.pools import (
     PoolConfig,
     PoolJudgement,
     Pools,
-    Seat,
 )
 from prime_chain.contracts.registry import Registry
 from prime_chain.contracts.rewards import Claim, PoolFunds, RewardRoot, Rewards
@@ -41,7 +40,7 @@ __all__ = [
     "ETHER", "AnnouncedTerms", "Appointment", "Ballot", "Binding", "CaseStatus", "Claim",
     "Contract", "Contracts", "Court", "CourtCase", "JoinRules", "JurorRecord", "JurorSeat",
     "Pool", "PoolConfig", "PoolFunds", "PoolJudgement", "Pools", "Proposal", "ProposalState",
-    "Registry", "RewardRoot", "Rewards", "Seat", "Slasher", "Token", "Unbonding", "Vault",
+    "Registry", "RewardRoot", "Rewards", "Slasher", "Token", "Unbonding", "Vault",
     "Vote", "Work", "WorkRoot", "commitment_of", "prime",
 ]  # fmt: skip
 

@@ -59,16 +59,6 @@ class Appointment:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A node's present or last stay in a pool. `left_at` 0 while it is seated."""
-
-    provider: Address
-    banned: bool
-    left_at: int
-    invite_deadline: int
-
-
-@dataclass(frozen=True)
 class Revision:
     """Leases of steps from `from_step` on are given under this run. `at`: Unix seconds."""
 
@@ -134,11 +124,6 @@ class Pools(Contract):
         """The policy version that can be published next."""
         return cast(int, self._one("nextVersion", pool, block=block))
 
-    def seat_of(self, pool: int, node: Address, block: BlockId = "latest") -> Seat | None:
-        """The node's present or last seat; None if it never had one."""
-        seat = Seat(*self._one("seatOf", pool, node, block=block))
-        return seat if or_none(seat.provider) is not None else None
-
     def rules_of(self, pool: int, block: BlockId = "latest") -> JoinRules:
         """Raises ChainRevertedError (UnknownPool) if there is no such pool."""
         return JoinRules(*self.read("rulesOf", pool, block=block))
@@ -146,10 +131,6 @@ class Pools(Contract):
     def allows(self, provider: Address, pool: int, block: BlockId = "latest") -> bool:
         """Whether the provider lets the pool seat its nodes."""
         return bool(self._one("allows", provider, pool, block=block))
-
-    def is_listed(self, pool: int, provider: Address, block: BlockId = "latest") -> bool:
-        """Whether the provider is on the pool's allow list (which counts while it is on)."""
-        return bool(self._one("isListed", pool, provider, block=block))
 
     def create(self, config: PoolConfig) -> Call:
         """The sender becomes the manager. The PoolCreated event carries the pool's number."""

@@ -51,9 +51,6 @@ class Token(Contract):
     def allowance(self, owner: Address, spender: Address, block: BlockId = "latest") -> int:
         return cast(int, self._one("allowance", owner, spender, block=block))
 
-    def total_supply(self, block: BlockId = "latest") -> int:
-        return cast(int, self._one("totalSupply", block=block))
-
     def is_testnet(self, block: BlockId = "latest") -> bool:
         """Whether the faucet is open."""
         return bool(self._one("testnet", block=block))

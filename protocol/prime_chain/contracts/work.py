@@ -51,15 +51,6 @@ class Work(Contract):
         """How many roots the pool has; they are numbered from 1."""
         return cast(int, self._one("rootCount", pool, block=block))
 
-    def is_rejected(self, pool: int, leaf: Digest, block: BlockId = "latest") -> bool:
-        return bool(self._one("isRejected", pool, leaf, block=block))
-
-    def rooted_at(
-        self, pool: int, seq: int, leaf: Digest, proof: Sequence[Digest], block: BlockId = "latest"
-    ) -> int | None:
-        """When the root was posted that holds the leaf (Unix seconds); None: it does not."""
-        return self._one("rootedAt", pool, seq, leaf, tuple(proof), block=block) or None
-
     def epoch_at(self, time: int, block: BlockId = "latest") -> int:
         return cast(int, self._one("epochAt", time, block=block))
 
