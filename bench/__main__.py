@@ -27,7 +27,7 @@ BENCHES = {
     "engine": "What proofs, lease slots and new policies cost an engine",
     "plan": "Memory of a training step as planned, over what a real one takes",
     "gpu": "Tokens a second and MFU of the trainer on one GPU, next to prime-rl's published figure",
-    "environments": "Programs a second in the sandbox, graders, file times by speed class",
+    "environments": "Programs a second in the sandbox, graders",
     "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",
     "smol_network": "The whole network with SmolLM2-135M-Instruct: memory of each process",
     "smol_learning": "SmolLM2-135M-Instruct learns to use a tool on a network (half an hour)",

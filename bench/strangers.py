@@ -11,7 +11,6 @@ hosts       requests and session grants that were signed for another orchestrato
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import statistics
@@ -274,21 +273,16 @@ def _shadows(pool: seats.Pool, count: int) -> Row:
 def _serving(pool: seats.Pool) -> Iterator[tuple[seats.Pool, int]]:
     """The pool's API on a port of its own, with the limits of `orchestrator serve`."""
     pool.clock[0] = time.time()
-    server, up = make_server(create_app(pool.backend), Proxies()), threading.Event()
+    server = make_server(create_app(pool.backend), Proxies())
     listener = bind("127.0.0.1", 0)
-
-    async def run() -> None:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        up.set()
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        if not up.wait(60):
-            raise UnavailableError("the API did not start")
+        end = time.monotonic() + 60
+        while not server.started:
+            if time.monotonic() > end:
+                raise UnavailableError("the API did not start")
+            time.sleep(0.01)
         yield pool, int(listener.getsockname()[1])
     finally:
         server.should_exit = True

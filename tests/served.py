@@ -52,9 +52,15 @@ def listen(port: int = 0) -> tuple[socket.socket, str]:
 
 @contextmanager
 def serving(app: Any, listener: socket.socket) -> Iterator[None]:
-    """Serves an ASGI application from a thread, and closes the socket afterwards. Fails if a
-    request outlives the server by a minute."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    """Serves an ASGI application from a thread, as `running` does."""
+    with running(uvicorn.Server(uvicorn.Config(app, log_level="error")), listener):
+        yield
+
+
+@contextmanager
+def running(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
+    """Runs a server in a thread, and closes the socket afterwards. Fails if a request outlives the
+    server by a minute."""
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

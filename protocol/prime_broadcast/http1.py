@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -64,9 +66,43 @@ class Bucket:
         self._last = now
         return max(0.0, -self._level / self._rate)
 
+    def try_take(self, amount: float) -> bool:
+        """Takes `amount` if the bucket holds that much, or else nothing. Returns whether it did."""
+        self.take(0)
+        if self._level < amount:
+            return False
+        self._level -= amount
+        return True
+
     def full(self) -> bool:
         """True if it has not been used for a while."""
         return self._level + (self._clock() - self._last) * self._rate >= self._most
+
+
+class RateLimit:
+    """Limits requests by key: a bucket that holds two seconds of requests, at least one, for each
+    of the `keys` latest keys."""
+
+    def __init__(
+        self, per_second: float, clock: Callable[[], float] = time.monotonic, keys: int = 10_000
+    ) -> None:
+        """`per_second` 0: no limit."""
+        self._rate = per_second
+        self._clock = clock
+        self._keys = keys
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def admits(self, key: str) -> bool:
+        """Whether a request with this key may go on."""
+        if not self._rate:
+            return True
+        bucket = self._buckets.pop(key, None)
+        if bucket is None:
+            bucket = Bucket(self._rate, self._clock, burst=2.0, least=1.0)
+        self._buckets[key] = bucket
+        if len(self._buckets) > self._keys:
+            self._buckets.popitem(last=False)
+        return bucket.try_take(1)
 
 
 class RequestError(Exception):

@@ -34,6 +34,7 @@ from prime_core.verdict import Reason
 from prime_orchestrator import rollouts, scheduler
 from prime_orchestrator.api import intake, status
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.api.kept import KeptFor
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
@@ -193,9 +194,7 @@ def everything(mgr: ManagerSide, rows: list[SubmissionRow]) -> dict[str, object]
         for row in evaluations.newest(connection, 9):
             said[f"evaluation {row.id}"] = evaluations.results(connection, row.id, 10)
     for node in EVERYONE:
-        said[f"reward {node.address}"] = status.reward_info(
-            mgr.backend, status.KeptProofs(), node.address
-        )
+        said[f"reward {node.address}"] = status.reward_info(mgr.backend, KeptFor(), node.address)
     said["nodes"] = status.NodeList(mgr.backend).__dict__
     said["status"] = status.status(mgr.backend)
     said["metrics"] = generate_latest(PoolMetrics(mgr.backend, RequestCounts()))

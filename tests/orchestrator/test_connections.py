@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
@@ -15,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from orchestrator_world import World
+from served import running
 
 from prime_core.errors import UnavailableError
 from prime_orchestrator.api.app import create_app
@@ -55,24 +54,8 @@ def served(protocol: type[PatientHttp], app: Any = hello) -> Iterator[int]:
         app, http=protocol, log_config=None, lifespan="off", limit_concurrency=LIMIT,
         timeout_keep_alive=30,
     )  # fmt: skip
-    server, up = uvicorn.Server(config), threading.Event()
-
-    async def run() -> None:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        up.set()
-        await task
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    try:
-        assert up.wait(20)
+    with running(uvicorn.Server(config), listener):
         yield int(listener.getsockname()[1])
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive(), "a request outlives its connection"
 
 
 def connect(stack: ExitStack, port: int, said: bytes = b"") -> socket.socket:

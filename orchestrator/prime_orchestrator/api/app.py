@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.types import Receive, Scope, Send
 
+from prime_broadcast.http1 import RateLimit
 from prime_core import messages
 from prime_core.checkpoint import SignedManifest
 from prime_core.rollout import SignedSubmission
@@ -23,7 +24,7 @@ from prime_core.transport.problems import CONTENT_TYPE
 from prime_core.version import SPOKEN
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import Proxies
-from prime_orchestrator.api.entry import Entry, RateLimit
+from prime_orchestrator.api.entry import Entry
 from prime_orchestrator.api.held import HOLD_SECONDS
 from prime_orchestrator.api.metrics import RequestCounts
 from prime_orchestrator.api.routes import nodes, objects, pool, validators, watch

@@ -6,14 +6,13 @@ its headers.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prime_broadcast.http1 import RateLimit
 from prime_broadcast.peers import place_of
 from prime_core.errors import PrimeError, ProtocolError, UnavailableError
 from prime_core.version import HEADER, agree
@@ -25,33 +24,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _HEADER = HEADER.lower().encode()
 
 
-class RateLimit:
-    """Limits each client address by a token bucket that holds two seconds of requests. Under IPv6
-    each /64 network counts as one address, since its holder has 2^64 of them."""
-
-    MAX_CLIENTS = 10_000
-
-    def __init__(self, per_second: int) -> None:
-        """`per_second` 0: no limit."""
-        self._rate = per_second
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def admits(self, host: str, now: float) -> bool:
-        """Whether a request from this address may go on."""
-        if not self._rate:
-            return True
-        client, full = place_of(host), 2.0 * self._rate
-        tokens, seen = self._buckets.pop(client, (full, now))
-        tokens = min(full, tokens + (now - seen) * self._rate)
-        self._buckets[client] = (max(0.0, tokens - 1), now)
-        if len(self._buckets) > self.MAX_CLIENTS:
-            self._buckets.popitem(last=False)
-        return tokens >= 1
-
-
 class Entry:
     """Finds a request's client behind trusted proxies, limits its rate, agrees on the protocol
-    version, names it in the answer, and counts the answer.
+    version, names it in the answer, and counts the answer. Under IPv6 each /64 network counts as
+    one client, since its holder has 2^64 addresses.
 
     A request that changes something must name its version. A read without one (a browser, curl) is
     answered in the newest. Signed URLs (/v1/store/) name none: any object store may serve them.
@@ -101,7 +77,7 @@ class Entry:
             scope["client"] = (host, port)
         method, path = scope["method"], scope["path"]
         agreed, refused = self._spoken[-1], None
-        if not self._rate.admits(host, time.monotonic()):
+        if not self._rate.admits(place_of(host)):
             refused = problem(UnavailableError("too many requests: slow down"), code=429)
         elif (
             path.startswith("/v1/")

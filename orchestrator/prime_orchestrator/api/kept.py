@@ -1,4 +1,4 @@
-"""A cache for one value that is expensive to compute and often read."""
+"""Caches for one value that is expensive to compute and often read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
+K = TypeVar("K")
 T = TypeVar("T")
 EVERY_SECONDS = 1.0
 
@@ -32,3 +33,18 @@ class Kept(Generic[T]):
                 done = clock()
                 self._good_until = done + EVERY_SECONDS * max(1.0, done - begun)
             return self._latest[0]
+
+
+class KeptFor(Generic[K, T]):
+    """Caches the value of the newest key. Readers do not wait for one another, so some may make
+    the same value twice."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[K, T] | None = None
+
+    def get(self, key: K, make: Callable[[], T]) -> T:
+        """Returns the value of `key`, by `make` if it is not cached. Raises what `make` raises."""
+        kept = self._kept
+        if kept is None or kept[0] != key:
+            kept = self._kept = key, make()
+        return kept[1]

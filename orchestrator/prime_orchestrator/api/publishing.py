@@ -24,6 +24,7 @@ from prime_core.ids import Address
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.addresses import PrivateAddressError, is_loopback, public_address
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.kept import KeptFor
 from prime_orchestrator.store import Connection, Store, lock, nodes, policies
 from prime_orchestrator.store.intents import queue_intent
 
@@ -82,25 +83,20 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
         )
 
 
-class KeptListing:
-    """The list of the newest policies as JSON, made once for each newest policy: every node asks
-    for it when one is published, and the manifests of a large model take megabytes."""
+def listing(store: Store, kept: KeptFor[str, str]) -> tuple[str, str]:
+    """Returns the entity tag and the JSON of the list of the newest policies, a PolicyList with the
+    newest first. Published policies never change, so the newest identifies the list. It is made
+    once for each newest policy: every node asks for it when one is published, and the manifests of
+    a large model take megabytes."""
+    with store.read() as connection:
+        newest = policies.newest_name(connection)
+        tag = f'"{newest[0]}-{newest[1]}"' if newest else '"none"'
 
-    def __init__(self) -> None:
-        self._kept: tuple[str, str] | None = None
+        def made() -> str:
+            bodies = ",".join(row.body for row in policies.newest(connection, LISTED))
+            return f'{{"policies":[{bodies}]}}'
 
-    def of(self, store: Store) -> tuple[str, str]:
-        """Returns the list's entity tag and its body, a PolicyList with the newest first. Published
-        policies never change, so the newest identifies the list."""
-        with store.read() as connection:
-            newest = policies.newest_name(connection)
-            tag = f'"{newest[0]}-{newest[1]}"' if newest else '"none"'
-            kept = self._kept
-            if kept is None or kept[0] != tag:
-                rows = policies.newest(connection, LISTED)
-                bodies = ",".join(row.body for row in rows)
-                kept = self._kept = tag, f'{{"policies":[{bodies}]}}'
-        return kept
+        return tag, kept.get(tag, made)
 
 
 def manifest(backend: Backend, version: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Generic, Literal, TypeVar
 
@@ -29,15 +30,16 @@ from prime_core.messages import (
     ValidatorInfo,
 )
 from prime_core.run import RunDefinition
-from prime_core.settlement import Settlement
+from prime_core.settlement import parse_settlement
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.task import LeaseOutcome
 from prime_core.verdict import Reason
 from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
+from prime_orchestrator.api.kept import KeptFor
+from prime_orchestrator.context import read_object
 from prime_orchestrator.manager import revisions, targets
 from prime_orchestrator.manager.funding import funding
-from prime_orchestrator.manager.settlement import settlement_of
 from prime_orchestrator.store import (
     Connection,
     archive,
@@ -61,7 +63,6 @@ from prime_orchestrator.store.batches import BatchSummary
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.policies import PolicyRow
-from prime_orchestrator.store.rewards import RewardRootRow
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
 T = TypeVar("T")
@@ -432,7 +433,9 @@ class RewardProofs:
     tree: MerkleTree
 
     @classmethod
-    def of(cls, settlement: Settlement) -> RewardProofs:
+    def read(cls, name: Digest, objects: ObjectStore) -> RewardProofs:
+        """Reads the settlement `name`."""
+        settlement = parse_settlement(read_object(objects, name))
         entries = {
             Address(one.node): (number, int(one.cumulative))
             for number, one in enumerate(settlement.entries)
@@ -448,29 +451,18 @@ class RewardProofs:
         return cumulative, self.tree.proof(number)
 
 
-class KeptProofs:
-    """The proofs of the newest root, read once: each node asks several times an epoch. Requests for
-    another root read its object on their own, so one that waits for the store delays no other."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Digest, RewardProofs] | None = None
-
-    def of(self, root: RewardRootRow, objects: ObjectStore) -> RewardProofs:
-        """Returns the proofs of `root`. Raises NotFoundError or UnavailableError if its object
-        cannot be read."""
-        kept = self._kept
-        if kept is None or kept[0] != root.object:
-            kept = root.object, RewardProofs.of(settlement_of(root, objects))
-            self._kept = kept
-        return kept[1]
-
-
-def reward_info(backend: Backend, proofs: KeptProofs, node: Address) -> RewardInfo:
+def reward_info(
+    backend: Backend, proofs: KeptFor[Digest, RewardProofs], node: Address
+) -> RewardInfo:
     """Returns the node's entry in the newest reward root on chain, with its proof, and pending
-    credits."""
+    credits. `proofs` keeps those of the newest root, since each node asks several times an epoch.
+    Raises NotFoundError or UnavailableError if the root's object cannot be read."""
     with backend.store.read() as connection:
         root = rewards.newest_root(connection, confirmed=True)
-    kept = None if root is None else proofs.of(root, backend.objects)
+    kept = None
+    if root is not None:
+        read = partial(RewardProofs.read, root.object, backend.objects)
+        kept = proofs.get(root.object, read)
     with backend.store.read() as connection:
         pending = rewards.pending_units(connection, node, -1 if kept is None else kept.epoch)
         lost = rewards.credits_of(connection, node, ("forfeited",))

@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prime_broadcast.http1 import Bucket
+from prime_broadcast.http1 import RateLimit
 from prime_chain.keystore import open_keystore
 from prime_chain.networks import LOCAL
 from prime_core.clock import Clock
@@ -85,8 +85,6 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST = 64 << 10
 MAX_RUNS = 64
-MAX_LEASES = 4096
-"""Leases whose rate is remembered."""
 MOST_AT_ONCE_OF_LEASE, MOST_AT_ONCE_OF_TOOL = 2, 8
 """Calls answered at a time, so that no lease and no site takes all threads of the server."""
 SPARE_THREADS = 16
@@ -207,7 +205,7 @@ class CallService:
         self._tools, self._settings, self._clock = tools, settings, clock
         self._locks = [threading.Lock() for _ in range(LOCKS)]
         self._limits_lock = threading.Lock()  # of the three below
-        self._rates: OrderedDict[Digest, Bucket] = OrderedDict()
+        self._rates = RateLimit(settings.calls_per_second, clock.monotonic, keys=4096)
         self._at_once: Counter[str] = Counter()
         """Calls being answered, by lease and by tool."""
         self._outages: OrderedDict[
@@ -323,15 +321,8 @@ class CallService:
 
     def _limit_rate(self, lease: Digest) -> None:
         with self._limits_lock:
-            bucket = self._rates.pop(lease, None)
-            if bucket is None:
-                bucket = Bucket(self._settings.calls_per_second, self._clock.monotonic, burst=2.0)
-            self._rates[lease] = bucket
-            if len(self._rates) > MAX_LEASES:
-                self._rates.popitem(last=False)
-            if bucket.take(0) > 0:
+            if not self._rates.admits(lease):
                 raise TooManyError("too many calls of this lease: slow down")
-            bucket.take(1)
 
     @contextmanager
     def _slot(self, lease: Digest, tool: str) -> Iterator[None]:

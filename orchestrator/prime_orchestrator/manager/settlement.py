@@ -422,18 +422,6 @@ def _queue(store: Store, objects: ObjectStore, settlement: Settlement, now: floa
     return True
 
 
-def newest_settlement(connection: Connection, objects: ObjectStore) -> Settlement | None:
-    """Returns the settlement of the newest reward root that the chain has confirmed, without the
-    files of its pages."""
-    found = rewards.newest_root(connection, confirmed=True)
-    return None if found is None else settlement_of(found, objects)
-
-
-def settlement_of(root: RewardRootRow, objects: ObjectStore) -> Settlement:
-    """Returns the settlement of a reward root, without the files of its pages."""
-    return parse_settlement(read_object(objects, root.object))
-
-
 class _Rooted(NamedTuple):
     """A leaf of a confirmed root, and what the store says of its verdict (None: no verdict)."""
 

@@ -33,7 +33,7 @@ from prime_core.run import MAX_RUN_BYTES
 from prime_core.storage.base import digest_key
 from prime_orchestrator.api import publishing, status
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.kept import Kept
+from prime_orchestrator.api.kept import Kept, KeptFor
 from prime_orchestrator.api.liveness import RELAY_SECONDS
 from prime_orchestrator.api.routes.http import (
     MAX_DIGITS,
@@ -57,8 +57,8 @@ def router(backend: Backend) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
     listed = Kept(lambda: status.NodeList(backend))
-    listing = publishing.KeptListing()
-    proofs = status.KeptProofs()
+    listing = KeptFor[str, str]()
+    proofs = KeptFor[Digest, status.RewardProofs]()
     trainer = signed_by(backend, "trainer")
 
     @routes.get("/v1/pool", responses={200: {"model": PoolInfo}})
@@ -97,7 +97,7 @@ def router(backend: Backend) -> APIRouter:
     )
     def list_policies(if_none_match: Annotated[str, Header()] = "") -> Response:
         """The newest policies' signed manifests, newest first; 304 for who has them already."""
-        tag, body = listing.of(backend.store)
+        tag, body = publishing.listing(backend.store, listing)
         if tag in (known.strip() for known in if_none_match.split(",")):
             return Response(status_code=304, headers={"ETag": tag})
         return Response(body, media_type="application/json", headers={"ETag": tag})
