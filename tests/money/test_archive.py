@@ -38,6 +38,7 @@ from prime_orchestrator.api.kept import KeptFor
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager.archiving import KEPT_SECONDS, Archiver
+from prime_orchestrator.manager.endings import void
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.manager.settlement import (
@@ -45,7 +46,6 @@ from prime_orchestrator.manager.settlement import (
     CHAIN_TIME,
     refresh_credits,
     settle_epochs,
-    void,
 )
 from prime_orchestrator.serve import place_of
 from prime_orchestrator.store import (

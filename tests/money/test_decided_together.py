@@ -23,11 +23,11 @@ from prime_core.storage.directory import DirectoryStore
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import judging
 from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.manager.endings import void_unjudged
 from prime_orchestrator.manager.settlement import (
     CHAIN_BLOCK,
     CHAIN_TIME,
     settle_epochs,
-    void_unjudged,
 )
 from prime_orchestrator.store import chain, jobs, meta, opinions, schema
 

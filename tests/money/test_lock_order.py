@@ -15,10 +15,11 @@ from money_kit import RUN, ManagerSide, key, open_manager
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import reviews
+from prime_orchestrator.manager.endings import void, void_unjudged
 from prime_orchestrator.manager.indexer import derive
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.roots import void_unrooted
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void, void_unjudged
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import chain, jobs, lock, meta, nodes, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
 

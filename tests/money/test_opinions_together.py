@@ -28,7 +28,7 @@ from prime_core.validator_messages import (
 )
 from prime_core.verdict import Reason, SignedOpinion
 from prime_orchestrator.api import validators
-from prime_orchestrator.manager import settlement
+from prime_orchestrator.manager import endings
 from prime_orchestrator.store import row_marks, schema
 from prime_validator.together import Entry, Together
 
@@ -162,7 +162,7 @@ def test_the_last_opinion_on_a_file_that_ended_does_not_have_it_decided_again(
     assert second.seal(other)
     second.give(other)
     with mgr.store.begin() as connection:
-        settlement.void(connection, job.submission_digest, Reason.UNAVAILABLE, mgr.now())
+        endings.void(connection, job.submission_digest, Reason.UNAVAILABLE, mgr.now())
     given = TogetherRequest(opinions=(GivenOpinion(signed=signed, table=table.decode()),))
     assert post(mgr, given).opinions[0].status == 200
     assert [row["status"] for row in rows(mgr, schema.jobs)] == ["done"]

@@ -38,9 +38,10 @@ from prime_core.verdict import (
 )
 from prime_orchestrator.api import validators
 from prime_orchestrator.api.validators import LONE_SECONDS
+from prime_orchestrator.manager.endings import void_unjudged
 from prime_orchestrator.manager.history import draw_count
 from prime_orchestrator.manager.judging import AGAIN_SECONDS, enough
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import jobs, leases, meta, opinions, schema
 from prime_orchestrator.store.opinions import OpinionRow
 

@@ -22,7 +22,8 @@ from prime_core.ids import Digest
 from prime_core.verdict import Reason
 from prime_orchestrator.api import validators
 from prime_orchestrator.manager import reviews
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from prime_orchestrator.manager.endings import void_unjudged
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import groups, jobs, meta, opinions, row_marks, schema
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.judging import Validator

@@ -13,8 +13,9 @@ from money_kit import RUN, ManagerSide, key, open_manager
 from prime_core.encoding import sha256
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import reviews
+from prime_orchestrator.manager.endings import void_unjudged
 from prime_orchestrator.manager.roots import post_roots
-from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, void_unjudged
+from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import groups, jobs, meta, row_marks, schema, submissions
 
 SHADOW, PAID = key(60), key(61)

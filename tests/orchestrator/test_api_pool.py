@@ -27,7 +27,7 @@ from prime_orchestrator.api import status as status_module
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.watch import MAX_WATCHERS, StatusFeed
 from prime_orchestrator.cli import status as status_cli
-from prime_orchestrator.manager import settlement
+from prime_orchestrator.manager import endings
 from prime_orchestrator.manager.funding import Funding
 from prime_orchestrator.store import batches, intents, meta, nodes, schema
 from prime_orchestrator.store.batches import BatchRow
@@ -350,7 +350,7 @@ def test_status_and_nodes_count_what_is_void_through_the_pools_fault(world: Worl
     for data, reason in ((b"a", Reason.UNROOTED), (b"b", Reason.MALFORMED)):
         digest = world.hand_in(session, data)
         with world.backend.store.begin() as connection:
-            settlement.void(connection, digest, reason, world.clock())
+            endings.void(connection, digest, reason, world.clock())
     seen = status(world)
     assert (seen.files["void"], seen.expired_unjudged) == (2, 1)
     assert [(node.void, node.expired_unjudged) for node in seen.nodes] == [(2, 1)]

@@ -17,7 +17,7 @@ from prime_core.encoding import sha256
 from prime_core.verdict import Reason
 from prime_orchestrator.api import status
 from prime_orchestrator.api.app import create_app
-from prime_orchestrator.manager import settlement
+from prime_orchestrator.manager import endings
 from prime_orchestrator.serve import bind
 from prime_orchestrator.store import batches, evaluations, intents, schema
 from prime_orchestrator.store.batches import BatchRow
@@ -70,7 +70,7 @@ def eventful(world: World) -> None:
     """A pool with batches, a void file, a slash, a transaction and an opinion."""
     digest = world.hand_in(world.member(7))
     with world.backend.store.begin() as connection:
-        settlement.void(connection, digest, Reason.UNROOTED, world.clock())
+        endings.void(connection, digest, Reason.UNROOTED, world.clock())
         for step in range(40):
             reward = 20_000 * step
             sealed = world.clock() - 10 * (39 - step)

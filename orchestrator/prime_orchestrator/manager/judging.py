@@ -77,8 +77,9 @@ from prime_core.verdict import (
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import draws, reviews, revisions, slashing, standing, suspicion
 from prime_orchestrator.manager.draws import DrawBoard
+from prime_orchestrator.manager.endings import void
 from prime_orchestrator.manager.members import apply_node_event
-from prime_orchestrator.manager.settlement import refresh_credits, void
+from prime_orchestrator.manager.settlement import refresh_credits
 from prime_orchestrator.store import (
     Connection,
     chain,

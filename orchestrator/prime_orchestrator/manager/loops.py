@@ -32,13 +32,14 @@ from prime_orchestrator.manager.archiving import Archiver
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.completeness import check_events
 from prime_orchestrator.manager.draws import DrawBoard, compare_acceptances, reveal_second
+from prime_orchestrator.manager.endings import void_unjudged
 from prime_orchestrator.manager.funding import compare_funding
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
 from prime_orchestrator.manager.planting import Planted, reveal
 from prime_orchestrator.manager.revisions import current, settle_revisions
 from prime_orchestrator.manager.roots import post_roots, void_unrooted
-from prime_orchestrator.manager.settlement import settle_epochs, void_unjudged
+from prime_orchestrator.manager.settlement import settle_epochs
 from prime_orchestrator.manager.slashing import drop_expired, queue_executions
 from prime_orchestrator.manager.transactions import run_transactions_tick
 from prime_orchestrator.store.engine import Store

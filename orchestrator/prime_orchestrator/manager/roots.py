@@ -20,7 +20,8 @@ from prime_core.storage.base import ObjectStore, put_object
 from prime_core.task import SubmissionStatus
 from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
-from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, lock_files, void
+from prime_orchestrator.manager.endings import lock_files, void
+from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock
 from prime_orchestrator.store import Connection, roots, submissions
 from prime_orchestrator.store.engine import Store, lock
 from prime_orchestrator.store.intents import queue_intent
