@@ -69,7 +69,7 @@ from prime_core.verdict import (
     reason_digest,
 )
 from prime_orchestrator.store import schema
-from prime_validator.together import GATHER_SECONDS, Entry
+from prime_validator.api import GATHER_SECONDS, Entry
 from prime_verify.proofs.thresholds import STATISTICS, shipped_digest
 
 CORES = 2
@@ -336,7 +336,7 @@ class Judges:
         ended: asyncio.Event,
     ) -> None:
         """As prime_validator does: up to MOST files, each by a task of its own whose requests go
-        together with those of the others (prime_validator.together), then the next."""
+        together with those of the others (prime_validator.api), then the next."""
         given: dict[Digest, GivenOpinion] = {}
         waiting: list[tuple[Entry, asyncio.Future[EntryAnswer]]] = []
         turn = asyncio.Lock()

@@ -11,8 +11,7 @@ from sender_kit import FakeTime, Make
 
 from devnet.deployed import Deployed
 from prime_chain.client import ChainClient
-from prime_chain.fees import FeePolicy, default_policy
-from prime_chain.sender import Sender
+from prime_chain.sender import FeePolicy, Sender, default_policy
 from prime_core.clock import Clock
 from prime_core.signing import LocalSigner
 

@@ -12,8 +12,7 @@ from devnet.deployed import Deployed
 from devnet.ports import free_port
 from prime_chain.client import Call, ChainClient, Fees
 from prime_chain.errors import ChainRevertedError
-from prime_chain.fees import FeePolicy, bumped
-from prime_chain.sender import Sender
+from prime_chain.sender import FeePolicy, Sender, bumped
 from prime_chain.transaction_queue import Attempt
 from prime_core.errors import ConflictError, UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address

@@ -30,7 +30,7 @@ from prime_core.verdict import Reason, SignedOpinion
 from prime_orchestrator.api import validators
 from prime_orchestrator.manager import endings
 from prime_orchestrator.store import row_marks, schema
-from prime_validator.together import Entry, Together
+from prime_validator.api import Entry, Together
 
 HONEST, SECOND = key(10), key(70)
 
