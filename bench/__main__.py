@@ -47,8 +47,6 @@ BENCHES = {
     "broadcast": "Weights to many machines, next to SHARDCAST: whole, by delta, through relays",
 }
 
-MODULES = {"attacks": "holes"}  # bench/attacks.py holds the lies of `detection`
-
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Words without the options of two benches, and these. An option without its value, or
@@ -95,7 +93,7 @@ def main(words: list[str]) -> int:
         return 64
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, "1")  # before numpy is imported: one pinned thread
-    module = importlib.import_module(f"bench.{MODULES.get(names[0], names[0])}")
+    module = importlib.import_module(f"bench.{names[0]}")
     quick = "--quick" in flags
     try:
         device = device_of(options.get("device", "cpu"))

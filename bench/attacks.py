@@ -1,327 +1,201 @@
-"""Ways to lie about a rollout file, each the honest builder with one step replaced.
-
-    sampling   another rule of drawing, everything else computed by the true policy
-    weights    another policy draws, proves and reports: rounded ones, and older ones, by real
-               optimizer steps (`old`) or by steps of ±rate in random directions (`random`)
-    tokens     text from elsewhere, scored by the true policy (the right prefill)
-    file       honest generation; rows, rewards, log-probabilities or proofs are changed
-
-A liar works with the plain engine in bfloat16 and declares that, or vLLM, whose limits may be wider
-(`as_vllm`). Several files are made at once, so that their rows share a batch; rows do not depend on
-it beyond rounding.
-"""
+"""`bench attacks`: what each attack on the chain layer costs an honest party."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import secrets
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from bench import seats
+from bench.form import Row
+from devnet.chain import CHAIN_ID, Anvil, dev_signer
+from devnet.faulty import KINDS, FaultyRpc, RpcFault
+from prime_chain import client as chain_client
+from prime_chain import codec
+from prime_chain.client import Call, ChainClient
+from prime_chain.events import decode
+from prime_chain.sender import Sender
+from prime_core import ids
+from prime_core.clock import Clock
+from prime_core.errors import UnavailableError
+from prime_core.ids import Address, Digest
+from prime_core.messages import Heartbeat
+from prime_orchestrator.api import liveness
+from prime_orchestrator.store import Store, chain, open_store, sqlite_url
 
-from bench.honest import Bench
-from bench.kin import AGES, EXPONENTS, OLDER, smaller, stepped
-from bench.lying import (
-    DTYPE,
-    Attack,
-    Change,
-    Job,
-    Made,
-    Plan,
-    asked_of,
-    retold,
-    texts,
-    variant,
-)
-from prime_core import seeds
-from prime_engine.base import Engine, GenerationRequest, ReplayRequest
-from prime_verify import build
-from prime_verify.canaries.forgeries import FORGERIES, forged_rows
-from prime_verify.proofs import activations, sampling_torch, sketch
-from prime_verify.rollout_file import FileRow
-from prime_verify.setups import HonestFile
-
-# ── other weights ────────────────────────────────────────────────────────────────────────────────
+PACKAGES = ("httpx", "sqlalchemy")
+PROVIDERS = 2_000
+HEARTBEATS_FROM, HEARTBEATS_EACH = 50, 20
+"""Nodes, and heartbeats of each."""
 
 
-def held_by_verifier(name: str, bench: Bench) -> Bench:
-    """The bench whose policy is the leased one: where the lie is an older policy, a newer one."""
-    if name not in _AGED:
-        return bench
-    return replace(bench, folder=stepped(bench.folder) / name.removeprefix("old"))
-
-
-def _older(job: Job) -> Engine:
-    """The policy from which the leased one was trained on."""
-    return replace(job.bench, folder=job.bench.folder.parent / OLDER).engine(DTYPE)
-
-
-def _by(engine: Callable[[Job], Engine]) -> Attack:
-    """Everything by another engine, declared as the honest one."""
-
-    def attack(job: Job) -> list[HonestFile]:
-        return job.files(build.generate_rows(job.plan, job.bench.run, engine(job)))
-
-    return attack
-
-
-def _weights(name: str) -> Attack:
-    return _by(lambda job: variant(job, name))
-
-
-# ── other sampling ───────────────────────────────────────────────────────────────────────────────
-
-
-def _temperature(value: float) -> Attack:
-    return retold(lambda job, plan: texts(job.honest_engine.generate(asked_of(job, plan), value)))
-
-
-def _greedy(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-    return texts(job.honest_engine.generate(asked_of(job, plan, keyed=False), 1.0))
-
-
-def _other_seed(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-    return texts(job.honest_engine.generate(asked_of(job, plan, flip=1), 1.0))
-
-
-def _best_of(tries: int) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
-    """The try whose text the policy itself finds most probable."""
-
-    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        made = [job.honest_engine.generate(asked_of(job, plan, flip=i), 1.0) for i in range(tries)]
-        best = [
-            max(row, key=lambda one: float(one.logprobs.mean())) for row in zip(*made, strict=True)
-        ]
-        return texts(best)
-
-    return choose
-
-
-def _cut(keep: Callable[[torch.Tensor], torch.Tensor]) -> Attack:
-    """Only tokens of the mask `keep`(log-probabilities [N, V]) are drawn, with the right noise."""
-
-    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        engine: Any = job.bench.bare_engine(DTYPE)
-        head = engine.model.get_output_embeddings()
-        noise = sampling_torch.gumbel
-
-        def cut(seeds: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-            drawn = noise(seeds, places, vocabulary)
-            return drawn.masked_fill(~keep(head.last), -torch.inf)
-
-        def remember(layer: Any, _inputs: Any, output: torch.Tensor) -> None:
-            layer.last = output.float().log_softmax(dim=-1)
-
-        hook = head.register_forward_hook(remember)
-        engine._noise = cut
+def run(quick: bool) -> list[Row]:
+    """All rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        rows = [_index_rate(root, 5_000 if quick else 50_000)]
+        rows += _spam(root, 20_000 if quick else 1_000_000)
+        rows += _dropped(root)
+        anvil = Anvil(log=root / "anvil.log").start()
         try:
-            return texts(engine.generate(asked_of(job, plan), job.bench.run.temperature))
+            anvil.mine(3)
+            rows += _endpoints(anvil)
+            rows.append(_hidden_receipts(anvil, root))
         finally:
-            engine._noise = noise
-            hook.remove()
-
-    return retold(choose)
+            anvil.stop()
+    return rows
 
 
-def _nucleus(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def keep(logprobs: torch.Tensor) -> torch.Tensor:
-        ordered, places = logprobs.exp().sort(dim=-1, descending=True)
-        inside = ordered.cumsum(dim=-1) - ordered < share
-        return torch.zeros_like(inside).scatter(1, places, inside)
-
-    return keep
-
-
-def _top(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda logprobs: logprobs >= logprobs.topk(count, dim=-1).values[:, -1:]
-
-
-# ── other tokens ─────────────────────────────────────────────────────────────────────────────────
-
-
-Other = Callable[[Job], Engine]
-
-
-def _small(job: Job) -> Engine:
-    """A smaller model, trained on the same text."""
-    return replace(job.bench, folder=smaller(job.bench.folder)).engine(DTYPE)
-
-
-def _shallow(job: Job) -> Engine:
-    """The policy without the upper half of its layers."""
-    return variant(job, "shallow")
-
-
-def _by_other(other: Other) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
-    return lambda job, plan: texts(
-        other(job).generate(asked_of(job, plan), job.bench.run.temperature)
-    )
+def _index_rate(root: Path, count: int) -> Row:
+    """Logs of strangers that no topic filters out: from JSON values to the store."""
+    deployment = seats.made_up()
+    item = next(i for i in codec.artifact("StakeVault").events.values() if i.name == "Deposited")
+    accounts = [secrets.token_hex(20) for _ in range(PROVIDERS)]
+    raw = [
+        {
+            "address": deployment.address("vault").lower(),
+            "topics": ["0x" + item.selector.hex(), "0x" + "00" * 12 + accounts[at % PROVIDERS]],
+            "data": f"0x{at + 1:064x}",
+            "blockNumber": hex(at // 20),
+            "blockHash": f"0x{at // 20:064x}",
+            "logIndex": hex(at % 20),
+            "transactionHash": "0x" + secrets.token_hex(32),
+        }
+        for at in range(count)
+    ]
+    store = _store(root / "rate.sqlite")
+    began = time.process_time()
+    logs = [chain_client.parse_log(one) for one in raw]
+    events = [event for log in logs if (event := decode(log, 0, deployment)) is not None]
+    with store.begin() as connection:
+        chain.fold(connection, [(e.block, e.name, e.args()) for e in events], count // 20)
+    took = time.process_time() - began
+    store.close()
+    if len(events) != count:
+        raise UnavailableError(f"{len(events)} of {count} logs were taken in")
+    return Row("index_logs_cpu_s", count / took, "logs/CPU s", 10_000, "higher")
 
 
-def _half_by(other: Other) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
-    """Honest to the middle, then another model from there, with the right noise."""
-
-    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        half = job.bench.run.max_output_tokens // 2
-        honest = texts(build.generate_rows(plan, job.bench.run, job.honest_engine))
-        asked = [
-            GenerationRequest(row.prompt_tokens + text[:half], half, row.noise_seed)
-            for row, text in zip(plan, honest, strict=True)
+def _spam(root: Path, count: int) -> list[Row]:
+    """What a signed request reads of the chain, and what a heartbeat costs, in a quiet store and
+    after strangers' events."""
+    folder = root / "spam"
+    folder.mkdir()
+    pool = seats.Pool.make(folder)
+    pool.seat(HEARTBEATS_FROM, honest=True)
+    store = pool.backend.store
+    quiet, beats = _request_seconds(store), _heartbeat_seconds(pool)
+    accounts = [ids.address("0x" + secrets.token_hex(20)) for _ in range(PROVIDERS)]
+    for first in range(0, count, 10_000):
+        happened: list[tuple[int, str, dict[str, Any]]] = [
+            (at // 20, "Deposited", {"provider": accounts[at % PROVIDERS], "amount": 1})
+            for at in range(first, min(count, first + 10_000))
         ]
-        rest = other(job).generate(asked, job.bench.run.temperature)
-        return [
-            text if len(text) <= half else text[:half] + more.output_tokens
-            for text, more in zip(honest, rest, strict=True)
-        ]
-
-    return choose
-
-
-def _foreign(share: float) -> Callable[[Job, Plan], Sequence[Sequence[int]]]:
-    """So many tokens replaced by ones that a writer preferred."""
-
-    def choose(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-        rng = np.random.default_rng(job.numbers.start)
-        honest = texts(build.generate_rows(plan, job.bench.run, job.honest_engine))
-        ends = job.honest_engine.end_tokens
-        changed = []
-        for text in honest:
-            words = list(text)
-            count = max(1, round(share * len(words)))
-            for place in rng.choice(max(1, len(words) - 1), count, replace=False):
-                token = int(rng.integers(3, job.honest_engine.vocabulary))
-                words[place] = words[place] if token in ends else token
-            changed.append(words)
-        return changed
-
-    return choose
+        with store.begin() as connection:
+            chain.fold(connection, happened, happened[-1][0])
+            chain.add_step(connection, happened[-1][0], Digest(f"0x{first:064x}"))
+    loud, loud_beats = _request_seconds(store), _heartbeat_seconds(pool)
+    store.close()
+    return [
+        Row("spam_request_cpu_ms", loud * 1e3, "CPU ms"),
+        Row("spam_request_cpu_ratio", loud / quiet, "times the quiet store", 1.5),
+        Row("spam_heartbeat_p95_cpu_ms", loud_beats * 1e3, "CPU ms"),
+        Row("spam_heartbeat_p95_ratio", loud_beats / beats, "times the quiet store", 1.5),
+    ]
 
 
-def _early_end(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-    end = min(job.honest_engine.end_tokens)
-    honest = texts(build.generate_rows(plan, job.bench.run, job.honest_engine))
-    return [(*text[: len(text) // 2], end) for text in honest]
+def _dropped(root: Path) -> list[Row]:
+    """Accepted files that ten seats cost an honest pool by dropping every lease."""
+    established, fresh = seats.measure(root)
+    unit = "% of accepted files"
+    return [
+        Row("dropped_leases_first_life", 100 * established.first, unit, 50),
+        Row("dropped_leases_after", 100 * established.after, unit, 10),
+        Row("dropped_leases_start_first_life", 100 * fresh.first, unit, 67),
+        Row("dropped_leases_start_after", 100 * fresh.after, unit, 10),
+    ]
 
 
-def _padded(job: Job, plan: Plan) -> Sequence[Sequence[int]]:
-    """Honest for three quarters, then one character to the limit."""
-    limit = job.bench.run.max_output_tokens
-    *_, dot = job.honest_engine.tokenizer.encode(".", add_special_tokens=False)
-    honest = texts(build.generate_rows(plan, job.bench.run, job.honest_engine))
-    kept = [text[: min(len(text) - 1, 3 * limit // 4)] for text in honest]
-    return [text + (dot,) * (limit - len(text)) for text in kept]
+def _store(path: Path) -> Store:
+    store = open_store(sqlite_url(path))
+    store.migrate()
+    return store
 
 
-def _paraphrased(job: Job) -> list[HonestFile]:
-    """The true prompt is written down, another was given to the model."""
-    *_, dot = job.honest_engine.tokenizer.encode(".", add_special_tokens=False)
-    asked = [replace(row, prompt_tokens=(*row.prompt_tokens[:-1], dot)) for row in job.plan]
-    return job.files(build.generate_rows(asked, job.bench.run, job.honest_engine))
+def _request_seconds(store: Store) -> float:
+    """Median CPU seconds of the reads that admission and every session check make."""
+    times = []
+    for at in range(200):
+        account = Address(ids.address(f"0x{at + 1:040x}"))
+        began = time.process_time()
+        with store.read() as connection:
+            chain.revoked_before(connection, account)
+            chain.state(connection, "provider", account)
+            chain.state(connection, "stake", account)
+            chain.events(connection, "NodeJoined", subject=account)
+        times.append(time.process_time() - began)
+    return sorted(times)[len(times) // 2]
 
 
-# ── another file ─────────────────────────────────────────────────────────────────────────────────
+def _heartbeat_seconds(pool: seats.Pool) -> float:
+    """CPU seconds of a heartbeat, 95th percentile, each in a transaction of its own."""
+    times = []
+    beat = Heartbeat(policy_version=0)
+    for _ in range(HEARTBEATS_EACH):
+        for node in pool.honest:
+            began = time.process_time()
+            liveness.heartbeats(pool.backend, [(node, beat)])
+            times.append(time.process_time() - began)
+    return sorted(times)[len(times) * 95 // 100]
 
 
-def _changed(change: Change) -> Attack:
-    def attack(job: Job) -> list[HonestFile]:
-        return job.files(build.generate_rows(job.plan, job.bench.run, job.honest_engine), change)
-
-    return attack
-
-
-def _reward(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
-    return [replace(rows[0], reward=rows[0].reward + 0.5), *rows[1:]]
-
-
-def _logprobs(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
-    return [replace(row, logprobs=row.logprobs - np.float32(0.1)) for row in rows]
-
-
-def _copied(rows: list[FileRow], plan: Plan, **_: Any) -> list[FileRow]:
-    """One row of each group, handed in for all its samples."""
-    first = {row.group: row for row in reversed(rows)}
-    return [replace(first[row.group], sample=row.sample) for row in rows]
-
-
-def _forged(kind: str) -> Attack:
-    def change(rows: list[FileRow], plan: Plan, *, made: Made, **_: Any) -> list[FileRow]:
-        return forged_rows(rows, [g.states for g in made], FORGERIES[kind])
-
-    return _changed(change)
-
-
-def _by_a_copy(
-    rows: list[FileRow], plan: Plan, *, job: Job, lease: HonestFile, made: Made
-) -> list[FileRow]:
-    """Proofs and sketches of a 4-bit copy's states next to honest tokens: the forger knows the
-    projection, its keys and the calibration, and all but the policy's true states."""
-    copy = variant(job, "int4")
-    replays = copy.replay(
-        [
-            ReplayRequest(row.prompt_tokens, g.output_tokens, row.noise_seed)
-            for row, g in zip(plan, made, strict=True)
-        ],
-        job.bench.run.temperature,
-    )
-    seed = seeds.lease_seed(lease.lease_digest)
-    changed = []
-    for row, found in zip(rows, replays, strict=True):
-        windows = activations.split_windows(found.states)
-        keys = build.sketch_keys(seed, row.group, row.sample, row.output_tokens)
-        proofs = activations.pack(activations.build(windows))
-        sketches = sketch.pack(sketch.build(windows, keys))
-        changed.append(replace(row, proofs=proofs, sketch=sketches))
-    return changed
+def _endpoints(anvil: Anvil) -> list[Row]:
+    """One endpoint of three at fault in every way; and one that hangs."""
+    survived = 0
+    account = dev_signer(1).address
+    spare = FaultyRpc(anvil.url)
+    for kind in KINDS:
+        bad = FaultyRpc(anvil.url, [RpcFault(kind, seconds=0.05 if kind == "delay" else 60)])
+        client = ChainClient([bad.url, anvil.url, spare.url], CHAIN_ID, timeout=0.5)
+        number = client.block_number()
+        truth = ChainClient([anvil.url], CHAIN_ID).agreed_block(number)
+        same = client.agreed_block(number) == truth
+        survived += same and client.agree(lambda one: one.balance(account, 0)) > 0
+        client.close()
+        bad.close()
+    hung = FaultyRpc(anvil.url, [RpcFault("hang")])
+    clock = [0.0]
+    client = ChainClient([hung.url, anvil.url], CHAIN_ID, timeout=1.0, now=lambda: clock[0])
+    began = time.monotonic()
+    for _ in range(60):  # a minute of one read a second
+        client.balance(account)
+        clock[0] += 1
+    waited = time.monotonic() - began
+    client.close()
+    hung.close()
+    spare.close()
+    return [
+        Row("rpc_fault_kinds_survived", survived, f"of {len(KINDS)}", len(KINDS), "higher"),
+        Row("rpc_hung_first_timeouts", waited, "time-outs in 60 reads", 2),
+    ]
 
 
-_AGED = tuple(f"old{age}_1e{exponent}" for exponent in EXPONENTS for age in AGES)
-ATTACKS: dict[str, Attack] = {
-    "t09": _temperature(0.9),
-    "t095": _temperature(0.95),
-    "t105": _temperature(1.05),
-    "t11": _temperature(1.1),
-    "topp95": _cut(_nucleus(0.95)),
-    "topk10": _cut(_top(10)),
-    "greedy": retold(_greedy),
-    "other_seed": retold(_other_seed),
-    "best_of_2": retold(_best_of(2)),
-    "best_of_4": retold(_best_of(4)),
-    **{name: _weights(name) for name in ("int8", "int4", "kv8", "kv4")},
-    **{name: _by(_older) for name in _AGED},
-    "small_model": retold(_by_other(_small)),
-    "half_small": retold(_half_by(_small)),
-    "foreign1": retold(_foreign(0.01)),
-    "foreign2": retold(_foreign(0.02)),
-    "foreign5": retold(_foreign(0.05)),
-    "paraphrased": _paraphrased,
-    "early_end": retold(_early_end),
-    "padded": retold(_padded),
-    "tampered_reward": _changed(_reward),
-    "tampered_logprobs": _changed(_logprobs),
-    "copied_rows": _changed(_copied),
-    "forged_const": _forged("const"),
-    "forged_modh": _forged("modh"),
-    "forged_outlier": _forged("outlier"),
-    "sign_flip": _forged("sign_flip"),
-    "forged_by_copy": _changed(_by_a_copy),
-}
-ATTACKS |= {
-    "shallow_model": retold(_by_other(_shallow)),
-    "half_shallow": retold(_half_by(_shallow)),
-    **{name.replace("old", "random"): _weights(name) for name in _AGED},
-}
-"""Every attack by the name that its rows have."""
-MUST_CATCH = frozenset(
-    {
-        *("t09", "t11", "topp95", "greedy", "other_seed", "best_of_2", "best_of_4", "int4"),
-        *("small_model", "half_small", "foreign5", "copied_rows", "tampered_reward"),
-        *("forged_const", "forged_modh", "forged_outlier", "sign_flip", "old10_1e4"),
-    }
-)
-"""Attacks of which at least 0.99 of the files have to be caught."""
-LYING_ROWS: dict[str, Callable[[int, int], bool]] = {
-    "tampered_reward": lambda row, samples: row == 0,
-    "copied_rows": lambda row, samples: row % samples > 0,
-}
-"""Which rows lie, by number and rows a group, where not all do."""
+def _hidden_receipts(anvil: Anvil, root: Path) -> Row:
+    """Payments made by one intent while an endpoint hides receipts and transactions."""
+    proxy = FaultyRpc(anvil.url, [RpcFault("omit")])
+    client = ChainClient([proxy.url], CHAIN_ID)
+    clock = [time.time()]
+    sender = Sender(client, dev_signer(3), root / "sender.sqlite", clock=Clock(lambda: clock[0]))
+    to = ids.address("0x" + secrets.token_hex(20))
+    sender.submit("pay", Call(to, b"", 100, "pay 100 wei"))
+    for _ in range(12):
+        sender.tick()
+        anvil.mine(3)
+        clock[0] += 30
+    paid = ChainClient([anvil.url], CHAIN_ID).balance(to) / 100
+    sender.close()
+    client.close()
+    proxy.close()
+    return Row("hidden_receipt_payments", paid, "payments by one intent", 1)

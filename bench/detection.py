@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.attacks import LYING_ROWS, MUST_CATCH
+from bench.detection_attacks import LYING_ROWS, MUST_CATCH
 from bench.detection_kept import restore
 from bench.detection_units import (
     AGED,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.attacks import ATTACKS, MUST_CATCH, held_by_verifier
+from bench.detection_attacks import ATTACKS, MUST_CATCH, held_by_verifier
 from bench.form import ROOT, commit
 from bench.golden import STATISTICS
 from bench.honest import Bench
@@ -120,7 +120,7 @@ AGED = frozenset(name for name in ATTACKS if name.startswith("old"))
 AS_VLLM = "_as_vllm"
 """Ends the name of an attack whose very same files are declared as vLLM's work."""
 _ATTACK_SOURCES = (
-    *("bench/attacks.py", "bench/lying.py", "bench/kin.py"),
+    *("bench/detection_attacks.py", "bench/lying.py", "bench/kin.py"),
     *("protocol/prime_engine/variants.py", "protocol/prime_verify/canaries/forgeries.py"),
 )
 Record = dict[str, Any]

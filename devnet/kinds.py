@@ -21,7 +21,7 @@ from prime_verify.canaries.lies import (
     cut,
     foreign,
     forged,
-    retold,
+    other_tokens,
     temperature,
     texts,
     top,
@@ -87,9 +87,9 @@ def _copied_proof(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
     first = {row.group: row for row in reversed(rows)}
     changed = []
     for row in rows:
-        lender = first[row.group]
-        fits = len(lender.proofs) == len(row.proofs)
-        changed.append(replace(row, proofs=lender.proofs, sketch=lender.sketch) if fits else row)
+        source = first[row.group]
+        fits = len(source.proofs) == len(row.proofs)
+        changed.append(replace(row, proofs=source.proofs, sketch=source.sketch) if fits else row)
     return changed
 
 
@@ -134,10 +134,10 @@ def _truncated(scene: Scene) -> bytes:
 
 LIES: Mapping[str, Lie] = {
     **{name: Lie(make) for name, make in PLANTED.items()},
-    "t095": Lie(retold(partial(temperature, value=0.95))),
-    "t105": Lie(retold(partial(temperature, value=1.05))),
-    "topk10": Lie(retold(partial(cut, keep=top(10)))),
-    "best_of_2": Lie(retold(partial(best_of, tries=2))),
+    "t095": Lie(other_tokens(partial(temperature, value=0.95))),
+    "t105": Lie(other_tokens(partial(temperature, value=1.05))),
+    "topk10": Lie(other_tokens(partial(cut, keep=top(10)))),
+    "best_of_2": Lie(other_tokens(partial(best_of, tries=2))),
     "int8": Lie(weights("int8")),
     "kv8": Lie(weights("kv8")),
     "kv4": Lie(weights("kv4")),
@@ -149,17 +149,17 @@ LIES: Mapping[str, Lie] = {
         for exponent in (4, 5, 6)
     },
     "old_policy": Lie(_old_policy),
-    "foreign1": Lie(retold(partial(foreign, share=0.01))),
-    "foreign2": Lie(retold(partial(foreign, share=0.02))),
+    "foreign1": Lie(other_tokens(partial(foreign, share=0.01))),
+    "foreign2": Lie(other_tokens(partial(foreign, share=0.02))),
     "paraphrased": Lie(_paraphrased),
-    "early_end": Lie(retold(_early_end)),
+    "early_end": Lie(other_tokens(_early_end)),
     "other_prompts": Lie(changed(_other_prompts)),
     "other_targets": Lie(changed(_other_targets)),
     "copied_earlier": Lie(_copied_earlier),
     "copied_proof": Lie(changed(_copied_proof)),
     "made_up_proof": Lie(changed(_made_up)),
     "forged_outlier": Lie(forged("outlier")),
-    "after_end": Lie(retold(_after_end), "void"),
+    "after_end": Lie(other_tokens(_after_end), "void"),
     "truncated": Lie(_truncated, "void"),
 }
 """All attacks by name."""

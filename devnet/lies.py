@@ -116,7 +116,8 @@ def subjects(files: Sequence[JudgedFile], facts: NodeFacts) -> tuple[Digest, ...
 def record(
     kind: str, files: Sequence[JudgedFile], facts: NodeFacts, audits: Sequence[str]
 ) -> Record:
-    """One liar: what should come of it, what came, and from what. `audits` are of `subjects`.
+    """The record of one liar: its expected ending, its actual one, and the causes. `audits`: what
+    the audits of its `subjects` say.
 
     `files` is how many of its files were judged until the first that was not accepted, or in all.
     """

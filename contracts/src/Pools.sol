@@ -49,7 +49,7 @@ contract Pools is PoolState {
         registry = registry_;
     }
 
-    /// @notice Tells of the slasher, deployed later. Once, by the deployer.
+    /// @notice Sets the address of the slasher, deployed later. Once, by the deployer.
     function wire(address slasher_) external {
         if (msg.sender != _deployer) revert Errors.NotAllowed(msg.sender);
         if (slasher != address(0)) revert Errors.AlreadyWired();

@@ -18,7 +18,7 @@ contract Registry is EIP712 {
     event PayoutChanged(address indexed provider, address payout);
     /// @notice A node was bound to its provider.
     event NodeAdded(address indexed provider, address indexed node);
-    /// @notice A node was let go.
+    /// @notice A provider removed a node.
     event NodeRemoved(address indexed provider, address indexed node);
     /// @notice A provider moved a node to a new key; its history goes on under `to`.
     event NodeMoved(address indexed provider, address indexed from, address indexed to);
@@ -47,7 +47,7 @@ contract Registry is EIP712 {
 
     constructor() EIP712("Prime", "1") { }
 
-    /// @notice Tells of the contracts deployed later. Once, by the deployer.
+    /// @notice Sets the addresses of the contracts deployed later. Once, by the deployer.
     /// @param vault_ The stake vault.
     /// @param pools_ The pools.
     function wire(StakeVault vault_, Pools pools_) external {
@@ -85,7 +85,7 @@ contract Registry is EIP712 {
         _addNode(consent, nodeSignature);
     }
 
-    /// @notice Lets a node go; its seats in pools, and who answers for them, stay as they are.
+    /// @notice Removes a node; its seats in pools, and who answers for them, stay as they are.
     /// @param node The caller's node, or the caller itself.
     function removeNode(address node) external {
         address provider = providerOf[node];

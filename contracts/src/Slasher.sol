@@ -79,7 +79,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         address provider,
         uint256 amount
     );
-    /// @notice The proposal came to nothing. Final.
+    /// @notice The slash was cancelled. Final.
     event SlashCancelled(bytes32 indexed leaf, uint256 indexed pool, address indexed node);
 
     /// @notice Where a proposal stands.
@@ -398,7 +398,7 @@ contract Slasher is Terms, ReentrancyGuardTransient {
         if (taken > 0) pools.expel(p.pool, p.node, p.provider);
     }
 
-    /// @dev Ends a proposal that came to nothing; gives stake and deposit back.
+    /// @dev Ends a cancelled proposal; gives stake and deposit back.
     function _letGo(bytes32 leaf, Entry memory p, address[] memory authors) private {
         _entries[leaf].state = State.Cancelled;
         emit SlashCancelled(leaf, p.pool, p.node);

@@ -47,7 +47,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
     event Withdrawn(address indexed provider, uint256 amount);
     /// @notice Stake was held for an open slash.
     event SlashHeld(address indexed provider, uint256 amount);
-    /// @notice A held amount was let go again.
+    /// @notice A held amount was released.
     event SlashReleased(address indexed provider, uint256 amount);
     /// @notice Stake was taken by a slash; `to` zero means burned.
     event Slashed(address indexed provider, uint256 amount, address to);
@@ -55,7 +55,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
     event Committed(address indexed provider, uint256 amount);
     /// @notice A seat was given up and needs `amount` no longer.
     event Released(address indexed provider, uint256 amount);
-    /// @notice An account answers to this manager from now on.
+    /// @notice From now on, an account's stake is bound to this manager.
     event Bound(address indexed account, address indexed manager);
     /// @notice The other contracts' addresses were set, for good.
     event VaultWired(address registry, address pools, address slasher);
@@ -144,7 +144,7 @@ contract StakeVault is ReentrancyGuardTransient, WindowTime {
         _;
     }
 
-    /// @notice Tells of the contracts deployed later. Once, by the deployer.
+    /// @notice Sets the addresses of the contracts deployed later. Once, by the deployer.
     function wire(address registry_, address pools_, address slasher_) external only(_deployer) {
         if (slasher != address(0)) revert Errors.AlreadyWired();
         if (registry_ == address(0) || pools_ == address(0) || slasher_ == address(0)) {

@@ -11,9 +11,9 @@
 | POST /call | GatewayCall → CallAnswer (only in runs with `[conversation.gateway]`) |
 | POST /call/LEASE | the same, of the open lease with this digest |
 
-A worker may hold several leases once an offer said `slots` > 1: it then lists them in its wishes,
-names the lease of each call, and sends the file of a lease under the name `file_name`. It has one
-wish under way at a time. Agents of before know neither `holds` nor /call/LEASE and are sent none.
+A worker may hold several leases once an offer has `slots` > 1. It then lists them in its wishes
+(`holds`), names the lease in each call, and sends a lease's file as `file_name`. It sends one wish
+at a time. Agents that offer one slot know neither `holds` nor /call/LEASE and never receive them.
 
 Errors are RFC 9457 problems, as everywhere; requests and answers carry `Prime-Protocol`.
 """

@@ -26,7 +26,7 @@ class NodeMoved(Event, contract="registry"):
 
 
 class NodeRemoved(Event, contract="registry"):
-    """A node was let go."""
+    """A provider removed a node."""
 
     provider: Address
     node: Address
@@ -61,7 +61,7 @@ class RevokedBefore(Event, contract="registry"):
 
 
 class Bound(Event, contract="vault"):
-    """An account answers to this manager from now on."""
+    """From now on, an account's stake is bound to this manager."""
 
     account: Address
     manager: Address
@@ -103,7 +103,7 @@ class SlashHeld(Event, contract="vault"):
 
 
 class SlashReleased(Event, contract="vault"):
-    """A held amount was let go again."""
+    """A held amount was released."""
 
     provider: Address
     amount: int
@@ -411,7 +411,7 @@ class GovernorOffered(Event, contract="slasher"):
 
 
 class SlashCancelled(Event, contract="slasher"):
-    """The proposal came to nothing. Final."""
+    """The slash was cancelled. Final."""
 
     leaf: Digest
     pool: int

@@ -148,13 +148,15 @@ class Endpoint:
         return fresh and self.latency > max(SLOW_FACTOR * fastest, SLOW_SECONDS)
 
     def failed(self, error: Exception) -> None:
-        """Makes the endpoint rest: longer after each fault in a row."""
+        """Stops using the endpoint for a while, longer after each fault in a row."""
         limited = isinstance(error, RateLimitedError)
         known = limited and self._now() - self._limit_reported_at < RATE_WARNING_SECONDS
         if not self.resting() and not known:
             if limited:
                 self._limit_reported_at = self._now()
-            log.warning("the RPC %s rests for a while: %s", self.name, str(error)[:300])
+            log.warning(
+                "the RPC %s failed and is not used for a while: %s", self.name, str(error)[:300]
+            )
         pause = min(LONGEST_COOL_DOWN, COOL_DOWN_SECONDS * 2 ** min(self._faults, 8))
         self._faults += 1
         self._checked = self._checked and limited

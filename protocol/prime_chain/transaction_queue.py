@@ -2,7 +2,7 @@
 
     waiting ── the call is built ──> queued ── signed ──> sent ── receipt ──> confirmed | failed
 
-A row is both the wish and the state of its transaction. It is written before anything is sent, so
+A row holds what should be sent and how far it has come. It is written before anything is sent, so
 that a process killed at any instant finds here what it may have sent. A queue belongs to one
 account on one chain. It is a SQLite file; an orchestrator keeps it in its store, with other
 `_reading`, `_writing` and `exclusive` (the SQL is plain). Only an orchestrator has waiting intents:

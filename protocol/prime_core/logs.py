@@ -18,7 +18,7 @@ from prime_core.errors import UserError
 from prime_core.printing import printable
 
 FORMAT_VARIABLE = "PRIME_LOG_FORMAT"
-LOUD = (
+VERBOSE_LIBRARIES = (
     "alembic", "boto3", "botocore", "docker", "httpcore", "httpx", "s3transfer", "urllib3",
     "uvicorn", "web3",
 )  # fmt: skip
@@ -88,7 +88,7 @@ def log_to_stderr(level: int | str) -> None:
     form = os.environ.get(FORMAT_VARIABLE, "text")
     if form not in ("text", "json"):
         raise UserError(f"{FORMAT_VARIABLE} is {form!r}", hint="set it to text or json")
-    for library in LOUD:
+    for library in VERBOSE_LIBRARIES:
         logging.getLogger(library).setLevel(logging.WARNING)
     root = logging.getLogger()
     if not root.handlers:

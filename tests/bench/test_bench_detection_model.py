@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench import attacks, detection, detection_units, kin, textmodel
+from bench import detection, detection_attacks, detection_units, kin, textmodel
 from bench.__main__ import main
 
 WORDS = "the seed of a lease says what is drawn, and who looks at it sees whether it was. "
@@ -60,10 +60,10 @@ def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kin, "SETTLING", 1)
     monkeypatch.setattr(textmodel, "corpus", lambda: textmodel.END.join([WORDS * 30] * 2))
     monkeypatch.setattr(textmodel, "BATCH", 2)
-    monkeypatch.setattr(attacks, "smaller", lambda folder: kin.smaller(folder, 2))
-    for name in [*attacks.ATTACKS]:
+    monkeypatch.setattr(detection_attacks, "smaller", lambda folder: kin.smaller(folder, 2))
+    for name in [*detection_attacks.ATTACKS]:
         if name not in SOME:
-            monkeypatch.delitem(attacks.ATTACKS, name)
+            monkeypatch.delitem(detection_attacks.ATTACKS, name)
     monkeypatch.setattr(detection_units, "OUTPUT_TOKENS", 40)
     monkeypatch.setattr(detection_units, "FOLDER", tmp_path / "kept")
     monkeypatch.setattr(detection_units.Units.__init__, "__defaults__", (tmp_path / "kept",))

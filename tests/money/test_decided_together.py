@@ -100,7 +100,7 @@ def together_and_alone(together: ManagerSide, alone: ManagerSide) -> None:
     assert sum(row.status == "accepted" for row in rows_of(together, schema.submissions)) == 6
 
 
-def test_files_decided_together_leave_what_they_leave_alone(tmp_path: Path) -> None:
+def test_files_decided_in_one_transaction_end_as_if_decided_one_by_one(tmp_path: Path) -> None:
     together, alone = opened(tmp_path / "together"), opened(tmp_path / "alone")
     together_and_alone(together, alone)
     together.store.close()

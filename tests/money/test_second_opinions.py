@@ -37,7 +37,7 @@ from prime_core.verdict import (
     reason_digest,
 )
 from prime_orchestrator.api import validators
-from prime_orchestrator.api.validators import LONE_SECONDS
+from prime_orchestrator.api.validators import SINGLE_SECONDS
 from prime_orchestrator.manager.endings import void_unjudged
 from prime_orchestrator.manager.history import draw_count
 from prime_orchestrator.manager.judging import AGAIN_SECONDS, enough
@@ -284,7 +284,7 @@ def test_an_acceptance_stands_alone_once_no_other_validator_has_come_for_long(
     row = panel.mgr.submit(HONEST, make=panel.honest)
     assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "submitted"
-    for _ in range(int(LONE_SECONDS / 60) + 1):
+    for _ in range(int(SINGLE_SECONDS / 60) + 1):
         assert panel.mgr.row(row.digest).status == "submitted"
         panel.mgr.now.time += 60
         panel.validator.judge_next()
@@ -310,7 +310,7 @@ def test_an_acceptance_with_which_no_other_counts_stands_alone_after_long(
     appoint(panel.mgr.store, 1, SECOND.address, on=why != "dismissed")
     judge = judge_of(panel.mgr.backend)
     assert judge.tick() == []
-    panel.mgr.now.time += LONE_SECONDS - 1
+    panel.mgr.now.time += SINGLE_SECONDS - 1
     assert panel.validator.claim() is None
     assert judge.tick() == []
     panel.mgr.now.time += 2
@@ -325,7 +325,7 @@ def test_a_live_validator_that_hands_in_nothing_counts_as_absent(
 ) -> None:
     """The honest node is paid, as if the second validator were down."""
     monkeypatch.setattr(validators, "PATIENCE_SECONDS", 60.0)
-    monkeypatch.setattr(validators, "LONE_SECONDS", 240.0)
+    monkeypatch.setattr(validators, "SINGLE_SECONDS", 240.0)
     second, mine, its = two_claims(panel, monkeypatch)
     digest, mgr = Digest(mine.submission_digest), panel.mgr
     first = panel.validator.opinion(mine, Reason.NONE, court_rows(panel, mine))
@@ -393,7 +393,7 @@ def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_i
     assert panel.validator.judge_next() == row.digest
     at = mgr.now()
     for _ in range(100):
-        mgr.now.time += LONE_SECONDS / 10
+        mgr.now.time += SINGLE_SECONDS / 10
         assert panel.validator.judge_next() is None
     assert mgr.row(row.digest).status == "submitted"
     with mgr.store.begin() as connection:

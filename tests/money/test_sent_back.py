@@ -200,7 +200,7 @@ def test_a_file_that_is_found_to_be_no_work_is_not_paid_for_having_been_accepted
 
 
 @pytest.mark.slow
-def test_what_was_said_to_be_rare_and_is_not_makes_files_be_replayed_only_until_it_is_found(
+def test_a_false_claim_that_an_answer_is_rare_has_files_replayed_whole_only_until_it_is_found(
     panel: JudgedPool,
 ) -> None:
     """A liar calls a foreseeable answer improbable, so that every file with it is replayed whole:

@@ -24,7 +24,7 @@ from prime_orchestrator.api import idle, leasing
 from prime_orchestrator.api.idle import IdleCount
 from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.manager import speed
-from prime_orchestrator.manager.standing import PATIENCE
+from prime_orchestrator.manager.standing import VOID_FILES
 from prime_orchestrator.store import leases, nodes, schema, submissions
 
 ASK = b'{"policy_version":0}'
@@ -402,7 +402,7 @@ def test_a_node_whose_files_are_all_void_waits_longer_each_time_and_hears_why(wo
             world.clock.advance(answer.retry_after_ms / 1000)
             _beat_all(world)
 
-    for _ in range(PATIENCE - 1):
+    for _ in range(VOID_FILES - 1):
         judged(Reason.UNCALIBRATED)
         assert waits() == 0
     judged(Reason.UNAVAILABLE)  # the pool's fault

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.attacks import ATTACKS
 from bench.conversations import registered
+from bench.detection_attacks import ATTACKS
 from devnet.kinds import LIES, LongScene
 from prime_core.ids import digest
 from prime_core.run import Conversation

@@ -172,7 +172,7 @@ def test_a_log_probability_that_no_noise_draws_is_a_lie_even_in_a_row_without_re
     assert claims(floor + 0.1).outcome is Outcome.ACCEPTED  # as far as one row's claim goes
 
 
-def test_the_noise_spans_no_more_than_is_reckoned_with() -> None:
+def test_the_noise_spans_at_most_what_the_check_assumes() -> None:
     uniform = (np.array([0.0, 2.0**32 - 1]) + 0.5) / 2.0**32
     largest, smallest = -np.log(-np.log1p(-uniform))
     assert largest - smallest < NOISE_SPAN

@@ -30,7 +30,7 @@ from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.idle import WAIT_MS, wait_ms
 from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.manager import remeasuring, speed, standing, uploads
-from prime_orchestrator.manager.standing import PATIENCE, pause_of
+from prime_orchestrator.manager.standing import VOID_FILES, pause_of
 from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
 from prime_orchestrator.store import archive, leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
@@ -107,7 +107,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
     backend, now = view.backend, view.now
     if (money := view.money) and (why := money.objection()):
         return LeaseAnswer(lease=None, retry_after_ms=10 * WAIT_MS, reason=why)
-    if view.ended(node, "void") >= PATIENCE and (
+    if view.ended(node, "void") >= VOID_FILES and (
         pause := pause_of(view.connection, node.address, now, backend.context.run.lease_seconds)
     ):
         wait = int(1000 * pause.retry_after(now)) + 1

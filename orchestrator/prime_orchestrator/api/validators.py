@@ -94,7 +94,7 @@ AGAIN_ONE_IN = 16
 OUTSIDE_ONE_IN = 4
 """One file of an exact lease in this many goes to any validator, so that no node and no few
 validators choose one another by announcing a class."""
-LONE_SECONDS = 3600.0
+SINGLE_SECONDS = 3600.0
 """After this long without another validator's opinion, one decides where two were needed."""
 MAX_OBJECT_BYTES = 32 << 20
 UPLOAD_SECONDS = 600
@@ -408,7 +408,7 @@ def _settle_short(
 ) -> bool:
     """Ends the wait of a file for which no validator is left. Returns whether it did.
 
-    A file from which all validators abstained is set aside. After LONE_SECONDS, a lone sealed
+    A file from which all validators abstained is set aside. After SINGLE_SECONDS, a single sealed
     opinion decides. So do opinions that all accept the file, even if they do not count together.
     """
     active = _active(parts)
@@ -421,14 +421,14 @@ def _settle_short(
         return True
     sealed = [part.at for part in parts.values() if part.status == "sealed"]
     given = [part.at for part in parts.values() if part.status == "given"]
-    if sealed and not given and len(sealed) == active and now - min(sealed) >= LONE_SECONDS:
+    if sealed and not given and len(sealed) == active and now - min(sealed) >= SINGLE_SECONDS:
         log.warning("no second validator came for %s: one opinion decides", digest)
         jobs.change(connection, digest, needed=active)
         return True
     if (
         given
         and len(given) == active
-        and now - max(given) >= LONE_SECONDS
+        and now - max(given) >= SINGLE_SECONDS
         and all(one.outcome is Outcome.ACCEPTED for one in opinions.of(connection, digest))
     ):
         log.warning("no further validator came for %s: one acceptance decides", digest)

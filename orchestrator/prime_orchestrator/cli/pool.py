@@ -79,8 +79,8 @@ def create(
     definition = read_run(run, exact=True)
     session.deployment.check_run(definition)
     signs, judges = ids.address(trainer), [ids.address(v) for v in validator or ()]
-    lone = len(set(judges)) == 1 and session.deployment.chain_id == LOCAL_CHAIN
-    agree = quorum or (1 if lone else 2)
+    single = len(set(judges)) == 1 and session.deployment.chain_id == LOCAL_CHAIN
+    agree = quorum or (1 if single else 2)
     if faucet:
         session.send(f"faucet/{definition.digest()}", session.contracts.token.faucet())
     config = PoolConfig(

@@ -24,7 +24,7 @@ How many opinions must agree (`enough`):
 Opinions count together only under the same law. If the lease names only one validator, it decides
 alone. Statistics decide a file (`by_statistics`) if one validator states a mismatch, all others
 accept the file but could not repeat the proof pass, and no validator is left. An acceptance that
-needs a second opinion stands alone if no other validator comes within validators.LONE_SECONDS. A
+needs a second opinion stands alone if no other validator comes within validators.SINGLE_SECONDS. A
 rejection, or a void that takes two, never stands alone: it waits until the file's validity ends.
 Then the file is void, unpaid and unpunished; a rejection is counted in `prime_rejections_lapsed`.
 
@@ -246,9 +246,9 @@ def by_statistics(found: Sequence[Judgement]) -> Judgement | None:
     """Returns the acceptance that decides the file if exactly one opinion states a mismatch, and
     all others accept the file without having repeated its proof passes; else None. So the mismatch
     of one machine neither voids nor rejects a file."""
-    lone = [one for one in found if one.reason in PROOF_PASS and one.mismatches]
+    apart = [one for one in found if one.reason in PROOF_PASS and one.mismatches]
     rest = [one for one in found if one.outcome is Outcome.ACCEPTED and not one.exact_rows]
-    return rest[0] if len(lone) == 1 and rest and len(rest) == len(found) - 1 else None
+    return rest[0] if len(apart) == 1 and rest and len(rest) == len(found) - 1 else None
 
 
 @dataclass(frozen=True)

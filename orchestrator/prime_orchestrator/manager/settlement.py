@@ -368,8 +368,8 @@ def _as_settled(
 def _settled_before(
     objects: ObjectStore, newest: Digest | None, names: Set[Digest]
 ) -> dict[Digest, SettledFile]:
-    """Returns those files of `names` that the settlement `newest` or one before it has, each as the
-    latest of them has it."""
+    """Returns the files of `names` that are in the settlement `newest` or an earlier one, each as
+    the latest of them has it."""
     found: dict[Digest, SettledFile] = {}
     while newest is not None and newest != ZERO_DIGEST and names > found.keys():
         settlement = load(objects, newest)

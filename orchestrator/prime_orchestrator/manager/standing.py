@@ -54,7 +54,7 @@ LEASE_SLOTS = 4
 TIME_SHARE = 3
 """A node makes all its open leases within one part in so many of a lease's time."""
 NOT_ITS_FAULT = POOLS_FAULT | {Reason.LATE, Reason.NONE}
-PATIENCE = 4
+VOID_FILES = 4
 """Consecutive void files before a pause."""
 ENDINGS = 12
 """Number of latest files examined."""
@@ -156,8 +156,8 @@ class Pause:
 def pause_of(
     connection: Connection, node: Address, now: float, lease_seconds: float
 ) -> Pause | None:
-    """Returns the node's pause, or None: an eighth of a lease's duration after PATIENCE consecutive
-    void files, doubling with each further one, up to four durations."""
+    """Returns the node's pause, or None: an eighth of a lease's duration after VOID_FILES void
+    files in a row, doubling with each further one, up to four durations."""
     void: list[tuple[Reason, float]] = []
     for status, number, judged_at in submissions.newest_endings(connection, node, ENDINGS):
         reason = Reason(number)
@@ -165,9 +165,9 @@ def pause_of(
             break
         if reason not in NOT_ITS_FAULT:
             void.append((reason, judged_at))
-    if len(void) < PATIENCE:
+    if len(void) < VOID_FILES:
         return None
-    length = min(4.0, 2.0 ** (len(void) - PATIENCE) / 8) * lease_seconds
+    length = min(4.0, 2.0 ** (len(void) - VOID_FILES) / 8) * lease_seconds
     reason, at = void[0]
     if at + length <= now and not submissions.waits(connection, node):
         return None

@@ -588,7 +588,7 @@ def files_marked(connection: Connection) -> tuple[int, int]:
 
 
 def marked_among(connection: Connection, names: Sequence[Digest]) -> dict[Digest, int]:
-    """Returns `kept_days` of those of these submissions whose page has it."""
+    """Returns `kept_days` by submission, without submissions whose page has none."""
     found: dict[Digest, int] = {}
     for start in range(0, len(names), FILES):
         mine = [to_bytes(name) for name in names[start : start + FILES]]

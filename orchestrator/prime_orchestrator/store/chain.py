@@ -306,7 +306,7 @@ def state(connection: Connection, kind: str, account: Address) -> str | None:
 
 
 def states(connection: Connection, kind: str, accounts: Collection[Address]) -> dict[Address, str]:
-    """Returns `state` of those of the accounts that have one."""
+    """Returns `state` by account, without accounts that have none."""
     found = _state_of(connection, [(kind, account) for account in accounts])
     return {Address(account): value for (_, account), value in found.items() if value is not None}
 

@@ -95,7 +95,7 @@ def lock_row(connection: Connection, submission: Digest) -> JobRow | None:
 
 
 def those(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, JobRow]:
-    """Returns the jobs of those of the submissions that have one."""
+    """Returns the jobs by submission, without submissions that have none."""
     query = sa.select(schema.jobs).where(_jobs.submission_digest.in_(list(submissions)))
     rows = records(JobRow, connection.execute(query).mappings().all())
     return {row.submission_digest: row for row in rows}
@@ -321,7 +321,7 @@ def assignments(connection: Connection, submission: Digest) -> list[AssignmentRo
 def assignments_among(
     connection: Connection, submissions: Collection[Digest]
 ) -> dict[Digest, list[AssignmentRow]]:
-    """Returns all assignments of those of the files that have any."""
+    """Returns all assignments by file, without files that have none."""
     query = sa.select(schema.assignments).where(_work.submission_digest.in_(list(submissions)))
     found: dict[Digest, list[AssignmentRow]] = {}
     for row in records(AssignmentRow, connection.execute(query).mappings().all()):

@@ -228,7 +228,7 @@ def of_lease(connection: Connection, lease_digest: Digest) -> SubmissionRow | No
 def of_leases(
     connection: Connection, lease_digests: Collection[Digest]
 ) -> dict[Digest, SubmissionRow]:
-    """Returns the submissions of those of the leases that have one, by lease."""
+    """Returns the submissions by lease, without leases that have none."""
     query = sa.select(schema.submissions).where(
         one_of(connection, _submissions.lease_digest, lease_digests)
     )

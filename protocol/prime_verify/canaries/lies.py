@@ -30,7 +30,7 @@ def texts(made: Sequence[Generation]) -> list[Text]:
     return [Text(generation.output_tokens, generation.spans) for generation in made]
 
 
-def retold(choose: Callable[[Scene], Texts]) -> Make:
+def other_tokens(choose: Callable[[Scene], Texts]) -> Make:
     """Tokens from `choose`, with the true policy's states and log-probabilities for them."""
     return lambda scene: scene.file(scene.score(choose(scene)))
 
@@ -216,17 +216,17 @@ def _by_a_copy(scene: Scene, rows: Rows, made: Sequence[Generation]) -> Rows:
 
 
 PLANTED: Mapping[str, Make] = {
-    "t09": retold(partial(temperature, value=0.9)),
-    "t11": retold(partial(temperature, value=1.1)),
-    "topp95": retold(partial(cut, keep=_nucleus(0.95))),
-    "greedy": retold(_greedy),
-    "other_seed": retold(_other_seed),
-    "best_of_4": retold(partial(best_of, tries=4)),
+    "t09": other_tokens(partial(temperature, value=0.9)),
+    "t11": other_tokens(partial(temperature, value=1.1)),
+    "topp95": other_tokens(partial(cut, keep=_nucleus(0.95))),
+    "greedy": other_tokens(_greedy),
+    "other_seed": other_tokens(_other_seed),
+    "best_of_4": other_tokens(partial(best_of, tries=4)),
     "int4": weights("int4"),
-    "small_model": retold(_small),
-    "half_small": retold(_half_small),
-    "foreign5": retold(partial(foreign, share=0.05)),
-    "padded": retold(_padded),
+    "small_model": other_tokens(_small),
+    "half_small": other_tokens(_half_small),
+    "foreign5": other_tokens(partial(foreign, share=0.05)),
+    "padded": other_tokens(_padded),
     "tampered_reward": changed(_reward),
     "tampered_logprobs": changed(_logprobs),
     "copied_rows": changed(_copied),

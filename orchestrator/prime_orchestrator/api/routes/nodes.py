@@ -213,7 +213,7 @@ def router(backend: Backend) -> APIRouter:
 
     @post(routes, "/v1/heartbeat", Heartbeat, HeartbeatAnswer)
     async def heartbeat(request: Request) -> Response:
-        """Say that the node lives; hear what to do next."""
+        """Report the node's state; the answer says what the node should do next."""
         # Its session is looked up together with its answer, after its body has been read.
         proven = auth.prove(backend, head_of(request), backend.now())
         body = await read_body(request, SMALL_BODY)
