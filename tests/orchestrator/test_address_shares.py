@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from orchestrator_world import AUDIENCE, Session, World
 from starlette.types import ASGIApp
 
+from prime_broadcast.http1 import RateLimit
 from prime_core.errors import UserError
 from prime_core.messages import AdmissionRequest, ChallengeAnswer
 from prime_core.node import Hardware
@@ -137,8 +139,9 @@ def test_a_network_of_ipv6_asks_as_often_as_one_address_may(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder of a /64 has more addresses than there are buckets."""
+    frozen = partial(RateLimit, clock=lambda: 100.0)
+    monkeypatch.setattr("prime_orchestrator.api.app.RateLimit", frozen)
     app = create_app(world.backend, requests_per_second=2)
-    monkeypatch.setattr("prime_orchestrator.api.entry.time.monotonic", lambda: 100.0)
 
     async def statuses(*hosts: str) -> list[int]:
         found = []
@@ -150,6 +153,22 @@ def test_a_network_of_ipv6_asks_as_often_as_one_address_may(
     within = [f"2001:db8:0:1::{n:x}" for n in range(4)]
     assert asyncio.run(statuses(*within)) == [200] * 4
     assert asyncio.run(statuses("2001:db8:0:1::ffff", "2001:db8:0:2::1")) == [429, 200]
+
+
+def test_who_asks_too_fast_is_answered_at_the_limit_and_the_oldest_key_is_forgotten() -> None:
+    now = 0.0
+    limit = RateLimit(2, lambda: now, keys=2)
+    admitted = 0
+    for tick in range(40):  # 4 requests a second
+        now = tick / 4
+        admitted += limit.admits("one")
+    assert admitted == 4 + 19, "a full bucket, then two a second"
+    while limit.admits("one"):
+        pass
+    assert limit.admits("two")
+    assert not limit.admits("one")
+    assert limit.admits("three")  # "two" is forgotten: "one" asked later
+    assert not limit.admits("one")
 
 
 @pytest.mark.parametrize(
