@@ -5,7 +5,7 @@
 
 Each rank schedules and samples by itself (vLLM's "external_launcher"), so rank 0 captures states in
 its own process, as with one card. If a rank ends, every other rank ends too: a collective with a
-missing rank may wait forever.
+missing rank may wait forever. Rank 0 first says so to `on_lost`, and has END_SECONDS left.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import multiprocessing as mp
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from prime_core.errors import PrimeError, UnavailableError
+from prime_core.errors import FatalError, PrimeError, UnavailableError
 from prime_engine.base import Discard, GenerationRequest
 from prime_engine.batch import RowSet
 from prime_engine.sizing import Cards
@@ -30,6 +31,8 @@ from prime_engine.sizing import Cards
 log = logging.getLogger("prime.engine.ranks")
 LOAD_SECONDS = 1800.0
 END_SECONDS = 10.0
+NOTICE_SECONDS = 5.0
+"""Time in which the end of a rank is noticed here, after a collective or a pipe has failed."""
 
 
 def set_rank(rank: int, size: int, port: int) -> None:
@@ -62,11 +65,16 @@ class Ranks:
     """The other ranks of an engine on `cards`; sets this process's environment to rank 0.
 
     `load` (picklable) loads a rank's engine (a BatchEngine) on the `cards` that it is given, with
-    that `rank`.
+    that `rank`. `on_lost` is called, in a thread, when a rank ended by itself.
     """
 
-    def __init__(self, load: Callable[..., Any], cards: Cards) -> None:
+    def __init__(
+        self, load: Callable[..., Any], cards: Cards, on_lost: Callable[[FatalError], None]
+    ) -> None:
         size = cards.tensor_parallel
+        self._on_lost = on_lost
+        self._lost = threading.Event()
+        self._error = FatalError("a rank of the engine ended while in use")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
@@ -89,17 +97,38 @@ class Ranks:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
-        wait([child.sentinel for child in self._children])
-        if not self._ending.is_set():
-            log.error("a card's process ended while the engine ran: this worker ends, too")
-            os._exit(UnavailableError.exit_code)
+        (ended, *_) = wait([child.sentinel for child in self._children])
+        if self._ending.is_set():
+            return
+        at = next(n for n, child in enumerate(self._children) if child.sentinel == ended)
+        self._children[at].join()
+        why = _last_words(self._pipes[at]) or f"status {self._children[at].exitcode}"
+        self._error = FatalError(f"rank {at + 1} of the engine ended while in use: {why}")
+        self._lost.set()
+        log.error("%s", self._error)
+        self._on_lost(self._error)
+        if not self._ending.wait(END_SECONDS):
+            os._exit(self._error.exit_code)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raises what `on_lost` gets if the block fails because a rank has ended."""
+        try:
+            yield
+        except Exception:
+            if self._lost.wait(NOTICE_SECONDS):
+                raise self._error from None
+            raise
 
     def require_loaded(self) -> None:
-        """Waits for every rank to load its part. Raises UnavailableError with a rank's reason."""
+        """Waits for every rank to load its part. Raises UnavailableError with a rank's reason,
+        FatalError if one ended."""
         for rank, pipe in enumerate(self._pipes, start=1):
             if not pipe.poll(LOAD_SECONDS):
                 raise UnavailableError(f"rank {rank} did not load within {LOAD_SECONDS:.0f} s")
-            if problem := pipe.recv():
+            with self.together():
+                problem = pipe.recv()
+            if problem:
                 raise UnavailableError(f"rank {rank}: {problem}")
 
     def add(self, rows: RowSet) -> None:
@@ -121,8 +150,9 @@ class Ranks:
         self._send(None)
 
     def _send(self, message: _Added | _Cancelled | _Replaced | None) -> None:
-        for pipe in self._pipes:
-            pipe.send(message)
+        with self.together():
+            for pipe in self._pipes:
+                pipe.send(message)
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -134,6 +164,14 @@ class Ranks:
             if child.is_alive():
                 child.kill()
                 child.join()
+
+
+def _last_words(pipe: Connection) -> str:
+    """What a rank that has ended said last, if it was not read yet."""
+    try:
+        return str(pipe.recv()) if pipe.poll() else ""
+    except (EOFError, OSError):
+        return ""
 
 
 def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) -> None:
@@ -155,6 +193,17 @@ def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) 
         pipe.poll(END_SECONDS)  # until rank 0 has read it and closes
         return
     pipe.send("")
+    try:
+        _follow(pipe, engine)
+    except (PrimeError, MemoryError) as error:
+        log.error("rank %d: %s", cards.rank, error)
+        pipe.send(str(error))
+        os._exit(FatalError.exit_code)  # the engine may wait for the other ranks in its shutdown
+    engine.close()
+
+
+def _follow(pipe: Connection, engine: Any) -> None:
+    """Does what rank 0 does, until it closes the pipe."""
     sets: list[RowSet] = []
     while True:
         try:
@@ -174,4 +223,3 @@ def _serve(pipe: Connection, load: Callable[..., Any], cards: Cards, port: int) 
                 pipe.send(str(error))
         else:
             engine.cancel(sets[message.at])
-    engine.close()

@@ -13,11 +13,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
-from prime_core.errors import UnavailableError
+from prime_core.errors import FatalError, UnavailableError
 from prime_core.ids import Digest
 from prime_engine.base import (
     Engine,
@@ -46,11 +46,16 @@ class _Task(Generic[T]):
         self.future: Future[T] = Future()
 
     def __call__(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
         try:
-            self.future.set_result(self._run())
+            result = self._run()
         except BaseException as error:
+            self.fail(error)
+            return
+        with suppress(InvalidStateError):  # it was failed meanwhile
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
             self.future.set_exception(error)
 
 
@@ -61,6 +66,8 @@ class EngineThread:
         self._load = load
         self._changed = threading.Condition()
         self._tasks: deque[_Task[Any]] = deque()
+        self._begun: list[_Task[Any]] = []
+        """Those that the engine's thread has taken."""
         self._rows: dict[RowSet, Future[list[Generation]]] = {}
         self._engine: BatchEngine | None = None
         self._in_memory: tuple[int, Digest] | None = None
@@ -71,6 +78,8 @@ class EngineThread:
         """Callers of `using`, in the order in which they get their policies."""
         self._users: set[SharedEngine] = set()
         self._stopped = False
+        self._failure: BaseException = UnavailableError(STOPPED)
+        """What callers get after `stop` or `fail`."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -148,7 +157,7 @@ class EngineThread:
         task = _Task(operation)
         with self._changed:
             if self._stopped:
-                raise UnavailableError(STOPPED)
+                raise self._failure
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
@@ -179,6 +188,7 @@ class EngineThread:
             if self._thread is not None:
                 self._thread.join()
             self._thread, self._stopped = None, False
+            self._failure = UnavailableError(STOPPED)
 
     def stop(self) -> None:
         """Ends the thread after the current operation; does not wait longer than STOP_SECONDS. All
@@ -188,22 +198,36 @@ class EngineThread:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(STOP_SECONDS)
+            if self._thread.is_alive():
+                self.fail(self._failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all callers with `error`, also those of an operation that never returns, and refuses
+        further ones until `start`."""
+        with self._changed:
+            self._stopped, self._failure = True, error
+            begun = [*self._begun, *self._tasks]
+            self._tasks.clear()
+        for task in begun:
+            task.fail(error)
+        self._fail(error)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._tasks or self._rows or self._stopped)
-                tasks = list(self._tasks)
+                self._begun = list(self._tasks)
                 self._tasks.clear()
                 if self._stopped:
                     break
-            for task in tasks:
+            for task in self._begun:
                 task()
+            self._begun = []
             if self._rows:
                 self._step()
-        for task in tasks:
-            task.future.set_exception(UnavailableError(STOPPED))
-        self._fail(UnavailableError(STOPPED))
+        for task in self._begun:
+            task.fail(self._failure)
+        self._fail(self._failure)
 
     def _step(self) -> None:
         assert self._engine is not None
@@ -214,7 +238,8 @@ class EngineThread:
             started = list(self._rows)
             self._fail(error)
             for rows in started:
-                self._engine.cancel(rows)
+                with suppress(FatalError):  # it is `error`, again
+                    self._engine.cancel(rows)
             return
         for rows in [rows for rows in self._rows if rows.done]:
             self._rows.pop(rows).set_result(rows.results)
@@ -224,7 +249,8 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         waiting, self._rows = list(self._rows.values()), {}
         for made in waiting:
-            made.set_exception(error)
+            with suppress(InvalidStateError):
+                made.set_exception(error)
         self.nudge()
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.errors import FatalError, MalformedError, UnavailableError, UserError
 from prime_core.memory import collect_as_usual
 from prime_core.proof_form import FinishReason
 from prime_engine.base import (
@@ -111,7 +111,7 @@ class _VllmRow:
 class VllmEngine(PolicyFacts):
     """A policy folder loaded into vLLM. See prime_engine.base.Engine.
 
-    `batch_rows` rows are generated together.
+    `batch_rows` rows are generated together. `on_lost`: see Ranks.
 
     Raises UnavailableError if vLLM is missing, uses another model runner, does not run on `device`,
     or does not compute with exactly the folder's weights; UserError if the model does not fit on
@@ -127,6 +127,7 @@ class VllmEngine(PolicyFacts):
         device: str = "cpu",
         batch_rows: int = BATCH_ROWS,
         cards: Cards = Cards(),
+        on_lost: Callable[[FatalError], None] = lambda error: None,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise UnavailableError(f"the vLLM engine computes in float32 or bfloat16, not {dtype}")
@@ -175,7 +176,7 @@ class VllmEngine(PolicyFacts):
                 VllmEngine, folder, noise=noise, dtype=dtype, device=device, batch_rows=batch_rows
             )
             planned = replace(cards, tensor_parallel=tensor_parallel, max_length=positions)
-            self._ranks = Ranks(load, planned)
+            self._ranks = Ranks(load, planned, on_lost)
         collect_as_usual()
         try:
             self._llm: Any = vllm.LLM(
@@ -336,9 +337,11 @@ class VllmEngine(PolicyFacts):
     @naming_faults
     def step(self) -> None:
         """See BatchEngine.step."""
-        if self._ranks is not None:
-            self._ranks.step()
-        for answer in self._llm.llm_engine.step():
+        with self._ranks.together() if self._ranks is not None else nullcontext():
+            if self._ranks is not None:
+                self._ranks.step()
+            answers = self._llm.llm_engine.step()
+        for answer in answers:
             if answer.finished and (row := self._rows.pop(answer.request_id, None)) is not None:
                 self._end(row, tuple(answer.outputs[0].token_ids))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_core.errors import UnavailableError
+from prime_core.errors import FatalError, UnavailableError
 from prime_core.ids import Digest
 from prime_engine.base import Generation, GenerationRequest
 from prime_engine.batch import finish
@@ -175,6 +175,40 @@ def test_a_step_that_fails_ends_its_callers_and_no_later_one(
                 shared.generate(requests(2), 0.9)
         assert thread.has_room()
         same(shared.generate(requests(2), 0.9), engine().generate(requests(2), 0.9))
+
+
+def test_callers_of_an_operation_that_never_returns_are_ended(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another card's process is gone: a collective with it waits forever."""
+    stuck, let_go, raised = threading.Event(), threading.Event(), []
+
+    def hangs() -> None:
+        stuck.set()
+        assert let_go.wait(60)
+
+    def work(version: int) -> None:
+        try:
+            with thread.using(version, POLICY) as shared:
+                monkeypatch.setattr(shared.engine, "step", hangs)
+                shared.generate(requests(2), 0.9)
+        except FatalError as error:
+            raised.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(version,)) for version in (0, 1)]
+    for one in threads:
+        one.start()
+    assert stuck.wait(60)
+    assert thread.wait_for(lambda: bool(thread._waiting), 60)
+    thread.fail(FatalError("rank 1 of the engine ended"))
+    for one in threads:
+        one.join()
+    assert raised == ["rank 1 of the engine ended"] * 2
+    with pytest.raises(FatalError, match="rank 1"):
+        thread.run(lambda: None)
+    let_go.set()
+    thread.start()
+    assert thread.run(lambda: "again") == "again"
 
 
 def test_stopping_ends_generation_and_waiting_and_it_may_start_again(thread: EngineThread) -> None:

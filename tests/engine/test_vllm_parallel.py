@@ -22,13 +22,15 @@ def test_two_ranks_make_the_plain_engine_s_rows(tmp_path: Path) -> None:
     script = Path(__file__).with_name("vllm_parallel_checks.py")
     done = subprocess.run(
         [PYTHON, script, ROOT / "devnet" / "model", tmp_path],
-        capture_output=True, text=True, check=False, timeout=280,
+        capture_output=True, text=True, check=False, timeout=500,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protocol'}", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert "4 attention heads cannot be split over 3 cards" in found["unsplit"]
     assert (found["children"], found["children_left"]) == (1, 0)
+    assert not found["lost_by_closing"]
+    assert found["lost"] == found["said"] == "rank 1 of the engine ended while in use: status -9"
     assert all(found["same_rows"])
     assert all(found["same_again"])
     assert found["logprob_gap"] < 1e-4

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import os
+import queue
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,8 @@ def main() -> None:
     own = plain.generate(REQUESTS, 0.9)
     found["unsplit"] = refusal(lambda: load_engine(trained, engine="vllm", cards=Cards(3)))
 
-    engine: Any = load_engine(trained, engine="vllm", cards=Cards(2))
+    lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    engine: Any = load_engine(trained, engine="vllm", cards=Cards(2), on_lost=lost.put)
     found["children"] = len(mp.active_children())
     made = engine.generate(REQUESTS, 0.9)
     again = engine.generate(REQUESTS[:3], 0.9)
@@ -56,7 +60,23 @@ def main() -> None:
         )
     engine.close()
     found["children_left"] = len(mp.active_children())
-    print(json.dumps(found))
+    found["lost_by_closing"] = not lost.empty()
+
+    engine = load_engine(trained, engine="vllm", cards=Cards(2), on_lost=lost.put)
+    rows = engine.add(REQUESTS, 0.9)
+    engine.step()
+    killed = mp.active_children()[0]
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+
+    def go_on() -> None:
+        while not rows.done:
+            engine.step()
+
+    found["lost"] = refusal(go_on)
+    found["said"] = str(lost.get(timeout=60))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # vLLM's shutdown may wait for the other rank
 
 
 if __name__ == "__main__":

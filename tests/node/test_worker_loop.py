@@ -15,6 +15,9 @@ from prime_core.errors import FatalError, UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_core.run import RunDefinition
 from prime_core.signing import Domain
+from prime_engine import shared
+from prime_engine.base import GenerationRequest
+from prime_engine.batch import RowSet
 from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
 from prime_node.worker import rollout_builder
 from prime_node.worker.loop import StopFlag, work
@@ -203,6 +206,8 @@ def test_a_job_that_the_worker_cannot_handle_ends_it_and_its_other_leases(
 class OfRows:
     """An engine for `batch_rows` rows that has loaded nothing."""
 
+    on_lost: Any = None
+
     def __init__(self, batch_rows: int) -> None:
         self.batch_rows = batch_rows
         self.closed = False
@@ -280,6 +285,47 @@ def test_a_worker_without_memory_for_one_row_ends_in_one_sentence(
         work(agent, builder, StopFlag(), sleep=lambda _: None)  # type: ignore[arg-type]
     assert [one.batch_rows for one in loaded] == [64, 16, 4, 1]
     assert len(agent.abandoned) == 4, "each lease is given back"
+
+
+class Waiting(Short):
+    """Its engine waits for a rank that is gone."""
+
+    def make(self, job: Job, engine: Any) -> bytes:
+        engine.generate((), 1.0)
+        return b""
+
+
+def test_a_worker_whose_card_is_gone_gives_its_leases_back_and_ends_in_one_sentence(
+    run: RunDefinition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = FatalError("rank 1 of the engine ended while in use: status -9")
+    ended = threading.Event()
+
+    class Stuck(OfRows):
+        def add(self, requests: Any, temperature: float, sink: Any) -> RowSet:
+            return RowSet((GenerationRequest((5,), 1, 1),), temperature)
+
+        def step(self) -> None:
+            threading.Thread(target=self.on_lost, args=(lost,)).start()
+            assert ended.wait(60)
+
+    def load(folder: Path, *, batch_rows: int, on_lost: Any, **_: Any) -> OfRows:
+        made = Stuck(batch_rows)
+        made.on_lost = on_lost
+        return made
+
+    monkeypatch.setattr(rollout_builder, "load_engine", load)
+    monkeypatch.setattr(shared, "STOP_SECONDS", 0.0)
+    policy = synthetic_lease(run, 0, policy_version=0).signed.lease.policy_digest
+    monkeypatch.setattr(FolderEngines, "digest", lambda self, version: policy)
+    builder = Waiting(run, Options(tmp_path, tmp_path, tmp_path, engine="vllm"))
+    agent = Agent(run, 1, leases=2)
+    try:
+        with pytest.raises(FatalError, match="rank 1 of the engine ended"):
+            work(agent, builder, StopFlag())  # type: ignore[arg-type]
+    finally:
+        ended.set()
+    assert [reason for _, reason in agent.abandoned] == [str(lost)]
 
 
 def test_leases_of_one_batch_that_fail_together_count_once(

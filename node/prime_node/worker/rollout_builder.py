@@ -145,6 +145,8 @@ class RolloutBuilder:
     def _load(self, folder: Path) -> Engine:
         options = self.options
         sizes = engine_sizes(options) | {"batch_rows": self._rows}
+        if options.engine == "vllm":
+            sizes["on_lost"] = self._thread.fail
         return load_engine(
             folder,
             engine=options.engine,
