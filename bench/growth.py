@@ -61,6 +61,8 @@ SIZES = (1_000, 100_000, 1_000_000)
 QUICK_SIZES = (100, 1_000)
 SEATS, QUICK_SEATS = 10_000, 100
 """Nodes of the stores whose costs are compared."""
+ARCHIVE_SEATS = 1_024
+"""Nodes of the store that is archived."""
 A_BATCH = 100
 """Files in a batch."""
 SECONDS, ROUNDS = 4.0, 8
@@ -87,7 +89,7 @@ def rows(quick: bool, database: Database) -> list[Row]:
         costs = {name: _costs([one.works[name] for one in stores], database)
                  for name in stores[0].works}  # fmt: skip
         found = _restart(quick, stores[-1])
-    with _store(database, sizes[-1], work.NODES) as last:
+    with _store(database, sizes[-1], ARCHIVE_SEATS) as last:
         found += _bytes(quick, last)
     for name, (first, *others) in costs.items():
         found.append(
@@ -223,7 +225,7 @@ def _bytes(quick: bool, store: _Filled) -> list[Row]:
     before = sum(_sizes(store).values())
     with tempfile.TemporaryDirectory(prefix="bench-archive-") as folder:
         objects = _AllThere(Path(folder))
-        archived, pages, seconds = _archive(quick, store, objects)
+        archived, pages, seconds, cpu = _archive(quick, store, objects)
     with store.pool.backend.store.engine.connect() as plain:
         vacuum = plain.execution_options(isolation_level="AUTOCOMMIT")
         for name in KEPT:
@@ -237,6 +239,7 @@ def _bytes(quick: bool, store: _Filled) -> list[Row]:
         *(Row(f"bytes_per_file_{name}", size, "bytes") for name, size in sizes.items()),
         Row("bytes_per_file_in_tables", before, "bytes in the same before any file is archived"),
         Row("archive_page_s", seconds / max(pages, 1), "s for one page"),
+        Row("archive_file_us", 1e6 * cpu / max(archived, 1), "µs of CPU, PostgreSQL's too"),
     ]  # fmt: skip
 
 
@@ -257,9 +260,9 @@ class _AllThere(DirectoryStore):
         return True
 
 
-def _archive(quick: bool, store: _Filled, objects: _AllThere) -> tuple[int, int, float]:
+def _archive(quick: bool, store: _Filled, objects: _AllThere) -> tuple[int, int, float, float]:
     """Settles all epochs and archives all files that are over. Returns how many, in how many pages,
-    and the seconds that took."""
+    and the seconds and CPU seconds that took."""
     backend = store.pool.backend
     run, now = backend.context.run, int(backend.now())
     settlement = settle(
@@ -278,10 +281,11 @@ def _archive(quick: bool, store: _Filled, objects: _AllThere) -> tuple[int, int,
     if quick:
         archiver.page_files, archiver.kept, archiver.kept_of_node = 100, 50, 1
     archived = pages = 0
-    since = time.monotonic()
+    since, before = time.monotonic(), time.process_time() + store.database.cpu_seconds()
     while files := archiver.tick():
         archived, pages = archived + files, pages + 1
-    return archived, pages, time.monotonic() - since
+    cpu = time.process_time() + store.database.cpu_seconds() - before
+    return archived, pages, time.monotonic() - since, cpu
 
 
 # ── filling ──

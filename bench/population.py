@@ -312,12 +312,13 @@ def _pay(world: World) -> list[Row]:
     most = max(found, key=lambda kind: found[kind], default="")
     rows.append(
         Row("pay_cheat_most", found.get(most, 0.0), f"the same, less slashes, by the best paid lie "
-            f"that devnets found: {most or 'none'}")
+            f"that devnets found: {most or 'none'}", bar=0 if len(world.people) > 5_000 else None)
     )  # fmt: skip
     some = [one for one in world.people if one.few and (world.kinds[one.kind].row or 0) >= 0.5]
     rows.append(
         Row("pay_cheat_few", _hourly(some, paid, world), "the same, by liars in a quarter of the "
-            "rows whose rows are caught alone half of the time or more")
+            "rows whose rows are caught alone half of the time or more",
+            bar=0 if len(world.people) > 5_000 else None)
     )  # fmt: skip
     rows += [
         Row(f"pay_{kind}", gain, "the same")

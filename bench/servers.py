@@ -1,7 +1,7 @@
 """API processes on one database and one object store, and a client that signs its requests.
 
-The first process of a network also runs the loops of `orchestrator serve` that need no chain:
-verdicts, batches, and the search for silent nodes.
+The first process of a network also runs the loops of `orchestrator serve`, all but those that ask
+the chain or the store's public address. Transactions are queued and never sent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -217,12 +218,15 @@ def _serve(descriptor: int, place: Place) -> None:
     from prime_orchestrator.api.app import create_app
     from prime_orchestrator.api.connections import Proxies
     from prime_orchestrator.api.liveness import LifeTicks
-    from prime_orchestrator.manager.batches import seal_ready_batches
-    from prime_orchestrator.manager.judging import Judge
+    from prime_orchestrator.manager.archiving import ARCHIVE_SECONDS
+    from prime_orchestrator.manager.loops import ManagerLoops
+    from prime_orchestrator.manager.uploads import SWEEP_SECONDS
     from prime_orchestrator.serve import (
         BATCH_SECONDS,
+        DRAW_SECONDS,
         JUDGE_SECONDS,
         LIFE_SECONDS,
+        MONEY_SECONDS,
         Loops,
         make_server,
     )
@@ -236,15 +240,21 @@ def _serve(descriptor: int, place: Place) -> None:
     else:
         backend = seats.Pool.make(Path(place.folder), run=run).backend
     backend = replace(backend, now=time.time, random=secrets.token_bytes)
-    judge = Judge(
-        backend.store, backend.objects, backend.context, backend.draws, backend.now, lambda: 2
+    chain: Any = None
+    manager = ManagerLoops(
+        store=backend.store,
+        objects=backend.objects,
+        context=backend.context,
+        contracts=chain,
+        watcher=chain,
+        sender=chain,
+        signer=backend.manager,
+        now=backend.now,
+        board=backend.draws,
+        planted=backend.planted,
     )
+    vars(manager)["quorum"] = 2  # which is read on the chain
     server = make_server(create_app(backend), Proxies())
-
-    def seal() -> None:
-        seal_ready_batches(
-            backend.store, backend.objects, backend.manager, backend.context, backend.now
-        )
 
     async def serve() -> None:
         task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
@@ -253,8 +263,12 @@ def _serve(descriptor: int, place: Place) -> None:
         if place.loops:
             loops = Loops(on_crash=task.cancel)
             loops.start("lives", LifeTicks(backend).tick, LIFE_SECONDS)
-            loops.start("verdicts", judge.tick, JUDGE_SECONDS)
-            loops.start("batches", seal, BATCH_SECONDS)
+            loops.start("verdicts", manager.judge_tick, JUDGE_SECONDS)
+            loops.start("draws", manager.draw_tick, DRAW_SECONDS)
+            loops.start("batches", manager.batch_tick, BATCH_SECONDS)
+            loops.start("money", manager.money_tick, MONEY_SECONDS)
+            loops.start("uploads", manager.upload_tick, SWEEP_SECONDS)
+            loops.start("archive", manager.archive_tick, ARCHIVE_SECONDS)
         print("ready", flush=True)
         await task
 

@@ -59,7 +59,7 @@ SIZES, QUICK_SIZES = (20_000, 100_000, 1_000_000), (2_000,)
 FILES, QUICK_FILES = 100_000, 5_000
 A_ROOT = 1_000
 """Files in a work root."""
-VALIDATORS = 1
+VALIDATORS, NODES = 1, 1024
 BLOCK = 2
 """The chain's newest block, as of which the epoch is settled."""
 
@@ -232,7 +232,7 @@ def _filled(database: Database, files: int) -> Iterator[_Epoch]:
     block."""
     keys = work.signers(VALIDATORS, 2)
     with serving(database, work.definition(), validators=keys) as servers:
-        work.one_judged_file(servers, keys)
+        work.one_judged_file(servers, keys, NODES)
         yield _fill(servers, files)
 
 
@@ -266,7 +266,7 @@ def _make_root(epoch: _Epoch, row: SubmissionRow, start: int) -> tuple[int, Dige
     and count."""
     backend, sequence = _opened(epoch), start // A_ROOT
     objects, context = backend.objects, backend.context
-    (judge,), nodes = _signers(VALIDATORS, 2), _signers(work.NODES, 1)
+    (judge,), nodes = _signers(VALIDATORS, 2), _signers(NODES, 1)
     assert isinstance(objects, DirectoryStore)
     assert row.verdict is not None
     verdict = Verdict.model_validate_json(read_object(objects, row.verdict))

@@ -1,9 +1,9 @@
 """Rollout files from lease to verdict, over the API of two processes on one PostgreSQL.
 
-`rollout_path_s_…`: 2 ÷ CPU seconds that lease, upload URL, PUT and submission of one file cost the
-API processes and PostgreSQL. `verdicts_s_N`: the same for claim, rows, seal, table and opinion of N
-validators and the manager's verdict. The CPU time of the S3 server and of the generator, which is
-the nodes or the validators, are rows of their own.
+Each pool has 10,000 nodes. `rollout_path_s_…`: 2 ÷ CPU seconds that lease, upload URL, PUT and
+submission of one file cost the API processes and PostgreSQL. `verdicts_s_N`: the same for claim,
+rows, seal, table and opinion of N validators and the manager's verdict. The CPU time of the S3
+server and of the generator, which is the nodes or the validators, are rows of their own.
 `upload_to_verdict_s`: from the first byte of a PUT to the verdict of a file in an empty queue,
 whose validator polls as often as the program does and replays nothing.
 """
@@ -73,7 +73,7 @@ from prime_validator.api import GATHER_SECONDS, Entry
 from prime_verify.proofs.thresholds import STATISTICS, shipped_digest
 
 CORES = 2
-NODES = 1024
+NODES = 10_000
 AT_ONCE = 256
 """Files under way at the highest load."""
 FILE_BYTES = 64 << 10
@@ -102,7 +102,7 @@ def path_rows(quick: bool, database: Database, store: str) -> list[Row]:
         serving(database, definition(), endpoint=endpoint) as servers,
     ):
         nodes = Nodes.seat(servers)
-        asyncio.run(hand_in(servers, nodes, NODES // 8))
+        asyncio.run(hand_in(servers, nodes, 128))
         before, own, since = servers.cpu_seconds(), time.process_time(), time.monotonic()
         aside = cpu_seconds(process) if process else 0.0
         asyncio.run(hand_in(servers, nodes, count))
@@ -207,7 +207,7 @@ class Nodes:
 async def hand_in(servers: Servers, nodes: Nodes, count: int) -> float:
     """Makes and hands in `count` files, AT_ONCE at a time; returns when the last PUT began
     (monotonic seconds)."""
-    left, free, began = iter(range(count)), list(range(NODES)), 0.0
+    left, free, began = iter(range(count)), list(range(len(nodes.accounts))), 0.0
     clients = await connect(servers.ports, min(AT_ONCE, count))
     stores: dict[str, list[Client]] = {}
 
