@@ -5,6 +5,7 @@ are understood. A connection that is silent, slow to ask or slow to read costs a
 is closed at its deadline; when all places are taken, an idle, slow or greedy one goes (peers.py).
 
     GET /healthz                → {"role": …, "versions": […], "complete": […]}
+    GET /readyz                 → the same; 503 before the first policy is complete
     GET /metrics                → Prometheus text
     GET /policies/…             → the layout (prime_broadcast/layout.py)
 
@@ -513,7 +514,7 @@ class Server:
                 agree(asked)
             except ProtocolError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, {"Prime-Reason": str(error)}) from error
-        if self._gate is not None and request.path != "/healthz":
+        if self._gate is not None and request.path not in ("/healthz", "/readyz"):
             try:
                 token = token_of(request.headers.get("authorization"), request.token)
                 account = self._gate.admit(token)
@@ -537,10 +538,12 @@ class Server:
 
     async def _answer(self, request: Request, peer: Peer) -> None:
         close = not request.keep_alive
-        if request.path in ("/healthz", "/metrics"):
+        if request.path in ("/healthz", "/readyz", "/metrics"):
             body, kind = self._about(request.path)
             headers = {"Content-Type": kind, "Cache-Control": "no-store"}
-            await self._sender.send_head(peer, HTTPStatus.OK, len(body), headers, close=close)
+            waits = request.path == "/readyz" and not self._content.complete()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if waits else HTTPStatus.OK
+            await self._sender.send_head(peer, status, len(body), headers, close=close)
             if request.method == "GET":
                 await self._sender.send_bytes(peer, body)
             return
@@ -570,8 +573,8 @@ class Server:
             await self._sender.send_file(peer, request.path, resource, span, headers, close)
 
     def _about(self, path: str) -> tuple[bytes, str]:
-        """Body and type of the server's words about itself."""
-        if path == "/healthz":
+        """Returns body and type of the answer about the server itself."""
+        if path != "/metrics":
             content = self._content
             health = {
                 "role": content.role,

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import httpx
 import pytest
 from broadcast_world import (
     CHUNK,
@@ -78,6 +79,7 @@ def test_a_policy_passes_through_a_chain_of_relays_bit_for_bit(run: Run, tmp_pat
         assert same_files(tmp_path / "0", run, 0)
         assert same_files(tmp_path / "1", run, 1)
         health = json.loads(Link(url).read_small("/healthz", 1000))
+        assert httpx.get(f"{url}/readyz").json() == health
         assert health == {"role": "relay", "versions": [0, 1], "complete": [0, 1]}
 
 
@@ -104,6 +106,7 @@ def test_a_relay_passes_chunks_on_before_it_has_the_rest(run: Run, tmp_path: Pat
             assert watched.relay.versions() == [0]
             health = Link(watched.relay.url).health()
             assert (health["versions"], health["complete"]) == ([0], [])
+            assert httpx.get(f"{watched.relay.url}/readyz").status_code == 503
         finally:
             gate.set()
         link.read_range(path, 15 * CHUNK, size, memoryview(buffer))

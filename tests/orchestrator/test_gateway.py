@@ -531,7 +531,7 @@ def test_over_http_errors_are_problems_and_answers_are_the_same_bytes(world: Wor
         refused = client.post("/v1/call", content=content, headers=versioned())
         assert refused.status_code == 400
         assert refused.headers["content-type"] == "application/problem+json"
-    assert client.get("/healthz").status_code == 200
+    assert [client.get(path).status_code for path in ("/healthz", "/readyz")] == [200, 200]
 
 
 def test_calls_are_counted_by_tool_and_outcome(world: World) -> None:

@@ -350,7 +350,8 @@ class TooManyError(UnavailableError):
 
 
 def create_app(service: CallService) -> Starlette:
-    """The ASGI application: POST /v1/call, GET /healthz and GET /metrics."""
+    """The ASGI application: POST /v1/call, GET /healthz, GET /readyz (the same)
+    and GET /metrics."""
 
     limiter = CapacityLimiter(service.threads)
 
@@ -377,6 +378,7 @@ def create_app(service: CallService) -> Starlette:
         routes=[
             Route("/v1/call", call, methods=["POST"]),
             Route("/healthz", healthz, methods=["GET"]),
+            Route("/readyz", healthz, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
         ]
     )
