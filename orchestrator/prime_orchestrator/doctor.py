@@ -247,7 +247,16 @@ def _objects(settings: Settings, pool: _Pool | None) -> Iterator[DoctorCheck]:
         yield DoctorCheck("objects", "ok", f"{folder} takes objects and gives them back")
         return
     yield DoctorCheck("objects", "ok", f"{objects} takes objects, checks them, gives them back")
-    skew = objects.clock_skew()  # type: ignore[attr-defined]  # S3Store, whose package is an extra
+    fix = "docs/storage.md#lifecycle-rules says how; not needed where the server does it by itself"
+    ends = objects.ends_uploads()  # type: ignore[attr-defined]  # S3Store, whose package is an extra
+    if ends:
+        yield DoctorCheck("S3 lifecycle", "ok", "a rule ends uploads that a crash left unfinished")
+    else:
+        said = "no rule ends uploads that a crash left unfinished"
+        if ends is None:
+            said = "these credentials cannot read the bucket's rules (s3:GetLifecycleConfiguration)"
+        yield DoctorCheck("S3 lifecycle", "warning", said, fix)
+    skew = objects.clock_skew()  # type: ignore[attr-defined]
     if abs(skew) > MAX_SKEW_SECONDS:
         said = f"the S3 server's clock is {skew:+.0f} s off this machine's: signed URLs may fail"
         yield DoctorCheck("S3 clock", "failed", said, CLOCK_FIX)

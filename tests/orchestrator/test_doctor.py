@@ -163,11 +163,13 @@ def test_an_object_store_that_cannot_be_used_is_found(
     folder.mkdir()
     assert found(ready, objects=str(folder))["objects"].outcome == "ok"
     assert not list(folder.iterdir())
-    bucket = SimpleNamespace(clock_skew=lambda: 400.0)
+    bucket = SimpleNamespace(clock_skew=lambda: 400.0, ends_uploads=lambda: None)
     monkeypatch.setattr(Settings, "open_objects", lambda *_: bucket)
     checks = found(ready, s3_bucket="pools")
     assert checks["S3 clock"].outcome == "failed"
     assert "+400 s" in checks["S3 clock"].found
+    assert checks["S3 lifecycle"].outcome == "warning"
+    assert "GetLifecycleConfiguration" in checks["S3 lifecycle"].found
 
 
 @pytest.mark.slow
@@ -175,6 +177,7 @@ def test_a_bucket_is_tried_out_and_its_clock_read(ready: Operator, s3: S3Server)
     place = {"s3_bucket": BUCKET, "s3_endpoint": s3.url}
     checks = found(ready, **place)
     assert (checks["objects"].outcome, checks["S3 clock"].outcome) == ("ok", "ok")
+    assert checks["S3 lifecycle"].outcome == "warning"
     assert SECRET_KEY not in str(checks)
     assert "no bucket" in found(ready, **place | {"s3_bucket": "elsewhere"})["objects"].found
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -303,3 +304,32 @@ def test_a_server_that_ignores_checksums_is_refused(s3: S3Server) -> None:
 
     with served(Careless) as url, pytest.raises(UserError, match="does not compare"):
         opened(s3, endpoint=url).check()
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "ends"),
+    [
+        ({"Filter": {"Prefix": ""}}, True),
+        ({"Filter": {"Prefix": "1/0xab/"}}, True),
+        ({"Filter": {"Prefix": "1/0xab/2/"}}, False),
+        ({"Filter": {"Prefix": ""}, "Status": "Disabled"}, False),
+        ({"Filter": {"And": {"Prefix": "", "Tags": [{"Key": "a", "Value": "b"}]}}}, False),
+    ],
+)
+def test_a_rule_that_ends_unfinished_uploads_of_the_prefix_is_recognized(
+    s3: S3Server, rule: dict[str, Any], ends: bool
+) -> None:
+    store = opened(s3, prefix="1/0xab/1")
+    assert store.ends_uploads() is False
+    rules = {"ID": "parts", "Status": "Enabled"} | rule
+    rules["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 1}
+    store._client.put_bucket_lifecycle_configuration(
+        Bucket=store.bucket, LifecycleConfiguration={"Rules": [rules]}
+    )
+    try:
+        assert store.ends_uploads() is ends
+    finally:
+        store._client.delete_bucket_lifecycle(Bucket=store.bucket)

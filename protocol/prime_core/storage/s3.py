@@ -14,7 +14,7 @@ import base64
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -172,6 +172,27 @@ class S3Store:
         except (ValueError, OverflowError) as error:
             raise UnavailableError("the S3 server's answer has no valid date") from error
         return server + 0.5 - (before + after) / 2  # it is cut to whole seconds
+
+    def ends_uploads(self) -> bool | None:
+        """Returns whether a lifecycle rule of the bucket aborts unfinished multipart uploads to the
+        whole prefix, or None if these credentials may not read the rules. Raises UnavailableError
+        if the server does not answer."""
+        try:
+            found = self._client.get_bucket_lifecycle_configuration(Bucket=self.bucket)
+        except ClientError as error:
+            if _code(error) == "NoSuchLifecycleConfiguration":
+                return False
+            if _code(error) in (*_REFUSED, "NotImplemented", "501"):
+                return None
+            raise self._trouble("read the lifecycle rules", error) from error
+        except BotoCoreError as error:
+            raise self._trouble("read the lifecycle rules", error) from error
+        return any(
+            rule["Status"] == "Enabled"
+            and "AbortIncompleteMultipartUpload" in rule
+            and self.prefix.startswith(_prefix_of(rule))
+            for rule in found["Rules"]
+        )
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -352,6 +373,15 @@ class S3Store:
             why = type(error).__name__
         said = f"cannot {what} in bucket {self.bucket}: {why}"
         return UnavailableError(said, public=f"cannot {what} now")
+
+
+def _prefix_of(rule: Mapping[str, Any]) -> str:
+    """The prefix to which a lifecycle rule applies; one that no key has if it also asks for tags or
+    sizes, which unfinished uploads lack."""
+    of = rule.get("Filter", {})
+    if of.keys() - {"Prefix"}:
+        return "\0"
+    return str(of.get("Prefix", rule.get("Prefix", "")))
 
 
 class _ShortRequests:
