@@ -219,7 +219,7 @@ def run(
     costs: bool = False,
 ) -> list[Row]:
     """All rows; `quick` takes one file an attack and few honest ones; `minutes` stops the work
-    after so many and reports what is there; `costs` measures what validating costs, no more."""
+    after that time and reports what is there; `costs` measures what validating costs, no more."""
     units = Units(bench_of(model, device))
     if costs:
         units.keep("cost", _costs(units, quick))

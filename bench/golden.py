@@ -70,7 +70,7 @@ def states(name: str, tokens: int) -> NDArray[np.uint16]:
 
 
 def moved(bits: NDArray[np.uint16], name: str, one_in: int) -> NDArray[np.uint16]:
-    """One element in so many, its last bit flipped."""
+    """Flips the last bit of one element in `one_in`."""
     chosen = _words(name, bits.size).reshape(bits.shape) % np.uint16(one_in) == 0
     made: NDArray[np.uint16] = bits ^ chosen.astype(np.uint16)
     return made
@@ -78,7 +78,7 @@ def moved(bits: NDArray[np.uint16], name: str, one_in: int) -> NDArray[np.uint16
 
 @dataclass(frozen=True)
 class Recorded:
-    """An engine that replays what is written here; one element in so many is off by a bit."""
+    """An engine that replays what is written here; some elements are off by a bit."""
 
     name: str
     one_in: int

@@ -228,8 +228,7 @@ def _events(epoch: _Epoch, settled: dict[str, Any]) -> list[Event]:
 
 @contextmanager
 def _filled(database: Database, files: int) -> Iterator[_Epoch]:
-    """An epoch of so many files in the database, which is emptied first, until the end of the
-    block."""
+    """An epoch of `files` files in the database, which is emptied first, until the block ends."""
     keys = work.signers(VALIDATORS, 2)
     with serving(database, work.definition(), validators=keys) as servers:
         work.one_judged_file(servers, keys, NODES)

@@ -193,7 +193,7 @@ def rpc_rows(quick: bool) -> list[Row]:
 
 
 def _asked(proxy: FaultyRpc, seconds: float) -> float:
-    """Requests a minute that reach `proxy` while so many seconds pass."""
+    """Requests a minute that reach `proxy` within `seconds`."""
     before = proxy.asked.copy()
     time.sleep(seconds)
     return (proxy.asked - before).total() * 60 / seconds

@@ -42,7 +42,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 @dataclass(frozen=True)
 class RpcFault:
     """What goes wrong, in which share of the requests, and for which methods (all if empty).
-    `a_second`: only in requests beyond so many in the last second, as of a public endpoint."""
+    `a_second`: only in requests beyond this number in the last second, like a public endpoint."""
 
     kind: Kind
     chance: float = 1.0

@@ -1,4 +1,4 @@
-"""All lies of the devnet's nodes by name, and what comes of each (`python -m devnet kinds`).
+"""All lies of the devnet's nodes by name, with the expected ending (`python -m devnet kinds`).
 
 Those of planted files (prime_verify/canaries/lies.py), weaker forms of them, and those that one
 file does not show or that have a check of their own.

@@ -76,8 +76,8 @@ def lots(kinds: Sequence[str], together: int) -> list[tuple[str, ...]]:
 
 
 def shown(ends: Ending, seen: NodeInfo) -> bool:
-    """Whether a liar that should end so has done enough: it is out, or so many of its files were
-    judged and none rejected (after a rejection its slash is under way)."""
+    """Whether a liar that should end like this has done enough: it is ejected, or SHOWN or GIVEN_UP
+    of its files were judged and none rejected (after a rejection its slash is under way)."""
     if seen.status == "ejected":
         return True
     judged = seen.accepted + seen.void

@@ -32,7 +32,7 @@ FILES = 100
 MOST_SURVIVAL = 0.01
 """A cheat should survive FILES files with at most this chance."""
 SECOND_EVERY = 16
-"""One file in so many is judged by two validators from the start (api.validators.AGAIN_ONE_IN)."""
+"""One file in SECOND_EVERY is judged by two validators from the start (validators.AGAIN_ONE_IN)."""
 ROW_TOKENS = 256
 """Length of the bench's rows."""
 

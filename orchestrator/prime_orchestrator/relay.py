@@ -112,7 +112,7 @@ def relay(
     allow: Annotated[
         list[str] | None, typer.Option(help="Account that may read besides the pool's nodes.")
     ] = None,
-    connections: Annotated[int, typer.Option(help="At most so many at once.", min=1)] = 1024,
+    connections: Annotated[int, typer.Option(help="Most connections at once.", min=1)] = 1024,
     connections_each: Annotated[
         int, typer.Option(help="Of one address at once; 0: unlimited.", min=0)
     ] = 256,

@@ -42,7 +42,7 @@ HUB = "https://huggingface.co"
 FILES_AT_ONCE = 4
 SILENCE = 30.0
 SLOWEST = 128 << 10
-"""Bytes per second: an answer may take SILENCE and a second more for each so many bytes."""
+"""Bytes per second: an answer may take SILENCE and one second more for each SLOWEST bytes."""
 MOST_WRONG = 16
 """Chunks of wrong digest after which nothing more is taken from a source: it has another model."""
 MOST_FAILED = 3

@@ -64,8 +64,8 @@ from prime_core.errors import (
 __all__ = ["Base", "FetchStats", "Plan", "Progress", "fetch", "plan_route"]
 
 MOST_MISSING = 10
-"""A later policy is made from the base model if at most a part in so many of that has to come from
-the pool."""
+"""A later policy is made from the base model if at most one part in MOST_MISSING of that model has
+to come from the pool."""
 DELTA_PATIENCE = 10.0
 """After this many seconds without a chunk of a delta, the whole policy is fetched instead."""
 

@@ -20,8 +20,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 SLOW_READER_SECONDS = 8.0
-"""A reader that leaves bytes lying for so many seconds (128 KiB/s, as they are handed over in
-pieces of 1 MiB) gives way to a newcomer when all places are taken."""
+"""When all places are taken, a reader that takes no bytes for this long is dropped for a newcomer
+(128 KiB/s, since bytes are handed over in pieces of 1 MiB)."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER, on and 0 seconds: the kernel forgets what the peer has not taken."""
 

@@ -65,7 +65,7 @@ from prime_core.version import HEADER, SPOKEN, agree
 log = logging.getLogger(__name__)
 
 SLICE = 1 << 20
-"""The deadline for slow readers is per so many bytes."""
+"""Bytes per deadline of a slow reader."""
 TURN = 4 << 20
 """Bytes that one reader may take before the others have their turn."""
 BURST = 1 / 16
@@ -267,7 +267,7 @@ FINISH_LOOK_SECONDS = 0.05
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """What the system says when it has no room for another connection or file."""
 SHORTAGE_SECONDS = 60.0
-"""A shortage is logged once in so many seconds."""
+"""A shortage is logged once in this time."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ MAX_ANSWER_BYTES = 32 << 20
 COOL_DOWN_SECONDS = 5.0
 LONGEST_COOL_DOWN = 120.0
 SLOW_FACTOR, SLOW_SECONDS = 4.0, 0.5
-"""An endpoint that takes so many times as long as the fastest, and at least so long, comes last."""
+"""An endpoint is asked last if it takes SLOW_FACTOR times as long as the fastest, and at least
+SLOW_SECONDS."""
 LATENCY_KEPT_SECONDS = 60.0
 RATE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds to wait before each retry of a rate-limited request."""

@@ -35,9 +35,9 @@ from prime_core.signing import LocalSigner
 log = logging.getLogger(__name__)
 
 ACT_SECONDS = 3600
-"""For so long a command that is typed again does not repeat what an interrupted one did."""
+"""Time in which a command that is typed again does not repeat what an interrupted one did."""
 _YOUNG_BLOCKS = 32
-"""For so many blocks' time after the last receipt, its block is looked at again."""
+"""Blocks' time after the last receipt in which its block is checked again."""
 _REFUSED = "the endpoint refuses it"
 _REORG_BLOCKS = 256
 """How far below the newest mined intent others are looked at again after a reorganization."""

@@ -29,9 +29,9 @@ from prime_core.verdict import Outcome, SignedOpinion
 
 FAULT_FEES = 200
 TOLERATED = 8
-"""One missed lie in so many costs nothing: a validator replays some rows of most files."""
+"""One missed lie in TOLERATED costs nothing: a validator replays some rows of most files."""
 FREE_MISSES = 15
-"""So many misses more cost nothing: they may be bad luck."""
+"""Further misses that cost nothing: they may be bad luck."""
 MAX_FAULTS = 1000
 """Most faults in one settlement."""
 

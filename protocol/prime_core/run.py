@@ -417,7 +417,7 @@ class RunDefinition(Strict):
         return units * self.price_per_unit + prompt_units * self.price_per_prompt_token
 
     def unjudged_worth(self, tokens: int) -> int:
-        """What a file without a verdict, with so many generated tokens, counts as owed, in wei."""
+        """What is owed for a file with `tokens` generated tokens and no verdict yet, in wei."""
         return max(0, min(self.worth(tokens, 0), self.most_worth))
 
     def covered(self, stake: int) -> int:

@@ -149,7 +149,7 @@ class RewardEntry(Strict):
 
 
 PAGE_FILES = 10_000
-"""Most files in a settlement's own object; a longer list is published in pages of so many."""
+"""Most files in a settlement's own object; a longer list is published in pages of this size."""
 MAX_PAGES = 512
 """Most pages of a settlement: 5.12 million files, which take an auditor 27 GB at 5.3 kB each."""
 

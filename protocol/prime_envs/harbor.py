@@ -34,7 +34,7 @@ from prime_envs.tasks import MAX_PROMPT
 
 MAX_FILES = 256
 MAX_BYTES = 2 << 20
-"""All files of a package together; so many may an answer leave, too."""
+"""Bound of all files of a package together, and of those that an answer leaves."""
 MAX_VERIFIER = 1 << 18
 MAX_SETTINGS = 1 << 14
 """Characters of task.toml, Dockerfile and test.sh each: reading them may take time and memory that

@@ -46,7 +46,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a model. `problems`: only the first so many (None: all). `temperature` 0
+    """What is asked of a model. `problems`: number of the first ones (None: all). `temperature` 0
     takes the most probable token. `max_tokens` of an answer are cut to what the model's positions
     leave. `budget`: tokens of thinking that the prompt asks for; `system`: the system prompt (None:
     the run's)."""

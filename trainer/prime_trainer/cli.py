@@ -285,7 +285,7 @@ def samples(
     folder: Annotated[Path, typer.Argument(help="Folder of `trainer local` or `trainer run`.")],
     step: Annotated[int | None, typer.Option(min=0, help="Of this step (default: last).")] = None,
     order: Annotated[str, typer.Option(help="written, best or worst first.")] = "written",
-    count: Annotated[int, typer.Option(min=1, help="At most so many.")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Most samples to show.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Show a run's prompts and answers with their rewards."""
@@ -485,7 +485,7 @@ def benchmark(
     digest: Annotated[
         str | None, typer.Option(help="Refuse a file whose SHA-256 is another: 0x….")
     ] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="Only the first N problems.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
     run: RunOfPolicy = None,
     budget: Budget = None,
@@ -604,7 +604,7 @@ def filter_(
     ] = 8,
     low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate kept.")] = 0.125,
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
     answers: AnswersFolder = None,
     cassette: CassetteFile = None,

@@ -125,8 +125,8 @@ class Settings(ChainSettings):
     checkpoints_kept: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept on disk."""
     policies_kept_days: int | None = Field(default=None, ge=1)
-    """Remove policies that no lease can name any more from origin and bucket after so many days, at
-    least twice the deployment's unbonding period and a dispute window; by default never."""
+    """Days after which policies that no lease can name are removed from origin and bucket, at least
+    twice the deployment's unbonding period and a dispute window; by default never."""
     linger: bool = False
     """After the last step, keep serving policies, which validators and auditors still need."""
 

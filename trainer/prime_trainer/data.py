@@ -201,7 +201,7 @@ def _rows_of(file: BatchFile, step: int, rules: BatchRules, fetch: Fetch) -> lis
         raise MalformedError(f"file {file.sha256} is said to have {file.size} bytes")
     data = fetch(file.sha256, file.size)
     if len(data) != file.size or encoding.sha256(data) != file.sha256:
-        raise UntrustedError(f"what came is not the file {file.sha256}")
+        raise UntrustedError(f"the download is not the file {file.sha256}")
     table = _table_of(file, fetch(file.table, MAX_TABLE_BYTES))
     try:
         return load_rollouts(data, table)
@@ -225,7 +225,7 @@ def _groups_of(
 
 def _table_of(file: BatchFile, raw: bytes) -> VerdictTable:
     if encoding.sha256(raw) != file.table:
-        raise UntrustedError(f"what came is not the verdict table {file.table}")
+        raise UntrustedError(f"the download is not the verdict table {file.table}")
     try:
         table = VerdictTable.model_validate_json(raw)
     except ValueError as error:

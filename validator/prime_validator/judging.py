@@ -291,7 +291,7 @@ class Validator:
             data = self._api.file(job)
         except (NotFoundError, UnavailableError, UntrustedError, MalformedError) as error:
             raise _LaterError(
-                Reason.OUT_OF_RESOURCES, f"the file is not to be had: {error}"
+                Reason.OUT_OF_RESOURCES, f"the file cannot be fetched: {error}"
             ) from error
         try:
             self._policies.ensure(job.lease.policy_version, Digest(promise.policy_digest))

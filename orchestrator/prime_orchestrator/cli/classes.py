@@ -13,7 +13,7 @@ keeps no class unproven. All of it must hold without any one validator's compari
 validator's word proves a class.
 
 At 95 % confidence, fewer than one row in 3,300 differs if no provider's did, and fewer than one in
-4,200 if one did; more providers ask for so many more rows that the bound falls further.
+4,200 if one did; each further provider adds enough rows to lower the bound.
 
 A mismatch is evidence only in classes that the run's calibration lists; the manager signs that
 list.

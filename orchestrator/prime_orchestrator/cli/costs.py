@@ -39,7 +39,9 @@ def costs(
     hours: Annotated[float, typer.Option(min=0.01, max=24, help="How far back to look.")] = 24.0,
     files: Annotated[
         int | None,
-        typer.Option(min=0, help="Instead: what so many files a day would cost, without a pool."),
+        typer.Option(
+            min=0, help="Instead: the cost of a day with this many files, without a pool."
+        ),
     ] = None,
     slashes: Annotated[int, typer.Option(min=0, help="With --files: slashes a day.")] = 0,
     policies: Annotated[
@@ -69,7 +71,7 @@ def costs(
     the pool's validators and trainer are shown apart, as far as events of the pool name them.
     Deployments, stake and pool funds are not included.
 
-    With --files: what a day with so many files, slashes, policies, joins and ejections would cost,
+    With --files: the cost of a day with that many files, slashes, policies, joins and ejections,
     from measured gas; with --rpc, at the fees of --network now.
     """
     chain: dict[str, object] = {"rpc": tuple(rpc or ()), "rpc_quorum": rpc_quorum}

@@ -1,4 +1,4 @@
-"""`orchestrator env`: environments that anybody contributes, from an empty folder to a run.
+"""`orchestrator env`: environments that anyone contributes, from an empty folder to a run.
 
     new → (the author writes) → check → submit → list → show → approve | refuse
 

@@ -70,7 +70,7 @@ def start(
 @with_database
 def list_evaluations(
     options: StoreOptions,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="Most evaluations to list.")] = 20,
     json_output: Json = False,
 ) -> None:
     """The newest evaluations with their results so far, newest first."""

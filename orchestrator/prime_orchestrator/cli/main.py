@@ -137,7 +137,7 @@ def serve(
         Path | None, typer.Option(help="File with the secret that planted nodes share with us.")
     ] = None,
     planted_one_in: Annotated[
-        int | None, typer.Option(help="One lease in so many goes to them (default 50).")
+        int | None, typer.Option(help="One lease in N goes to them (default 50).")
     ] = None,
     lease_slots: Annotated[
         int | None, typer.Option(help="Most leases that a node holds open at once (default 4).")

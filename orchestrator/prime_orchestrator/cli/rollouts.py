@@ -55,7 +55,7 @@ Again = Annotated[
 @with_objects
 def list_files(
     options: StoreOptions,
-    last: Annotated[int, typer.Option(min=1, max=MOST, help="At most so many.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=MOST, help="Most files to list.")] = 20,
     before: Annotated[
         str | None, typer.Option(help="Those older than this one: the next page.")
     ] = None,
@@ -121,7 +121,7 @@ def show(
     options: StoreOptions,
     file: Annotated[str, typer.Argument(metavar="ID", help="Id, or its first digits.")],
     row: Annotated[int | None, typer.Option(min=0, help="Only this row.")] = None,
-    most: Annotated[int, typer.Option(min=1, max=4096, help="At most so many rows.")] = 8,
+    most: Annotated[int, typer.Option(min=1, max=4096, help="Most rows to show.")] = 8,
     model: Model = None,
     grade: Again = False,
     json_output: Json = False,

@@ -214,7 +214,7 @@ class CallService:
         """By step and request: until when there is no answer, and the error's kind and words."""
         self.metrics = CallMetrics()
         self.threads = MOST_AT_ONCE_OF_TOOL * len(tools) + SPARE_THREADS
-        """How many threads may call `answer` at once: so many that slow tools hold up no other."""
+        """Threads that may call `answer` at once: enough that slow tools do not block others."""
 
     def answer(self, asked: GatewayRequest) -> GatewayAnswer:
         """The signed answer to a call.

@@ -23,11 +23,11 @@ WINDOW = 256
 LEAST = 16
 """Fewest abstentions that end an appointment."""
 SHARE = 4
-"""More than one abstention in so many files ends it."""
+"""More than one abstention in SHARE files ends it."""
 
 
 def abstains_too_often(abstained: int, files: int) -> bool:
-    """Whether so many abstentions among so many of a validator's files end its appointment."""
+    """Whether `abstained` of a validator's latest `files` end its appointment."""
     return abstained >= LEAST and abstained * SHARE > files
 
 

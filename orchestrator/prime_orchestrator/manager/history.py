@@ -31,7 +31,7 @@ NEWCOMER_FILES = 8
 FULL_EVERY = 16
 LEAST_FILES = 8
 MOST_EXCESS = 6.0
-"""Standard errors. An honest node's mean exceeds the others' by so many with a chance of 1e-9, as
+"""Standard errors. An honest node's mean exceeds the others' by this much with a chance of 1e-9, as
 far as means of LEAST_FILES files and more are normal; being wrong costs a validator's time."""
 TOTALS_SECONDS = 60.0
 SMOOTH = frozenset(

@@ -52,7 +52,7 @@ PROVEN = 0.5
 LEASE_SLOTS = 4
 """Most leases that a node holds open at once, by default."""
 TIME_SHARE = 3
-"""A node makes all its open leases within one part in so many of a lease's time."""
+"""A node's open leases must take it at most a lease's time divided by this."""
 NOT_ITS_FAULT = POOLS_FAULT | {Reason.LATE, Reason.NONE}
 VOID_FILES = 4
 """Consecutive void files before a pause."""

@@ -430,8 +430,8 @@ def beginning(connection: Connection, digits: str, limit: int) -> list[Digest]:
 class Page:
     """One row of `archive_pages`. `files`: 0 if its lines are leases without a file. `epoch`: the
     newest settled one when it was written. Times in Unix seconds, of leases when they were
-    given. `kept_days`: nothing expects its files' rollout files any more (`removable`), which were
-    kept for so many days; `removed`: they are removed."""
+    given. `kept_days`: days for which its rollout files were kept; nothing expects them any more
+    (`removable`). `removed`: they are removed."""
 
     id: int
     digest: Digest

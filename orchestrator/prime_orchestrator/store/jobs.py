@@ -389,7 +389,7 @@ def end_assignment(
 
 
 def abstaining(connection: Connection, least: int) -> set[Address]:
-    """Returns the validators with at least so many abstentions, ever."""
+    """Returns the validators with at least `least` abstentions, ever."""
     query = (
         sa.select(_work.validator)
         .where(_work.status == "abstained")

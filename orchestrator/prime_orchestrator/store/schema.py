@@ -236,7 +236,7 @@ archive_pages = Table(  # objects with the rows of files that are over (store/ar
     Column("epoch", BigInteger, nullable=False),  # the newest settled one when it was written
     Column("first_received", Float, nullable=False),
     Column("last_received", Float, nullable=False),
-    # Rollout files of the page were kept for so many days and may be gone (store/removal.py)
+    # Days for which the page's rollout files were kept; they may be gone (store/removal.py)
     Column("kept_days", Integer),
     Column("removed", Boolean, nullable=False, server_default=false()),  # they are
 )
@@ -370,7 +370,7 @@ evaluations = Table(  # of published policies on held-out problems, by leases
     metadata,
     Column("id", Integer, primary_key=True),
     Column("policy_version", BigInteger, nullable=False),
-    Column("problems", BigInteger, nullable=False),  # asks the first so many held-out ones
+    Column("problems", BigInteger, nullable=False),  # the first N held-out ones
     Column("started_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("archived", Packed),  # JSON: results of its archived files (evaluations.keep_results)

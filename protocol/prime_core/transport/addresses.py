@@ -60,7 +60,7 @@ def public_address(host: str) -> str:
     for address in found:
         if not is_public(address):
             raise PrivateAddressError(
-                f"{host} is the private address {address}, and was named by somebody else; "
+                f"{host} is the private address {address}, and was named by another party; "
                 "--allow-private permits it on a network of your own"
             )
     return found[0]

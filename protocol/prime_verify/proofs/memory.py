@@ -114,7 +114,7 @@ class Fill:
 
 
 def fill_of(known: KnownCard, cards: int, memory_mb: int) -> Fill:
-    """Sizes for cards that claim so many MiB each: FILLED_SHARE of it, in blocks of which the
+    """Sizes for cards that claim `memory_mb` MiB each: FILLED_SHARE of it, in blocks of which the
     fastest card of the kind makes a quarter again in MAKING_SECONDS. Small ones for a processor."""
     if not known.judged:
         return Fill(*CPU_SIZES, cards=cards, rounds=4)

@@ -37,8 +37,9 @@ def path(hashes: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def climb(at: bytes, places: Sequence[tuple[int, int]], path: bytes) -> bytes:
-    """Returns the root that the path of the hash `at` leads to. Each of `places` is its number in a
-    tree of so many hashes, whose root is a hash of the next tree. `path` holds their siblings."""
+    """Returns the root that the path of the hash `at` leads to. Each of `places` is its index in a
+    tree and that tree's number of hashes; a tree's root is a hash of the next tree. `path` holds
+    the siblings."""
     used = 0
     for index, count in places:
         for level in range(depth(count)):
