@@ -215,7 +215,7 @@ class _Bringing:
                     self._over.set()
                     log.warning(
                         "base model: %d chunks from %s have other digests than policy %d states: "
-                        "the pool brings the rest",
+                        "the rest comes from the pool",
                         MOST_WRONG,
                         self._source.name,
                         item.version,

@@ -132,7 +132,7 @@ def test_page_draws_what_happens_without_a_reload(world: World, browser: Browser
             evaluations.start(connection, 0, 3, now=world.clock())
         page.wait_for_selector("#evaluations tr")
         assert "0 of 3" in page.locator("#evaluations").inner_text()
-        assert "goes on" in page.locator("#evaluations").inner_text()
+        assert "running" in page.locator("#evaluations").inner_text()
         page.close()
     assert trouble == []
 

@@ -446,7 +446,7 @@ def evaluate(
     """Measure reward and pass@k on held-out problems. By environment and budget, with
     intervals.
 
-    With --answers, the same command goes on where an earlier one stopped.
+    With --answers, the same command continues where an earlier one stopped.
     """
     import torch
 
@@ -507,7 +507,7 @@ def benchmark(
     """Score a model on a public benchmark. You supply its file; published figures are shown
     next to it.
 
-    With --answers, the same command goes on where an earlier one stopped. See docs/benchmarks.md.
+    With --answers, the same command continues where an earlier one stopped. See docs/benchmarks.md.
     """
     import torch
 
@@ -559,7 +559,7 @@ def follow(
 ) -> None:
     """Evaluate a pool's policies while it trains, on any machine.
 
-    Needs no key. Ctrl-C ends it; the same command goes on where it stopped.
+    Needs no key. Ctrl-C ends it; the same command continues where it stopped.
     """
     import torch
 
@@ -617,7 +617,7 @@ def filter_(
     its digest.
 
     The answers are those of --model, or the accepted --rollouts of a pool. With --answers, the same
-    command goes on where an earlier one stopped.
+    command continues where an earlier one stopped.
     """
     import torch
 

@@ -422,7 +422,7 @@ def _settle_short(
     sealed = [part.at for part in parts.values() if part.status == "sealed"]
     given = [part.at for part in parts.values() if part.status == "given"]
     if sealed and not given and len(sealed) == active and now - min(sealed) >= SINGLE_SECONDS:
-        log.warning("no second validator came for %s: one opinion decides", digest)
+        log.warning("no second validator took %s: one opinion decides", digest)
         jobs.change(connection, digest, needed=active)
         return True
     if (
@@ -431,7 +431,7 @@ def _settle_short(
         and now - max(given) >= SINGLE_SECONDS
         and all(one.outcome is Outcome.ACCEPTED for one in opinions.of(connection, digest))
     ):
-        log.warning("no further validator came for %s: one acceptance decides", digest)
+        log.warning("no further validator took %s: one acceptance decides", digest)
         jobs.change(connection, digest, status="full", needed=1)
         return True
     return False

@@ -91,7 +91,7 @@ def list_evaluations(
         reward = "-" if one.reward is None else f"{one.reward:.3f}"
         if one.interval is not None:
             reward += f" ± {one.interval:.3f}"
-        ended = "goes on" if one.ended_at is None else utc(one.ended_at)
+        ended = "running" if one.ended_at is None else utc(one.ended_at)
         answered = f"{one.answered}/{one.problems}"
         typer.echo(
             f"{one.id:>5}{one.policy_version:>8}{answered:>12}{one.rows:>8}  "

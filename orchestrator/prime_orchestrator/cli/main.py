@@ -210,7 +210,7 @@ def save(
     options: StoreOptions,
     folder: Annotated[Path, typer.Argument(help="New folder, or one with older objects.")],
 ) -> None:
-    """Copy database and objects into a folder. `serve` goes on meanwhile. Exit code 1 if an
+    """Copy database and objects into a folder. `serve` keeps running. Exit code 1 if an
     object that the database names is absent or damaged; all else is saved."""
     from prime_orchestrator.store import backup
 
@@ -279,7 +279,7 @@ def prune(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete old rows that nothing depends on. See docs/retention.md; `serve` goes on meanwhile."""
+    """Delete old rows that nothing depends on. See docs/retention.md; `serve` keeps running."""
     from prime_orchestrator.store import retention
 
     with options.pool() as (_, store):
@@ -298,7 +298,7 @@ def prune_files(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete rollout files of archived work. See docs/retention.md; `serve` goes on meanwhile."""
+    """Delete rollout files of archived work. See docs/retention.md; `serve` keeps running."""
     from prime_core.deployment import Deployment
     from prime_orchestrator.cli.storage import progress
     from prime_orchestrator.store import backup, removal

@@ -1,4 +1,4 @@
-"""`orchestrator quickstart`: a pool from nothing, step by step; typed again it goes on."""
+"""`orchestrator quickstart`: a pool from nothing, step by step; typed again, it resumes."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def import_file(
         objects = settings.open_objects("", backup.place(store))
         row = import_settlement(store, objects, name, part)
     facts = {"epoch": row.epoch, "digest": name}
-    said = f"the settlement of epoch {row.epoch} is in the object store; serve goes on with it"
+    said = f"the settlement of epoch {row.epoch} is in the object store; serve continues with it"
     typer.echo(json.dumps(facts) if json_output else said)
 
 

@@ -665,7 +665,7 @@ class Judge:
             and chosen.partly_seen
             and row_marks.seen(connection, chosen.table.marks, but=digest)
         ):
-            log.info("submission %s: its rows came in another file; once more", digest)
+            log.info("submission %s: another file has its rows: it is judged again", digest)
             opinions.forget(connection, digest)
             jobs.change(connection, digest, status="open")
             jobs.start_over(connection, digest)

@@ -168,7 +168,7 @@ function drawEvaluations(status) {
       element("td", one.rows),
       element("td", one.interval === null ? reward : `${reward} ± ${one.interval.toFixed(3)}`),
       element("td", clock(one.started_at, status.time)),
-      element("td", one.ended_at === null ? "goes on" : "", "warn"),
+      element("td", one.ended_at === null ? "running" : "", "warn"),
     );
     return row;
   }));
