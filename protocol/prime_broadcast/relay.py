@@ -72,7 +72,7 @@ def make_folder(live: LiveVersion, root: Path) -> None:
 
 
 def make_room(live: LiveVersion, items: Iterable[Item]) -> list[Item]:
-    """Returns those of `items` that are incomplete. Raises DiskError if the missing bytes do not
+    """Returns the `items` that are incomplete. Raises DiskError if the missing bytes do not
     fit on the disk."""
     missing = [item for item in items if not live.arrivals[item.name].complete or not item.size]
     with disk_errors():

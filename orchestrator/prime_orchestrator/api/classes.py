@@ -139,8 +139,8 @@ def info(backend: Backend, digest: Digest) -> ClassInfo:
 def held_by_enough(
     connection: Connection, digests: Collection[Digest], named: Collection[Address], now: float
 ) -> frozenset[Digest]:
-    """Returns those of the classes that enough live validators announced, of the `named` ones that
-    may judge a file."""
+    """Returns the given classes that enough live validators announced. Only validators in `named`
+    count: they may judge a file."""
     if not digests or not named:
         return frozenset()
     live = jobs.live(connection, now - LIVE_SECONDS) & {*named}

@@ -188,7 +188,7 @@ def _reach(callers: Collection[Address]) -> int:
 def _unread(
     connection: Connection, backend: Backend, digests: Sequence[Digest]
 ) -> dict[Digest, SignedLease]:
-    """Returns the leases of those of the files whose draw list this process has not read."""
+    """Returns the leases of the given files whose draw list this process has not read."""
     known = backend.draws.known(digests)
     new = [digest for digest in digests if digest not in known]
     if not new:
@@ -282,7 +282,7 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
 def assign_files(
     connection: Connection, backend: Backend, now: float, names: Sequence[Digest]
 ) -> None:
-    """Assigns those of the files that lack a validator to live ones named by their leases, in the
+    """Assigns the given files that lack a validator to live ones named by their leases, in the
     drawn order, as long as any of them has room. A file whose draw list this process has not read
     waits for the next claim."""
     found_now = jobs.those(connection, names)

@@ -85,7 +85,7 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
 
 
 def mismatching(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
-    """Returns those of the nodes whose files of exact leases differ from their proof passes clearly
+    """Returns the given nodes whose files of exact leases differ from their proof passes clearly
     more often than those of the other nodes, in any class."""
     found = set()
     for own in exact_classes.records_of(connection, nodes):
@@ -109,7 +109,7 @@ class Drifting:
     def among(
         self, connection: Connection, nodes: Collection[Address], now: float
     ) -> frozenset[Address]:
-        """Returns those of the nodes whose files together are beyond MOST_EXCESS in any
+        """Returns the given nodes whose files together are beyond MOST_EXCESS in any
         statistic."""
         own = drift.of_those(connection, nodes)
         if not any(row.files >= LEAST_FILES for row in own):

@@ -123,7 +123,7 @@ def active_stake(connection: Connection, provider: Address) -> int:
 
 
 def active_stakes(connection: Connection, providers: Collection[Address]) -> dict[Address, int]:
-    """Returns `active_stake` of those of the providers that ever had stake."""
+    """Returns `active_stake` of the given providers that ever had stake."""
     found = {}
     for provider, value in chain.states(connection, "stake", providers).items():
         bonded, held = value.split()

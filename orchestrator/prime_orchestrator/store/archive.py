@@ -141,7 +141,7 @@ def following(
 
 
 def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> list[Candidate]:
-    """Returns those of the submissions whose files are finished, oldest first. A file is finished
+    """Returns the given submissions whose files are finished, oldest first. A file is finished
     if it has a verdict or is void, and
 
     - it is in a confirmed root of an epoch that `bounds` includes, and no appeal for it is open

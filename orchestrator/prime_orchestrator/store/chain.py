@@ -106,7 +106,7 @@ def add_event(connection: Connection, *, name: str, args: Mapping[str, Any], **h
 
 
 def add_events(connection: Connection, rows: Sequence[EventRow]) -> None:
-    """Writes those of the events that are not known."""
+    """Writes the given events that are not known."""
     insert_all_new(connection, schema.chain_events, [vars(row) for row in rows])
 
 

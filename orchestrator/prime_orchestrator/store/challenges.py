@@ -139,7 +139,7 @@ def _solved(postgresql: bool) -> sa.Select[Any]:
 
 
 def rates_of(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[float]]:
-    """Returns the rates of the correct answers of those of the nodes that gave any, newest first.
+    """Returns the rates of the correct answers of the given nodes that gave any, newest first.
     Old challenges are forgotten (`forget`)."""
     query = (
         sa.select(_challenges.node, _challenges.rate)

@@ -140,7 +140,7 @@ def given_since(connection: Connection, since: float) -> tuple[int, int]:
 
 
 def held_out(connection: Connection, lease_digests: Collection[Digest]) -> set[Digest]:
-    """Returns those of the leases that belong to an evaluation."""
+    """Returns the given leases that belong to an evaluation."""
     query = sa.select(_leases.digest).where(
         _leases.digest.in_(list(lease_digests)), _leases.evaluation.is_not(None)
     )

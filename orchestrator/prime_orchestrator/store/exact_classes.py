@@ -117,7 +117,7 @@ def forget(connection: Connection, oldest: int) -> frozenset[Digest]:
 
 
 def drop_unused(connection: Connection, digests: Collection[Digest]) -> None:
-    """Deletes those of the classes that no account announces and no judged file is counted for. The
+    """Deletes the given classes that no account announces and no judged file is counted for. The
     caller holds the lock "classes"."""
     connection.execute(
         sa.delete(schema.classes).where(
@@ -325,7 +325,7 @@ def suspects(connection: Connection, calibration: Digest) -> frozenset[Digest]:
 def without_suspects(
     connection: Connection, digests: Collection[Digest], calibration: Digest
 ) -> frozenset[Digest]:
-    """Returns those of the classes that are not suspect under a calibration."""
+    """Returns the given classes that are not suspect under a calibration."""
     query = sa.select(_classes.digest).where(
         _classes.digest.in_(list(digests)),
         _classes.key.in_(sa.select(_suspects.key).where(_suspects.calibration == calibration)),

@@ -168,7 +168,7 @@ def fail(connection: Connection, intent_id: str, why: str, *, now: float) -> Non
 
 
 def forget_waiting(connection: Connection, ids: Collection[str]) -> int:
-    """Deletes those of the intents that still wait for their call, and returns how many."""
+    """Deletes the given intents that still wait for their call, and returns how many."""
     waiting = sa.delete(_table).where(_intents.id.in_(ids), _intents.status == "waiting")
     return connection.execute(waiting).rowcount
 

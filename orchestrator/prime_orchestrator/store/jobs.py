@@ -255,7 +255,7 @@ def note_validators(connection: Connection, validators: Collection[Address], now
 def seen_since(
     connection: Connection, validators: Collection[Address], since: float
 ) -> set[Address]:
-    """Returns those of the validators that asked for work since then."""
+    """Returns the given validators that asked for work since then."""
     query = sa.select(_validators.address).where(
         _validators.address.in_(list(validators)), _validators.seen_at > since
     )
@@ -539,8 +539,8 @@ def waits_for(connection: Connection, validators: Collection[Address], now: floa
 def to_reveal(
     connection: Connection, validators: Collection[Address], limit: int
 ) -> dict[Address, list[Digest]]:
-    """Returns, for those of the validators that have any, the files on which it sealed an opinion
-    and all other needed opinions are sealed too: the oldest, up to `limit` each."""
+    """Returns, by validator, the files on which it and all others that are needed have sealed an
+    opinion: the oldest, up to `limit` each. Validators without such a file are omitted."""
     other = schema.assignments.alias().c
     sealed = (
         sa.select(sa.func.count())

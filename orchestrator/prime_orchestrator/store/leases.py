@@ -100,7 +100,7 @@ def get(connection: Connection, digest: Digest) -> LeaseRow | None:
 
 
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:
-    """Returns those of the leases that exist."""
+    """Returns the given leases that exist."""
     query = sa.select(schema.leases).where(one_of(connection, _leases.digest, digests))
     rows = records(LeaseRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
@@ -139,7 +139,7 @@ def excused_since(connection: Connection, node: Address, since: float) -> bool:
 
 
 def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, list[LeaseRow]]:
-    """Returns the open leases of those of `nodes` that have any, oldest first."""
+    """Returns the open leases of the `nodes` that have any, oldest first."""
     query = (
         sa.select(schema.leases)
         .where(one_of(connection, _leases.node, nodes), _leases.status == "open")
@@ -152,7 +152,7 @@ def open_among(connection: Connection, nodes: Collection[Address]) -> dict[Addre
 
 
 def with_failures(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
-    """Returns those of `nodes` that have a lease that ended without an accepted or pending file and
+    """Returns the `nodes` that have a lease that ended without an accepted or pending file and
     is not excused."""
     tallies = schema.tallies.c
     without_file = sa.select(_leases.node).where(

@@ -43,7 +43,7 @@ class MeasurementRow:
 
 
 def of(connection: Connection, nodes: Collection[Address]) -> dict[Address, MeasurementRow]:
-    """Returns the rows of those of the nodes that were ever asked."""
+    """Returns the rows of the given nodes that were ever asked."""
     query = sa.select(schema.measurements).where(one_of(connection, _rows.node, nodes))
     found = records(MeasurementRow, connection.execute(query).mappings().all())
     return {row.node: row for row in found}
@@ -105,7 +105,7 @@ def end_all(connection: Connection) -> None:
 
 
 def troubles(connection: Connection, nodes: Collection[Address] | None) -> dict[Address, str]:
-    """Returns why those of the nodes (None: of all) get no lease; nodes that may get one are
+    """Returns by node (`nodes` None: of all) why it gets no lease. Nodes that may get one are
     omitted."""
     query = sa.select(_rows.node, _rows.trouble).where(_rows.trouble != "")
     if nodes is not None:

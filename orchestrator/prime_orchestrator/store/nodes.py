@@ -55,7 +55,7 @@ def get(connection: Connection, address: Address) -> NodeRow | None:
 
 
 def those(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
-    """Returns those of the nodes that were ever admitted."""
+    """Returns the given nodes that were ever admitted."""
     query = sa.select(schema.nodes).where(one_of(connection, _nodes.address, addresses))
     rows = records(NodeRow, connection.execute(query).mappings().all())
     return {row.address: row for row in rows}
@@ -68,7 +68,7 @@ def lock_row(connection: Connection, address: Address) -> NodeRow | None:
 
 
 def lock_rows(connection: Connection, addresses: Collection[Address]) -> dict[Address, NodeRow]:
-    """Like `lock_row`, for those of the nodes that were ever admitted. They are locked in order, so
+    """Like `lock_row`, for the given nodes that were ever admitted. They are locked in order, so
     that two processes cannot deadlock."""
     query = (
         sa.select(schema.nodes)

@@ -87,7 +87,7 @@ def acceptances(
 
 
 def numbers(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, int]:
-    """Returns how many opinions there are on those of the files that have any."""
+    """Returns the number of opinions by file, without files that have none."""
     query = (
         sa.select(_opinions.submission_digest, sa.func.count())
         .where(_opinions.submission_digest.in_(list(submissions)))
@@ -123,7 +123,7 @@ def of(connection: Connection, submission: Digest) -> list[OpinionRow]:
 def of_those(
     connection: Connection, submissions: Collection[Digest]
 ) -> dict[Digest, list[OpinionRow]]:
-    """Returns the opinions on those of the files that have any, oldest first."""
+    """Returns the opinions on the given files that have any, oldest first."""
     query = (
         sa.select(schema.opinions)
         .where(_opinions.submission_digest.in_(list(submissions)))
@@ -235,7 +235,7 @@ def on_planted(connection: Connection, since: float, until: float) -> list[Plant
 
 
 def planted_among(connection: Connection, among: Sequence[Digest]) -> frozenset[Digest]:
-    """Returns those of these submissions that are judged planted files."""
+    """Returns the given submissions that are judged planted files."""
     query = sa.select(_planted.submission_digest).where(_planted.submission_digest.in_(among))
     return frozenset(Digest(name) for name in connection.execute(query).scalars())
 

@@ -56,7 +56,7 @@ def memory(connection: Connection, node: Address) -> SignedMemory | None:
 
 
 def named(connection: Connection, nodes: Collection[Address] | None) -> dict[Address, CardsRow]:
-    """Returns what those of the nodes (None: of all) that proved cards have."""
+    """Returns the proven cards by node (`nodes` None: of all)."""
     table = schema.passports.c
     query = sa.select(
         table.node, table.cards, table.measured_at, table.claimed_memory_mb, table.proved_memory_mb

@@ -210,8 +210,8 @@ class _Search:
         self.names |= {name for name in found if name in self._filter}
 
     def free(self, connection: Connection, names: Collection[Digest]) -> list[Digest]:
-        """Returns those of these files that no row depends on, and no line, also of rows and pages
-        that were written since the search."""
+        """Returns the given files that no row and no archived line depends on, also none that was
+        written since the search."""
         self.read(archive.pages(connection, after=self._last))
         self.read_added(connection)
         free = {*names} - self.names
@@ -223,7 +223,7 @@ class _Search:
 def _delete(
     store: Store, objects: ObjectStore, search: _Search, names: Sequence[Digest]
 ) -> list[Digest]:
-    """Deletes those of these objects that nothing depends on; returns them."""
+    """Deletes the given objects that nothing depends on; returns them."""
     with store.begin() as connection, ThreadPoolExecutor(_DELETERS) as pool:
         if not store.is_sqlite:  # which has one writer at a time
             connection.execute(sa.text("LOCK TABLE submissions IN SHARE MODE"))

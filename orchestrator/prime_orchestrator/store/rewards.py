@@ -53,7 +53,7 @@ def held_before(connection: Connection, since: float) -> int:
 
 
 def withheld_among(connection: Connection, nodes: Collection[Address]) -> set[Address]:
-    """Returns those of the nodes that have a credit held or forfeited, or a slash."""
+    """Returns the given nodes that have a credit held or forfeited, or a slash."""
     slashes, named = schema.slashes.c, list(nodes)
     credited = sa.select(_credits.node).where(
         _credits.node.in_(named), _credits.status.in_(("held", "forfeited"))

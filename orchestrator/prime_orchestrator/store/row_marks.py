@@ -89,7 +89,7 @@ def unshared(
 
 
 def seen(connection: Connection, marks: Mapping[str, bool], *, but: Digest) -> frozenset[str]:
-    """Returns those of `marks` that `but` shares with another submission."""
+    """Returns the `marks` that `but` shares with another submission."""
     return frozenset(row.mark for row in _common(connection, marks, but, _marks.mark))
 
 

@@ -74,7 +74,7 @@ def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) 
 
 
 def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Inserts those of `rows` whose keys do not exist, with one prepared statement."""
+    """Inserts the `rows` whose keys do not exist, with one prepared statement."""
     if not rows:
         return
     if _is_postgresql(connection):
@@ -88,7 +88,7 @@ def insert_all_new(connection: Connection, table: Table, rows: Sequence[Mapping[
 def returning_new(
     connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]
 ) -> Sequence[Row[Any]]:
-    """Inserts those of `rows` whose keys do not exist, and returns their primary keys."""
+    """Inserts the `rows` whose keys do not exist, and returns their primary keys."""
     if not rows:
         return ()
     if _is_postgresql(connection):

@@ -126,7 +126,7 @@ def get(connection: Connection, digest: Digest) -> SubmissionRow | None:
 
 
 def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, SubmissionRow]:
-    """Returns those of the submissions that exist."""
+    """Returns the given submissions that exist."""
     query = sa.select(schema.submissions).where(one_of(connection, _submissions.digest, digests))
     rows = records(SubmissionRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
@@ -497,7 +497,7 @@ def ended_badly(
 def with_bad_endings(
     connection: Connection, nodes: Collection[Address], *, since: float
 ) -> frozenset[Address]:
-    """Returns those of the nodes for which `ended_badly` finds a submission."""
+    """Returns the given nodes for which `ended_badly` finds a submission."""
     found = connection.execute(_bad_endings(connection), {"nodes": list(nodes), "since": since})
     return frozenset(Address(node) for node in found.scalars())
 
@@ -550,7 +550,7 @@ def accepted_of(connection: Connection, node: Address) -> int:
 
 
 def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[Address, int]:
-    """Returns `accepted_of` for those of the nodes that have any."""
+    """Returns `accepted_of` for the given nodes that have any."""
     paid = sa.select(_tallies.node, _tallies.files).where(
         one_of(connection, _tallies.node, nodes),
         _tallies.status == "accepted",
