@@ -44,7 +44,7 @@ class Settings(ChainSettings):
     comes, and every `chain_poll_seconds` if none does."""
     chain_idle_seconds: float | None = Field(default=None, ge=0, le=300)
     """Pause between two reads of the chain's events while no transaction of ours is awaited and no
-    event has come lately; by default 12 on public chains, none on a local one."""
+    event has come recently; by default 12 on public chains, none on a local one."""
     host: str = "127.0.0.1"
     port: int = Field(default=8470, ge=0, le=65_535)
     """0 takes a free port; the address is printed and written to `<data>/serve.json`."""

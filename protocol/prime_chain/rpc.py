@@ -144,7 +144,7 @@ class Endpoint:
         return self.hung or self.cool_until > self._now()
 
     def slow(self, fastest: float) -> bool:
-        """True if it lately took much longer than the fastest endpoint."""
+        """True if it recently took much longer than the fastest endpoint."""
         fresh = self._now() - self._measured_at < LATENCY_KEPT_SECONDS
         return fresh and self.latency > max(SLOW_FACTOR * fastest, SLOW_SECONDS)
 

@@ -222,7 +222,7 @@ class Sender:
         return self._queue.open_count()
 
     def _has_work(self) -> bool:
-        """Something is open, or was mined so lately that a reorg may still take it away."""
+        """Something is open, or was mined so recently that a reorg may still take it away."""
         if self._queue.open_count():
             return True
         newest = self._queue.newest_confirmed()

@@ -168,7 +168,7 @@ def _answers(folder: Path, count: int) -> dict[str, tuple[int, int]]:
         connection.execute(change.where(schema.nodes.c.address == fast).values(token_rate=1e6))
     assert ask(fast, pool.backend.digest(held.lease)).reason == scheduler.ENOUGH
     found["left for idle nodes"] = (seen[0], seen[1])
-    with patch.object(IdleCount, "lately", return_value=0):  # an old count gives no lease
+    with patch.object(IdleCount, "recently", return_value=0):  # an old count gives no lease
         assert ask(fast, pool.backend.digest(held.lease)).reason == scheduler.ENOUGH
     with store.begin() as connection:
         connection.execute(change.values(kept=10.0))
@@ -180,11 +180,11 @@ def _answers(folder: Path, count: int) -> dict[str, tuple[int, int]]:
 
 def test_many_idle_nodes_are_counted_again_ten_times_in_a_wait() -> None:
     count = IdleCount()
-    assert count.lately(1.0) is None
+    assert count.recently(1.0) is None
     count.note(10_000, 100.0)
-    assert [count.lately(at) for at in (99.9, 100, 104.9, 105)] == [None, 10_000, 10_000, None]
+    assert [count.recently(at) for at in (99.9, 100, 104.9, 105)] == [None, 10_000, 10_000, None]
     count.note(100, 100.0)  # they wait for the minimum time
-    assert count.lately(100.0) is None
+    assert count.recently(100.0) is None
 
 
 def test_only_a_large_pools_median_rates_are_kept_and_a_nodes_own_rate_counts_at_once(

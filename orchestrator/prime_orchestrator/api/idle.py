@@ -35,7 +35,7 @@ class IdleCount:
         """Stores a new count, taken at Unix time `at`."""
         self.nodes, self.at = nodes, at
 
-    def lately(self, now: float) -> int | None:
+    def recently(self, now: float) -> int | None:
         """Returns the cached count, or None if it has expired."""
         seconds = (wait_ms(self.nodes) - WAIT_MS) / 1000 / COUNT_AGAIN
         return self.nodes if 0 <= now - self.at < seconds else None

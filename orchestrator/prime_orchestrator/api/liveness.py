@@ -44,7 +44,7 @@ MAX_ENDINGS = 16
 ENDING_MARGIN_SECONDS = 60
 """Margin for clock differences: a verdict's time comes from its validator. A node recognizes
 endings reported twice within it."""
-LATELY_SECONDS = 600
+RECENT_SECONDS = 600
 GAP_SECONDS = 10.0
 """Ticks come every second; after a gap this long, heartbeats may have been missed through our
 fault."""
@@ -244,12 +244,12 @@ def _endings(
 ) -> list[tuple[FileEnding, ...]]:
     """Returns, for each node and the time of its last answer, its files that ended badly since,
     oldest first. Nodes with a recent answer are first checked together, because most have none."""
-    lately = [(node, at) for node, at in said if at > now - LATELY_SECONDS]
-    affected = frozenset(node for node, at in said if at <= now - LATELY_SECONDS)
-    if lately:
-        since = min(at for _, at in lately) - ENDING_MARGIN_SECONDS
+    recently = [(node, at) for node, at in said if at > now - RECENT_SECONDS]
+    affected = frozenset(node for node, at in said if at <= now - RECENT_SECONDS)
+    if recently:
+        since = min(at for _, at in recently) - ENDING_MARGIN_SECONDS
         affected |= submissions.with_bad_endings(
-            connection, {node for node, _ in lately}, since=since
+            connection, {node for node, _ in recently}, since=since
         )
     return [_bad_files(connection, node, at) if node in affected else () for node, at in said]
 

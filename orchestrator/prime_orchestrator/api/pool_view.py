@@ -104,7 +104,7 @@ class PoolView:
     def idle_lately(self) -> int:
         """Like `idle`, but may be a recent, cached count (api/idle.py). Use it to refuse a lease,
         not to grant one."""
-        count = self.backend.idle.lately(self.now)
+        count = self.backend.idle.recently(self.now)
         return self.idle if count is None else count
 
     @cached_property

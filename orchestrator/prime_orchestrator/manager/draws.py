@@ -332,7 +332,7 @@ class DrawBoard:
         return {submission: one for submission, one in found.items() if one is not None}
 
     def without(self) -> frozenset[Digest]:
-        """Returns submissions that `of_files` lately left out."""
+        """Returns submissions that `of_files` recently left out."""
         return frozenset(self._without)
 
     def secret(self, connection: Connection, second: Digest) -> Digest:

@@ -36,8 +36,7 @@ LOCK_SECONDS = 10.0
 _LOCK_NOT_AVAILABLE = "55P03"
 """The SQLSTATE of a time-out."""
 TRUSTED_SECONDS = 1.0
-"""A connection to PostgreSQL that was used so lately is used again without asking whether it still
-works."""
+"""For this long after its last use, a PostgreSQL connection is used again without a check."""
 REPLICA_SECONDS = 30
 """A replica that is further behind is not read."""
 CHECK_SECONDS, PAUSE_SECONDS = 5.0, 10.0
@@ -164,7 +163,7 @@ class _Replica:
         self._not_before = self._checked_at = float("-inf")
 
     def ready(self) -> bool:
-        """Whether it has not failed lately."""
+        """Whether it has not failed recently."""
         return time.monotonic() >= self._not_before
 
     def connect(self) -> Connection | None:

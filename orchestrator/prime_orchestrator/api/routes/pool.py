@@ -117,7 +117,7 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/v1/relays", responses={200: {"model": list[RelayInfo]}})
     def relay_list() -> Response:
-        """Relays announced lately."""
+        """Relays announced recently."""
         own = backend.own_accounts
         with backend.store.read() as connection:
             since = backend.now() - RELAY_SECONDS
