@@ -96,7 +96,7 @@ def replay(
     with _opened(settings) as opened:
         api, link, library = opened.api, opened.link, opened.published
         load = partial(load_engine, threads=settings.threads or 1, device=device, dtype=dtype)
-        setting = _setting(settings, api, link, library, load)
+        setting = _setting(settings, api, link, library, load, device)
         slash = find_slash(link, digest)
         if slash is not None:
             return audit_slash(slash, setting, library)
@@ -193,6 +193,7 @@ def _setting(
     link: Link,
     library: Library,
     load: Callable[[Path], Engine],
+    device: str,
 ) -> Setting:
     from prime_broadcast.access import Passes, ephemeral_signer
     from prime_broadcast.manifest import Trust
@@ -221,7 +222,9 @@ def _setting(
         validators=validators,
         runs=runs,
         environments=environment_for,
-        engines=FetchedEngines(folder.root, Policies(folder, PoolNames(api.client)).ensure, load),
+        engines=FetchedEngines(
+            folder.root, Policies(folder, PoolNames(api.client)).ensure, load, device=device
+        ),
         now=time.time(),
         calibration=run_calibration(
             runs.first, library, pool.manager, link.deployment.domain_of(CalibrationStatement)

@@ -1,9 +1,10 @@
-"""Memory that a process no longer uses."""
+"""Memory that a process no longer uses, and how much is left."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+from pathlib import Path
 
 _DEFAULT = gc.get_threshold()
 
@@ -29,3 +30,21 @@ def release() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Returns the bytes of memory that new programs can use, by /proc under `root` and the limit of
+    this process's container (cgroup 2). None where the system does not say."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        found = []
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        found.append(max(0, limit - used))
+    except (OSError, ValueError):  # no limit
+        pass
+    return min(found, default=None)

@@ -26,6 +26,7 @@ from prime_core.memory import collect_as_usual
 from prime_engine.faults import naming_faults
 from prime_engine.folder import ARCHITECTURES
 from prime_engine.linears import multiply_wide, native_bfloat16, widen
+from prime_engine.policy_weights import equal_in, pieces
 
 Compute = Callable[..., Tensor]
 _EXACT_IN_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -53,7 +54,9 @@ class HeldModel:
             raise UnavailableError(f"the plain engine does not run {self.config.model_type!r}")
         self.devices = tuple(devices)
         self.prepared = prepare is not None
-        self.model, stored = _load(folder, self.config, self.devices, dtype)
+        tensors = _tensors(folder)
+        self._forms = _forms(tensors)
+        self.model, stored = _load(folder, tensors, self.config, self.devices, dtype)
         self.model.eval().requires_grad_(False)
         if prepare is not None:
             prepare(self.model)
@@ -117,6 +120,30 @@ class HeldModel:
         for parameter in self.model.parameters():
             found[parameter.device] = found.get(parameter.device, 0) + parameter.nbytes
         return found
+
+    @naming_faults
+    @torch.no_grad()
+    def replace(self, folder: Path) -> bool:
+        """Loads the weights of `folder`/*.safetensors in place of these, and compares each of them
+        with the file afterwards, on its device. Returns False, with nothing changed, if the files
+        have other tensors than those before (names, shapes, dtypes), or if `prepare` changed these.
+
+        Raises UnavailableError if a weight is not as in the file, or errors of torch and
+        safetensors; the model then holds parts of both policies.
+        """
+        found = _tensors(folder)
+        if self.prepared or _forms(found) != self._forms:
+            return False
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, (path, _shape, _dtype) in found.items():
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_tensor(name)
+            held_in = self.dtype or stored.dtype
+            for held, given in pieces(parameters[name], stored):
+                held.copy_(given.to(held_in))
+            if not equal_in(held_in, parameters[name], stored):
+                raise UnavailableError(f"{name} of {folder} was not loaded as it is in the policy")
+        return True
 
     def _layers(self) -> Sequence[Any]:
         layers: Sequence[Any] = self.decoder.layers[: self.config.num_hidden_layers]
@@ -214,12 +241,35 @@ def _places(model: Any, devices: Sequence[torch.device]) -> dict[int, torch.devi
     return found
 
 
+_Tensors = dict[str, tuple[Path, tuple[int, ...], str]]
+"""Name of each tensor of a policy → (file, shape, dtype in safetensors' words)."""
+
+
+def _tensors(folder: Path) -> _Tensors:
+    found: _Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                found[name] = (path, tuple(part.get_shape()), str(part.get_dtype()))
+    return found
+
+
+def _forms(tensors: _Tensors) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (shape, dtype) for name, (_path, shape, dtype) in tensors.items()}
+
+
+@naming_faults
 def _load(
-    folder: Path, config: Any, devices: Sequence[torch.device], dtype: torch.dtype | None
+    folder: Path,
+    tensors: _Tensors,
+    config: Any,
+    devices: Sequence[torch.device],
+    dtype: torch.dtype | None,
 ) -> tuple[Any, set[torch.dtype]]:
-    """Builds the model of `config` with the weights of `folder`/*.safetensors in `dtype` (None: as
-    stored), each on its device. In main memory it holds one tensor of the files at a time next to
-    the result, whose mapping ends with it. Returns (model, dtypes in the files).
+    """Builds the model of `config` with the weights of `folder` in `dtype` (None: as stored), each
+    on its device. In main memory it holds one tensor of the files at a time next to the result,
+    whose mapping ends with it. Returns (model, dtypes in the files).
 
     Raises UnavailableError if the weights' names or shapes are not those of the model, or errors of
     torch, transformers and safetensors.
@@ -235,19 +285,16 @@ def _load(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     filled: dict[int, torch.nn.Parameter] = {}
     wrong, stored_in = [], set()
-    for path in sorted(folder.glob("*.safetensors")):
+    for name, (path, shape, _dtype) in tensors.items():
+        parameter = parameters.get(name)
+        if parameter is None or tuple(parameter.shape) != shape:
+            wrong.append(name)
+            continue
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-        for name in names:
-            parameter = parameters.get(name)
-            with safe_open(path, framework="pt") as file:
-                stored = file.get_tensor(name)
-                if parameter is None or parameter.shape != stored.shape:
-                    wrong.append(name)
-                    continue
-                stored_in.add(stored.dtype)
-                values = stored.to(places[id(parameter)], dtype or stored.dtype, copy=True)
-            filled[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
+            stored = file.get_tensor(name)
+            stored_in.add(stored.dtype)
+            values = stored.to(places[id(parameter)], dtype or stored.dtype, copy=True)
+        filled[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
     wrong += [name for name, parameter in parameters.items() if id(parameter) not in filled]
     if wrong:
         raise UnavailableError(f"{folder} lacks or misnames weights: {sorted(wrong)[:3]}")

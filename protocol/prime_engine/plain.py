@@ -49,7 +49,7 @@ from prime_engine.exact import (
     measure,
 )
 from prime_engine.faults import naming_faults
-from prime_engine.folder import PolicyFacts, end_tokens
+from prime_engine.folder import PolicyFacts, end_tokens, text_digest
 from prime_engine.held import Compute, HeldModel
 from prime_engine.linears import native_bfloat16
 
@@ -194,6 +194,7 @@ class PlainEngine(PolicyFacts):
         self._positions = int(config.max_position_embeddings)
         self._end_tokens = end_tokens(self._folder, config)
         self._numeric_class: NumericClass | None = None
+        self._text = text_digest(self._folder)
 
     def _load(
         self,
@@ -248,6 +249,19 @@ class PlainEngine(PolicyFacts):
         other._dtype, other._numeric_class = dtype, None
         other._queue, other._running, other._others = [], None, {}
         return other
+
+    def replace_policy(self, folder: Path) -> bool:
+        """See PolicyReplacing. Engines of `in_dtype` must not be used afterwards."""
+        if self._queue or self._running is not None:
+            return False
+        try:
+            if text_digest(folder) != self._text or not self._held.replace(folder):
+                return False
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
+        self._folder, self._numeric_class = Path(folder), None
+        self._others.clear()
+        return True
 
     def close(self) -> None:
         """See Engine.close. Memory is freed with the last reference."""

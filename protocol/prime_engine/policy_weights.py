@@ -196,17 +196,22 @@ def _compare(
     loaded, wanted = _loaded(model, name, tensor, cache)
     if loaded.shape[0] > wanted.shape[0]:  # vocabularies are padded
         loaded = loaded[: wanted.shape[0]]
-    if loaded.shape != wanted.shape or not _equal(loaded, wanted, getattr(torch, dtype)):
+    if loaded.shape != wanted.shape or not equal_in(getattr(torch, dtype), loaded, wanted):
         raise UnavailableError(f"vLLM did not load {name} of {folder} as it is in the policy")
     return wanted.numel()
 
 
-def _equal(loaded: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+def pieces(one: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cuts two tensors of the same shape into rows of at most SLICE_BYTES of `one`."""
+    rows = max(1, SLICE_BYTES // max(1, one[:1].nbytes))
+    return list(zip(one.split(rows), other.split(rows), strict=True))
+
+
+def equal_in(dtype: torch.dtype, loaded: Tensor, wanted: Tensor) -> bool:
     """Whether both are equal in `dtype`, compared on `loaded`'s device SLICE_BYTES at a time."""
-    rows = max(1, SLICE_BYTES // max(1, loaded[:1].nbytes))
     return all(
         torch.equal(ours.to(dtype), theirs.to(dtype).to(ours.device))
-        for ours, theirs in zip(loaded.split(rows), wanted.split(rows), strict=True)
+        for ours, theirs in pieces(loaded, wanted)
     )
 
 

@@ -19,6 +19,8 @@ from prime_core.ids import Digest
 from prime_engine.base import Engine, PolicyReplacing
 
 log = logging.getLogger("prime.verify.engines")
+Key = tuple[int, Digest]
+"""Version and digest of a policy."""
 MANIFEST = "manifest.json"
 ENGINES = ("plain", "vllm")
 """Engine names as used in commands."""
@@ -98,23 +100,45 @@ def _devices(device: str, cards: int) -> str:
     return ",".join(name.strip() for name in names)
 
 
-EXPANSION, WIDENED = 3, 5
-"""Memory of a loaded policy relative to its bfloat16 files: EXPANSION for float32 and a bfloat16
-same-dtype replay; WIDENED adds float32 copies of it on processors without bfloat16 instructions."""
+EXPANSION = 2
+"""Memory of a policy loaded in float32 relative to its bfloat16 files. Replays in bfloat16 use the
+same weights; on cards the weights stay as they are in the files."""
+POLICY_SHARE = 0.8
+"""Share of the free memory for policies by default. The rest holds one layer in another dtype and
+the states of a prefill."""
 
 
-def loaded_bytes(folder: Path) -> int:
-    """Estimates the memory of the loaded policy in `folder` from the size of its weights."""
-    from prime_engine.linears import native_bfloat16
+def policy_bytes(weights: int, device: str = "cpu") -> int:
+    """Returns the memory of a loaded policy on `device`, from the size of its weight files."""
+    return EXPANSION * weights if device.startswith("cpu") else weights
 
-    expansion = EXPANSION if native_bfloat16() else WIDENED
-    return expansion * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+def loaded_bytes(folder: Path, device: str = "cpu") -> int:
+    """Returns `policy_bytes` of the policy in `folder`."""
+    return policy_bytes(sum(path.stat().st_size for path in folder.glob("*.safetensors")), device)
+
+
+def policy_room(device: str) -> int | None:
+    """Returns the bytes that loaded policies may take on `device` (see load_engine) by default:
+    POLICY_SHARE of what is free now; of several cards, as if each had only what the fullest has.
+    None if that cannot be read. Raises UnavailableError if the device is not here."""
+    if device.startswith("cpu"):
+        free = memory.available()
+    else:
+        import torch
+
+        cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = _devices(device, cards).split(",")
+        free = len(names) * min(torch.cuda.mem_get_info(name)[0] for name in names)
+    return None if free is None else int(free * POLICY_SHARE)
 
 
 class FolderEngines:
     """Policies in `root`/<version>/, each with its manifest.json. Recently used engines stay
-    loaded: at most `keep`, and at most `max_bytes` in total (by `loaded_bytes`), but always the one
-    in use.
+    loaded: at most `keep`, and at most `max_bytes` on `device` in total (by `loaded_bytes`), but
+    always the one in use. If there is no room, a policy is loaded in place of the one that was used
+    least recently, where its engine can; so whoever asks for an engine must have finished with
+    those that it asked for before.
 
     Folders are trusted: prime_broadcast verified them when it placed them. This class only compares
     the manifest's digest.
@@ -127,31 +151,34 @@ class FolderEngines:
         *,
         keep: int = 3,
         max_bytes: int | None = None,
+        device: str = "cpu",
         look_back: int = 4,
     ) -> None:
         self._root = root
         self._load = load
         self._keep = keep
         self._max_bytes = max_bytes
+        self._device = device
         self._look_back = look_back
-        self._loaded: OrderedDict[tuple[int, Digest], Engine] = OrderedDict()
-        self._bytes: dict[tuple[int, Digest], int] = {}
+        self._loaded: OrderedDict[Key, Engine] = OrderedDict()
+        self._bytes: dict[Key, int] = {}
 
     def engine(self, version: int, policy_digest: Digest) -> Engine:
         """See EngineProvider."""
         found = self.digest(version)
         if found != policy_digest:
             raise UnavailableError(f"policy {version} here is {found}, the lease asks another")
-        return self._get(version, found)
+        return self._get((version, found))
 
     def earlier(self, version: int) -> Iterator[tuple[int, Engine]]:
-        """See EngineProvider. Yields none if `keep` is 1: the caller still holds the engine of
-        `version`, and two would be in memory."""
+        """See EngineProvider. Yields none if there is no room for two policies, because the caller
+        still holds the engine of `version`."""
         if self._keep < 2:
             return
+        held = next((key for key in self._loaded if key[0] == version), None)
         for number in range(version - 1, max(-1, version - 1 - self._look_back), -1):
             try:
-                yield number, self._get(number, self.digest(number))
+                yield number, self._get((number, self.digest(number)), held, in_place=False)
             except (UnavailableError, MemoryError):
                 continue
 
@@ -174,49 +201,58 @@ class FolderEngines:
         except ValueError as error:
             raise UnavailableError(f"{path} is not a manifest: {error}") from error
 
-    def _room_for(self, size: int) -> bool:
-        used = sum(self._bytes.values())
-        fits = self._max_bytes is None or used + size <= self._max_bytes
-        return fits and len(self._loaded) < self._keep
+    def _room_for(self, size: int, without: Key | None = None) -> bool:
+        """Whether a policy of `size` bytes fits, if `without` is dropped before."""
+        others = [taken for key, taken in self._bytes.items() if key != without]
+        fits = self._max_bytes is None or sum(others) + size <= self._max_bytes
+        return fits and len(others) < self._keep
 
-    def _get(self, version: int, policy_digest: Digest) -> Engine:
-        key = (version, policy_digest)
+    def _get(self, key: Key, held: Key | None = None, *, in_place: bool = True) -> Engine:
+        """Returns the engine of a policy, loading it if necessary. The policy `held` stays loaded:
+        raises UnavailableError if there is no room next to it. `in_place`: no engine but the one
+        that is returned is used any more."""
         if key not in self._loaded:
-            folder = self._root / str(version)
-            size = loaded_bytes(folder)
-            if self._keep == 1 and self._replace(key, folder):
-                return self._loaded[key]
+            folder = self._root / str(key[0])
+            size = loaded_bytes(folder, self._device)
             while self._loaded and not self._room_for(size):  # before loading: both may not fit
-                self._drop(next(iter(self._loaded)))
-            self._loaded[key] = self._load(folder)
+                oldest = next((one for one in self._loaded if one != held), None)
+                if oldest is None:
+                    raise UnavailableError(f"policy {key[0]} does not fit next to the one in use")
+                last = len(self._loaded) == 1 or self._room_for(size, without=oldest)
+                if in_place and last and self._replace(oldest, key, folder):
+                    break
+                self._drop(oldest)
+            if key not in self._loaded:
+                self._loaded[key] = self._load(folder)
             self._bytes[key] = size
         self._loaded.move_to_end(key)
         return self._loaded[key]
 
-    def _replace(self, key: tuple[int, Digest], folder: Path) -> bool:
-        """Loads the policy in place of the one that is loaded. Returns whether it did. If not, that
-        engine may hold parts of both policies, and the caller closes it."""
-        if not self._loaded:
-            return False
-        old, engine = next(iter(self._loaded.items()))
+    def _replace(self, old: Key, key: Key, folder: Path) -> bool:
+        """Loads a policy in place of `old`. Returns whether it did. If not, that engine may hold
+        parts of both policies, and the caller closes it."""
+        engine = self._loaded[old]
         if not isinstance(engine, PolicyReplacing):
             return False
         try:
-            replaced = engine.replace_policy(folder)
+            if not engine.replace_policy(folder):
+                return False
         except UnavailableError as error:
             log.warning("policy %d takes a new engine: %s", key[0], error)
             return False
-        if replaced:
-            self._loaded[key] = self._loaded.pop(old)
-            self._bytes[key] = self._bytes.pop(old)
-        return replaced
+        except BaseException:
+            self._drop(old)
+            raise
+        self._loaded[key] = self._loaded.pop(old)
+        del self._bytes[old]
+        return True
 
     def close(self) -> None:
         """Closes all engines and frees their memory."""
         while self._loaded:
             self._drop(next(iter(self._loaded)))
 
-    def _drop(self, key: tuple[int, Digest]) -> None:
+    def _drop(self, key: Key) -> None:
         """Closes an engine and frees its memory."""
         del self._bytes[key]
         self._loaded.pop(key).close()
@@ -231,8 +267,10 @@ class FetchedEngines(FolderEngines):
         root: Path,
         ensure: Callable[[int, Digest], object],
         load: Callable[[Path], Engine] = load_engine,
+        *,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(root, load, keep=2)
+        super().__init__(root, load, keep=2, max_bytes=policy_room(device), device=device)
         self._ensure = ensure
 
     def engine(self, version: int, policy_digest: Digest) -> Engine:

@@ -12,7 +12,13 @@ import pytest
 from prime_core.checkpoint import FileEntry, Manifest, SignedManifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST, Digest, signature
-from prime_verify.engines import MANIFEST, FolderEngines, load_engine, loaded_bytes
+from prime_verify.engines import (
+    MANIFEST,
+    FolderEngines,
+    load_engine,
+    loaded_bytes,
+    policy_room,
+)
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 
@@ -131,8 +137,80 @@ def test_a_policy_replaces_the_one_before_in_its_engine_where_that_works(tmp_pat
     assert (loads, closed) == (["0", "2", "3"], ["1", "2"])
     assert engines.engine(4, digests[4]).name == "4"
     assert (loads, closed) == (["0", "2", "3"], ["1", "2"])
-    two = FolderEngines(tmp_path, load, keep=2)
-    assert two.engine(0, digests[0]) is not two.engine(1, digests[1])
+
+
+def test_with_room_for_several_a_policy_replaces_the_one_used_least_recently(
+    tmp_path: Path,
+) -> None:
+    digests = [_policy(tmp_path, version) for version in range(5)]
+    loads: list[str] = []
+    closed: list[str] = []
+
+    def load(folder: Path) -> Any:
+        loads.append(folder.name)
+        return Replacing(folder.name, closed, {"4": MemoryError()})
+
+    size = loaded_bytes(tmp_path / "0")
+    for room in ({"keep": 2}, {"keep": 9, "max_bytes": 2 * size}):
+        loads.clear()
+        closed.clear()
+        engines = FolderEngines(tmp_path, load, **room)  # type: ignore[arg-type]
+        first, second = (engines.engine(version, digests[version]) for version in (0, 1))
+        assert first is not second
+        engines.engine(0, digests[0])
+        assert engines.engine(2, digests[2]) is second
+        assert engines.engine(0, digests[0]) is first
+        assert [first.name, second.name] == ["0", "2"]
+        with pytest.raises(MemoryError):
+            engines.engine(4, digests[4])
+        assert closed == ["2"]  # it may hold parts of both
+        assert engines.engine(0, digests[0]) is first
+        assert loads == ["0", "1"]
+
+
+def test_an_engine_in_use_is_not_replaced_by_earlier_policies(tmp_path: Path) -> None:
+    digests = [_policy(tmp_path, version) for version in range(4)]
+    closed: list[str] = []
+
+    def load(folder: Path) -> Any:
+        return Replacing(folder.name, closed, {})
+
+    size = loaded_bytes(tmp_path / "0")
+    engines = FolderEngines(tmp_path, load, keep=2)
+    used = engines.engine(3, digests[3])
+    found = [(version, engine, engine.name) for version, engine in engines.earlier(3)]
+    assert [(version, name) for version, _, name in found] == [(2, "2"), (1, "1"), (0, "0")]
+    assert len({id(engine) for _, engine, _ in found}) == 3
+    assert (used.name, closed) == ("3", ["2", "1"])
+    for room in ({"keep": 1}, {"max_bytes": 2 * size - 1}):
+        one = FolderEngines(tmp_path, load, **room)  # type: ignore[arg-type]
+        used = one.engine(3, digests[3])
+        assert list(one.earlier(3)) == []
+        assert used.name == "3"
+
+
+def test_a_card_holds_policies_as_in_their_files_and_main_memory_in_float32(
+    tmp_path: Path,
+) -> None:
+    _policy(tmp_path, 0)
+    files = (tmp_path / "0" / "model.safetensors").stat().st_size
+    assert loaded_bytes(tmp_path / "0") == 2 * files
+    assert loaded_bytes(tmp_path / "0", "cuda:0,cuda:1") == files
+
+
+def test_without_a_bound_policies_take_a_share_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prime_core.memory.available", lambda: 1000)
+    assert policy_room("cpu") == 800
+    monkeypatch.setattr("prime_core.memory.available", lambda: None)
+    assert policy_room("cpu") is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    free = {"cuda:0": 500, "cuda:1": 300, "cuda:2": 400}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda name: (free[name], 1000))
+    assert policy_room("all") == 720  # the layers are divided equally
+    assert policy_room("cuda:0") == 400
 
 
 def test_an_unknown_engine_is_unavailable() -> None:

@@ -73,6 +73,10 @@ Contract = Annotated[Path | None, typer.Option("--deployment", help=help_text())
 Device = Annotated[
     str | None, typer.Option(help="Where to replay: cpu, cuda, cuda:0,cuda:1 or all.")
 ]
+Policies = Annotated[int | None, typer.Option(help="Policies to keep loaded (3).")]
+PolicyMemory = Annotated[
+    int | None, typer.Option(help="What loaded policies may take together; 0: by free memory.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Class = Annotated[
     str | None,
@@ -100,10 +104,8 @@ def run(
     device: Device = None,
     dtype: Dtype = None,
     threads: Threads = None,
-    policies: Annotated[int | None, typer.Option(help="Policies to keep loaded (3).")] = None,
-    policy_memory_mb: Annotated[
-        int | None, typer.Option(help="What loaded policies may take together; 0: no bound.")
-    ] = None,
+    policies: Policies = None,
+    policy_memory_mb: PolicyMemory = None,
     pack: Annotated[
         int | None, typer.Option(help="Files of one policy whose rows share a prefill (4).")
     ] = None,
@@ -144,6 +146,8 @@ def doctor(
     deployment: Contract = None,
     device: Device = None,
     dtype: Dtype = None,
+    policies: Policies = None,
+    policy_memory_mb: PolicyMemory = None,
     json_output: Json = False,
 ) -> None:
     """Check machine, network, appointment and bond. Needs no password. Exits with 1 if the

@@ -389,7 +389,9 @@ class PoolReplays:
             ),
             runs=runs,
             environments=self._environment,
-            engines=FetchedEngines(folder.root, policies.ensure, self._load),
+            engines=FetchedEngines(
+                folder.root, policies.ensure, self._load, device=settings.device
+            ),
             now=self._now(),
             calibration=calibration,
         )

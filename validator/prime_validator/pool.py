@@ -170,7 +170,7 @@ def run_calibration(pool: PoolOnChain, api: ValidatorApi) -> Calibration | None:
 def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
     """Raises UserError if this calibration does not cover replays in `dtype` on `device`."""
     due = calibration.replay_dtype, calibration.replay_device
-    on_cpu = device == "cpu"
+    on_cpu = device.startswith("cpu")
     fits = due[1] == cpu_name() if on_cpu else not due[1].startswith("cpu")
     if dtype == due[0] and fits:
         return

@@ -115,9 +115,12 @@ def run(settings: Settings) -> None:
         loader = partial(
             load_engine, dtype=settings.dtype, device=settings.device, threads=settings.threads
         )
-        limit = settings.policy_memory_mb << 20 if settings.policy_memory_mb else None
         engines = FolderEngines(
-            policies.folder.root, loader, keep=settings.policies, max_bytes=limit
+            policies.folder.root,
+            loader,
+            keep=settings.policies,
+            max_bytes=settings.policy_bytes(),
+            device=settings.device,
         )
         chain = settings.open_chain(pool.deployment.chain_id)
         stack.callback(chain.close)

@@ -15,6 +15,7 @@ from prime_chain.link import ChainSettings
 from prime_chain.mirror import MAX_GB
 from prime_core.settings import Urls, UserPath, needed
 from prime_core.waiting import FIRST_ANSWER_SECONDS
+from prime_verify.engines import policy_room
 
 
 class ReplaySettings(ChainSettings):
@@ -52,7 +53,8 @@ class Settings(ReplaySettings):
     policies: int = Field(default=3, ge=1)
     """Policies to keep loaded."""
     policy_memory_mb: int = Field(default=0, ge=0)
-    """Memory limit in MiB for all loaded policies, by file size; 0: no limit."""
+    """Memory limit in MiB for all loaded policies, by file size; 0: a share of what is free
+    (prime_verify.engines.POLICY_SHARE)."""
     exact: Literal["", "float32", "bfloat16"] = ""
     """Announce this machine's exact class for files in this dtype, so that leases may name it.
     Empty: none is announced."""
@@ -68,6 +70,11 @@ class Settings(ReplaySettings):
     """URL at which others reach it; by default http://HOST:PORT."""
     mirror_gb: float = Field(default=MAX_GB, gt=0)
     """Largest size of the copy, in 10^9 bytes."""
+
+    def policy_bytes(self) -> int | None:
+        """Returns how much memory loaded policies may take together; None if there is no bound.
+        Raises UnavailableError if the device is not here."""
+        return self.policy_memory_mb << 20 if self.policy_memory_mb else policy_room(self.device)
 
     @property
     def base_model_source(self) -> BaseModelSource | None:
