@@ -153,26 +153,32 @@ def plan(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say whether a model fits on cards, and with which settings. In bf16; needs no card.
+    """Say whether a model fits on cards, and with which settings. In bf16; needs no card. Also
+    says whether a validator can replay its files there.
 
     Exit status 64 if it fits on none of them.
     """
-    from prime_engine.sizing import as_fields, plan_cards, read_shape
+    from prime_engine.sizing import as_fields, plan_cards, plan_replay, read_shape, replay_sentence
 
     shape = read_shape(model)
     found, fitting = [], 0
     for cards, size in _sets(gpus or []):
+        replay = plan_replay(shape, cards, size, length=length)
+        more: dict[str, Any] = {"replay": asdict(replay)}
         try:
             planned = plan_cards(shape, cards, size, tensor_parallel=tensor_parallel, length=length)
         except UserError as error:
-            found.append({"cards": cards, "card_bytes": size, "fits": False, "why": str(error)})
+            known = {"cards": cards, "card_bytes": size, "fits": False, "why": str(error)}
+            found.append(known | more)
             if not as_json:
                 typer.echo(str(error))
-            continue
-        fitting += 1
-        found.append(asdict(planned) | {"fits": True})
+        else:
+            fitting += 1
+            found.append(asdict(planned) | {"fits": True} | more)
+            if not as_json:
+                print_fields(str(model), as_fields(planned))
         if not as_json:
-            print_fields(str(model), as_fields(planned))
+            typer.echo(replay_sentence(replay))
     if as_json:
         print_json(found)
     if not fitting:

@@ -27,6 +27,7 @@ from prime_engine.faults import naming_faults
 from prime_engine.folder import ARCHITECTURES
 from prime_engine.linears import multiply_wide, native_bfloat16, widen
 from prime_engine.policy_weights import equal_in, pieces
+from prime_engine.sizing import placed
 
 Compute = Callable[..., Tensor]
 _EXACT_IN_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -214,16 +215,6 @@ def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
 
 def _device_of(module: torch.nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-def placed(sizes: Sequence[int], devices: int) -> list[int]:
-    """Divides consecutive parts of these sizes over `devices`, about equally. Returns the number of
-    each part's device."""
-    whole, before, found = max(1, sum(sizes)), 0, []
-    for size in sizes:
-        found.append(min(devices - 1, devices * (2 * before + size) // (2 * whole)))
-        before += size
-    return found
 
 
 def _places(model: Any, devices: Sequence[torch.device]) -> dict[int, torch.device]:

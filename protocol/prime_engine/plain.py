@@ -52,17 +52,15 @@ from prime_engine.faults import naming_faults
 from prime_engine.folder import PolicyFacts, end_tokens, text_digest
 from prime_engine.held import Compute, HeldModel
 from prime_engine.linears import native_bfloat16
+from prime_engine.sizing import REPLAY_CHUNK, REPLAY_LOGITS, REPLAY_TOKENS
 
 NAME = "plain/1"
 
-CPU_LOGITS, GPU_LOGITS = 1 << 21, 1 << 25
+CPU_LOGITS = 1 << 21
 """float32 logits held at once in a replay; a few tensors of this size exist together."""
-CPU_PREFILL, GPU_PREFILL = 2_048, 16_384
+CPU_PREFILL = 2_048
 """Rows × length of one prefill. On a CPU, the activations between two layers should fit in cache: a
 model of 3.4 M parameters validates a fifth faster than with 16,384."""
-REPLAY_CHUNK = 2_048
-"""Tokens of one prefill of a row that is longer than that: what a layer computes at once then does
-not grow with the row."""
 
 
 @dataclass(eq=False)
@@ -175,8 +173,8 @@ class PlainEngine(PolicyFacts):
         self._queue: list[_Row] = []
         self._running: _Running | None = None
         on_cpu = self._torch_device.type == "cpu"
-        self._replay_tokens = CPU_PREFILL if on_cpu else GPU_PREFILL
-        self._logit_elements = CPU_LOGITS if on_cpu else GPU_LOGITS
+        self._replay_tokens = CPU_PREFILL if on_cpu else REPLAY_TOKENS
+        self._logit_elements = CPU_LOGITS if on_cpu else REPLAY_LOGITS
         self._dtype = dtype
         self._held = self._load(
             None if prepare is None and not on_cpu else self._tensor_dtype, prepare

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from prime_engine.folder import ARCHITECTURES
 WEIGHT_BYTES = 2
 MEMORY_SHARE = 0.92
 """Share of a card that the engine uses. The rest holds the CUDA context and sampling."""
+REPLAY_SHARE = 0.97
+"""Share of a card that replays use. The rest holds the CUDA context."""
 FIXED_BYTES = 500_000_000
 """Communication buffers and CUDA graphs."""
 BATCHED_TOKENS = 2048
@@ -33,6 +36,14 @@ USUAL_LENGTH = 32_768
 SHM_MB_ALONE = 64
 SHM_MB_TOGETHER = 1024
 """Shared memory (MiB) of an engine on one card, and of one whose cards exchange data through it."""
+REPLAY_TOKENS = 8_192
+"""Tokens of one prefill of a replay on a card, of one row or several."""
+REPLAY_CHUNK = 2_048
+"""Tokens of one prefill of a row that is longer than that: what a layer computes at once then does
+not grow with the row."""
+REPLAY_LOGITS = 1 << 25
+"""float32 logits of a replay on a card that are held at once; about eight tensors of this size
+exist together."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,28 @@ class ModelShape:
     output_bias: bool
     mlp_bias: bool
     head_norms: bool
+
+    def parts(self) -> list[int]:
+        """Returns the parameters of embedding, each layer, and final norm with head."""
+        embedding = self.vocabulary * self.hidden
+        last = self.hidden + (0 if self.tied else embedding)
+        layer = (self.parameters() - embedding - last) // self.layers
+        return [embedding, *[layer] * self.layers, last]
+
+    def replay_bytes(self, tokens: int) -> int:
+        """Returns what replays in float32 of rows of up to `tokens` tokens take on a card next to
+        the weights: one layer in float32 and what it computes, or the head and logits, and
+        FIXED_BYTES."""
+        token = 3 * self.intermediate + 3 * self.hidden
+        most = [REPLAY_TOKENS * (token + self.hidden) + self.parts()[1]]
+        if tokens > REPLAY_TOKENS:  # in chunks: keys and values, also repeated for all heads
+            attention = 2 * tokens * (self.kv_heads + self.heads) * self.head_dim
+            masks = REPLAY_CHUNK * tokens + tokens * tokens // 8
+            states = tokens * self.hidden
+            most += [REPLAY_CHUNK * token + self.parts()[1] + attention + masks + states]
+        states = 2 * max(tokens, REPLAY_TOKENS) * self.hidden
+        most += [self.vocabulary * self.hidden + states + 8 * REPLAY_LOGITS]
+        return 4 * max(most) + FIXED_BYTES
 
     def parameters(self, cards: int = 1) -> int:
         """Returns the parameters on each of `cards` cards. On one card: all of them."""
@@ -200,6 +233,62 @@ def plan_cards(
         if plan.cache_tokens // plan.engines >= ROWS_AT_ONCE * wanted:
             return plan
     return max(fitting, key=lambda plan: (plan.max_length, plan.cache_tokens))
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How a validator replays a model's files on `cards` cards that share its layers; sizes of one
+    card in bytes."""
+
+    cards: int
+    card_bytes: int
+    weights_per_card: int
+    """Of one policy, on the card that has most."""
+    working_per_card: int
+    policies: int
+    """Policies that are loaded at once; 0: none fits."""
+
+
+def plan_replay(
+    shape: ModelShape,
+    cards: int,
+    card_bytes: int,
+    *,
+    length: int = 0,
+    memory_share: float = REPLAY_SHARE,
+) -> ReplayPlan:
+    """Plans replays, in float32 and bfloat16, of rows of `length` tokens (0: the model's positions,
+    at most USUAL_LENGTH) of a model whose files are bfloat16."""
+    parts = shape.parts()
+    loads = [0] * cards
+    for size, card in zip(parts, placed(parts, cards), strict=True):
+        loads[card] += size * WEIGHT_BYTES
+    working = shape.replay_bytes(min(length or USUAL_LENGTH, shape.positions))
+    room = int(card_bytes * memory_share) - working
+    return ReplayPlan(cards, card_bytes, max(loads), working, max(0, room // max(loads)))
+
+
+def replay_sentence(plan: ReplayPlan) -> str:
+    """Returns a replay plan in words."""
+    sizes = (
+        f"{plan.weights_per_card / 1e9:.1f} GB of weights a policy and "
+        f"{plan.working_per_card / 1e9:.1f} GB of working memory a card"
+    )
+    cards = f"{plan.cards} x {plan.card_bytes / 1e9:g} GB"
+    if not plan.policies:
+        return f"files cannot be verified on {cards}: {sizes}"
+    loaded = "1 policy" if plan.policies == 1 else f"{plan.policies} policies"
+    return f"files can be verified on {cards}, with {loaded} loaded: {sizes}"
+
+
+def placed(sizes: Sequence[int], devices: int) -> list[int]:
+    """Divides consecutive parts of these sizes over `devices`, about equally. Returns the number of
+    each part's device."""
+    whole, before, found = max(1, sum(sizes)), 0, []
+    for size in sizes:
+        found.append(min(devices - 1, devices * (2 * before + size) // (2 * whole)))
+        before += size
+    return found
 
 
 def largest_split(shape: ModelShape, cards: int) -> int:

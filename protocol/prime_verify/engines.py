@@ -137,8 +137,8 @@ class FolderEngines:
     """Policies in `root`/<version>/, each with its manifest.json. Recently used engines stay
     loaded: at most `keep`, and at most `max_bytes` on `device` in total (by `loaded_bytes`), but
     always the one in use. If there is no room, a policy is loaded in place of the one that was used
-    least recently, where its engine can; so whoever asks for an engine must have finished with
-    those that it asked for before.
+    least recently, where its engine can; so a caller of `engine` must have finished with those
+    that it got before.
 
     Folders are trusted: prime_broadcast verified them when it placed them. This class only compares
     the manifest's digest.

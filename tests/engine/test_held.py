@@ -12,8 +12,9 @@ import torch
 from prime_core.errors import UnavailableError
 from prime_engine import held, plain
 from prime_engine.base import GenerationRequest, Replay, ReplayRequest
-from prime_engine.held import HeldModel, placed
+from prime_engine.held import HeldModel
 from prime_engine.plain import CPU_PREFILL, PlainEngine
+from prime_engine.sizing import placed
 from prime_engine.tiny import write_tiny_model
 from prime_engine.variants import quantizer
 from prime_verify.engines import load_engine

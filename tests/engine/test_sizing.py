@@ -11,7 +11,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_core.errors import UserError
-from prime_engine.sizing import card_set, plan_cards, read_shape
+from prime_engine.held import HeldModel
+from prime_engine.sizing import (
+    FIXED_BYTES,
+    REPLAY_CHUNK,
+    REPLAY_LOGITS,
+    REPLAY_TOKENS,
+    card_set,
+    plan_cards,
+    plan_replay,
+    read_shape,
+    replay_sentence,
+)
+from prime_trainer.planning import Allocations
 
 MODELS = Path(__file__).parents[2] / "docs" / "examples" / "models"
 GB = 10**9
@@ -141,3 +153,62 @@ def test_sets_of_cards() -> None:
     for text in ("4", "0x24GB", "4x0GB", "4x24", "four"):
         with pytest.raises(UserError, match="names no cards"):
             card_set(text)
+
+
+def _without_scores(query: torch.Tensor, *_: Any, attn_mask: Any = None, **__: Any) -> torch.Tensor:
+    """Attention as a card's kernels allocate for it: the mask in the dtype of the states, and no
+    scores."""
+    if attn_mask is not None:
+        attn_mask.to(query.dtype)
+    return torch.empty_like(query)
+
+
+@pytest.mark.parametrize("tokens", [REPLAY_TOKENS, 32_768])
+@pytest.mark.parametrize("model", ["qwq-32b", "qwen2.5-7b"])
+def test_a_replay_takes_what_was_planned_next_to_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, tokens: int
+) -> None:
+    """Counted with shapes only. Two layers, because they are computed one after the other."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _without_scores)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+    meta, config = torch.device("meta"), json.loads((MODELS / f"{model}.json").read_text())
+    shallow = config | {"num_hidden_layers": 2, "max_window_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shallow))
+    with meta:
+        empty = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16
+        )
+    monkeypatch.setattr("prime_engine.held._load", lambda *_: (empty, {torch.bfloat16}))
+    held, counted = HeldModel(tmp_path, [meta], None), Allocations()
+    fits = tokens <= REPLAY_TOKENS
+    with counted.counting(), torch.inference_mode():
+        ids = torch.zeros((1, tokens), dtype=torch.int64, device=meta)
+        chunk = tokens if fits else REPLAY_CHUNK
+        parts = held.prefill(ids, torch.float32, chunk, cached=not fits)
+        states = torch.cat(parts, dim=1)
+        del parts
+        head = held.head(torch.float32)
+        assert head(states[0, : REPLAY_LOGITS // held.vocabulary]).dtype is torch.float32
+    planned = read_shape(tmp_path / "config.json").replay_bytes(tokens) - FIXED_BYTES
+    assert 0.8 * planned < counted.peak < planned
+
+
+@pytest.mark.parametrize(
+    ("model", "cards", "size", "policies"),
+    [
+        ("qwq-32b", 1, 48, 0), ("qwq-32b", 1, 80, 1), ("qwq-32b", 1, 141, 1),
+        ("qwq-32b", 2, 80, 2), ("qwq-32b", 2, 48, 1), ("qwq-32b", 3, 24, 0),
+        ("qwq-32b", 4, 24, 1), ("qwen2.5-7b", 1, 24, 1), ("qwen2.5-7b", 1, 16, 0),
+    ],
+)  # fmt: skip
+def test_cards_that_verify_a_model(model: str, cards: int, size: int, policies: int) -> None:
+    plan = plan_replay(read_shape(MODELS / f"{model}.json"), cards, size * GB)
+    assert plan.policies == policies
+    assert ("cannot" in replay_sentence(plan)) == (policies == 0)
+
+
+def test_the_parts_of_a_model_are_all_its_parameters() -> None:
+    for path in MODELS.glob("*.json"):
+        shape = read_shape(path)
+        assert sum(shape.parts()) == shape.parameters()
+        assert len(shape.parts()) == shape.layers + 2

@@ -56,7 +56,7 @@ from prime_orchestrator.store import schema
 from prime_trainer.data import BatchRules, assemble
 from prime_trainer.feed import fetcher
 from prime_validator.api import ValidatorApi
-from prime_validator.doctor import examine
+from prime_validator.doctor import examine, policies_loaded
 from prime_validator.pool import find_pool
 from prime_validator.settings import Settings
 from prime_verify.build import build_rollout_file
@@ -229,6 +229,28 @@ def test_a_folder_of_another_pool_and_one_that_takes_no_files_are_named(tmp_path
         (folder,) = [one for one in examine(blocked) if one.name == "folder"]
         assert not folder.ok
         assert "a file is in the way" in folder.said
+
+
+def test_the_doctor_says_how_many_policies_stay_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parties(tmp_path) as party, OrchestratorClient(party.url) as client:
+        api = ValidatorApi(client, "a test")
+        newest = api.pool().latest_version
+        assert newest is not None
+        files = [one for one in api.policy(newest).manifest.files if "safetensors" in one.name]
+        size = 2 * sum(one.size for one in files)
+        assert size > 0
+        for free, stay in ((9 * size, "3 stay loaded"), (1.3 * size, "1 stays loaded")):
+            monkeypatch.setattr("prime_core.memory.available", lambda free=free: int(free))
+            words = policies_loaded(api, Settings())
+            assert words.endswith(stay)
+            assert f"{size / 1e9:.2f} GB on cpu" in words
+        monkeypatch.setattr("prime_core.memory.available", lambda: size)
+        with pytest.raises(UserError) as caught:
+            policies_loaded(api, Settings())
+        assert "--device all" in caught.value.hint
+        assert "only the one in use" in policies_loaded(api, Settings(policy_memory_mb=1))
 
 
 def committed(party: Party) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,28 @@ def test_the_page_s_table_is_what_the_command_says() -> None:
         numbers = [found[name] for name in ("cache_tokens", "longest_row", "rows_at_once")]
         ways = [str(found["tensor_parallel"]), str(found["engines"])]
         assert shown == [*ways, weights, *(f"{number:,}" for number in numbers)], (model, cards)
+
+
+def test_the_cards_that_verify_a_32b_model_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "scale-32b.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if re.match(r"\| \dx\d+GB \|", line)
+    ]
+    assert len(rows) == 8
+    for cards, weights, working, policies in rows:
+        replay = planned("qwq-32b", "--gpus", cards)[1][0]["replay"]
+        assert f"{replay['weights_per_card'] / 1e9:.1f}" == weights, cards
+        assert f"{replay['working_per_card'] / 1e9:.1f}" == working, cards
+        assert replay["policies"] == (0 if policies.startswith("none") else int(policies)), cards
+
+
+def test_it_says_whether_a_validator_can_replay_there() -> None:
+    command = ["plan", "--model", str(MODELS / "qwq-32b.json"), "--gpus", "3x24GB", "--gpus"]
+    said = CliRunner().invoke(app, [*command, "1x80GB"]).stdout
+    assert "files cannot be verified on 3 x 24 GB" in said
+    assert "files can be verified on 1 x 80 GB, with 1 policy loaded" in said
 
 
 def test_it_fails_only_if_no_set_of_cards_holds_the_model() -> None:

@@ -27,6 +27,7 @@ from prime_validator.pool import (
     run_calibration,
 )
 from prime_validator.settings import Settings
+from prime_verify.engines import policy_bytes
 from prime_verify.proofs.thresholds import shipped
 
 FREE_MB = 1024
@@ -62,6 +63,7 @@ def examine(settings: Settings) -> list[DoctorCheck]:
         if check("pool", lambda: _pool(api, settings, pools)):
             pool = pools[0]
             check("replay", lambda: _replay(pool, api, settings))
+            check("policies", lambda: policies_loaded(api, settings))
             check("environment", lambda: f"{load_environment(pool.run, api).name} loads")
             check("appointment", lambda: _appointed(pool, settings))
             check("bond", lambda: _bond(pool, settings))
@@ -95,6 +97,27 @@ def _replay(pool: PoolOnChain, api: ValidatorApi, settings: Settings) -> str:
     calibration = run_calibration(pool, api) or shipped()
     check_replay(calibration, settings.dtype, settings.device)
     return f"{settings.dtype} on {settings.device} is calibrated"
+
+
+def policies_loaded(api: ValidatorApi, settings: Settings) -> str:
+    """Returns how many policies stay loaded, by the files of the newest one and the free memory.
+    Raises UserError if not even one fits."""
+    newest = api.pool().latest_version
+    if newest is None:
+        return "the pool has no policy yet"
+    files = api.policy(newest).manifest.files
+    weights = sum(one.size for one in files if one.name.endswith(".safetensors"))
+    size, room = policy_bytes(weights, settings.device), settings.policy_bytes()
+    needs = f"a policy of the pool takes {size / 1e9:.2f} GB on {settings.device}"
+    if room is None:
+        return f"{needs}; this system does not say how much is free"
+    sizes = f"{needs}, all of them may take {room / 1e9:.2f} GB"
+    fit = min(settings.policies, room // size)
+    if fit:
+        return f"{sizes}: {fit} stay{'s' if fit == 1 else ''} loaded"
+    if settings.policy_memory_mb:
+        return f"{sizes}: only the one in use stays loaded"
+    raise UserError(sizes, hint="several cards share a policy: --device all")
 
 
 def _account(settings: Settings) -> Address:
