@@ -104,6 +104,7 @@ class HeldModel:
             for i, part in enumerate(states):
                 arguments = _moved(given[i][number], device, moved)
                 states[i] = compute(part.to(device), past_key_values=cache, **arguments)
+            del compute  # and the converted layer, before the next one is converted
         norm = self._part(self.decoder.norm, dtype)
         device = _device_of(self.decoder.norm)
         return [norm(part.to(device)) for part in states]
