@@ -39,6 +39,7 @@ from prime_node.bridge_messages import (
     Done,
     HandIn,
     LeaseWish,
+    Pauses,
 )
 from prime_node.lease_broker import LeaseBroker
 from prime_node.spool import PIECE_BYTES
@@ -140,6 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
             broker.abandon(_parse(Abandon, body))
             return _json(Done())
 
+        def pauses(body: bytes) -> bytes:
+            broker.pauses = _parse(Pauses, body)
+            return _json(Done())
+
         def call(body: bytes) -> bytes:
             named = self.path.removeprefix(CALLS)
             lease_digest = ids.digest(named) if named != self.path else None
@@ -151,6 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "/lease": lambda body: _json(broker.lease(_parse(LeaseWish, body))),
                 "/submit": lambda body: _json(broker.submit(_parse(HandIn, body))),
                 "/abandon": abandon,
+                "/pauses": pauses,
                 "/call": call,
                 CALLS + self.path.removeprefix(CALLS): call,
             }

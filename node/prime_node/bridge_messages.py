@@ -8,6 +8,7 @@
 | PUT /file/NAME | a finished file's bytes → {} ; replaces the one sent before |
 | POST /submit | HandIn → HandInAnswer |
 | POST /abandon | Abandon → {} |
+| POST /pauses | Pauses → {} (older agents do not know it) |
 | POST /call | GatewayCall → CallAnswer (only in runs with `[conversation.gateway]`) |
 | POST /call/LEASE | the same, of the open lease with this digest |
 
@@ -77,6 +78,16 @@ class HandInAnswer(Answer):
 class Abandon(Strict):
     lease_digest: DigestField
     reason: str = Field(default="", max_length=512)
+
+
+class Pauses(Strict):
+    """For how long the engine made no tokens (advisory, shown by `prime-node status`): `swap_ms`
+    while policy `policy_version` was loaded, `idle_ms` without work between the latest two files.
+    """
+
+    policy_version: int = Field(ge=0, lt=2**40)
+    swap_ms: int = Field(ge=0, lt=2**40)
+    idle_ms: int = Field(ge=0, lt=2**40)
 
 
 class CallAnswer(Answer):

@@ -300,6 +300,7 @@ class HeartbeatLoop:
     def _write_status(self, answer: HeartbeatAnswer) -> None:
         signer, unpaid = self._api.client.signer, self._broker.unpaid
         owed = unpaid.owed() if unpaid is not None else None
+        pauses = self._broker.pauses
         why_idle = unpaid.why_not() if unpaid is not None else ""
         assert signer is not None, "a node's client signs"
         self._data.write_status(
@@ -318,6 +319,8 @@ class HeartbeatLoop:
                 files=self._spool.counts(),
                 not_accepted=tuple(_sentence(e) for e in self._spool.endings(ENDINGS_SHOWN)),
                 tokens_per_second=self._broker.tokens_per_second,
+                swap_seconds=None if pauses is None else pauses.swap_ms / 1000,
+                idle_seconds=None if pauses is None else pauses.idle_ms / 1000,
                 task=self._task.description if self._member else "not started",
                 unpaid=str(owed) if owed is not None else None,
             )

@@ -39,6 +39,7 @@ from prime_node.bridge_messages import (
     HandInAnswer,
     LeaseOffer,
     LeaseWish,
+    Pauses,
     file_name,
 )
 from prime_node.revisions import Revisions
@@ -203,6 +204,8 @@ class LeaseBroker:
         """Why the task can get no lease at all; empty if it can."""
         self._speeds: deque[int] = deque(maxlen=MOST_SLOTS)
         """Tokens per second in each of the latest files, newest last."""
+        self.pauses: Pauses | None = None
+        """The worker's latest; None if it said nothing."""
         self.tokens_per_second = 0
         """The sum of the speeds of as many latest files as leases were open at once."""
 

@@ -15,7 +15,8 @@ from prime_node.state import DataFolder
 from prime_node.wallet import wallet_address
 
 _ONLY_WHILE_IT_RUNS = {
-    *("pid", "heartbeat_ms", "directive", "reason", "node_status", "tokens_per_second", "task")
+    *("pid", "heartbeat_ms", "directive", "reason", "node_status", "tokens_per_second", "task"),
+    *("swap_seconds", "idle_seconds"),
 }
 """Fields of the last heartbeat that mean nothing once the agent has ended."""
 

@@ -27,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from prime_core.errors import UnavailableError, UserError
 from prime_core.folders import held_alone
 from prime_core.messages import PoolInfo
@@ -54,6 +56,11 @@ class AgentStatus(Strict):
     not_accepted: tuple[str, ...] = ()
     """The newest files that ended rejected or void, each with its reason in one sentence."""
     tokens_per_second: int
+    swap_seconds: float | None = Field(default=None, exclude_if=lambda value: value is None)
+    """For how long no token was made while the newest file's policy was loaded. None before the
+    first file, or with an older image."""
+    idle_seconds: float | None = Field(default=None, exclude_if=lambda value: value is None)
+    """For how long the engine had no work between the newest two files."""
     task: str
     unpaid: str | None = None
     """Unpaid work in wei, as decimal text; None while the chain cannot be read."""

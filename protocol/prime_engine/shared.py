@@ -11,6 +11,7 @@ generates the rows of the others. The policy is replaced while no thread uses it
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -62,8 +63,13 @@ class _Task(Generic[T]):
 class EngineThread:
     """Runs one engine at a time, loaded by `load`. Thread-safe."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._load = load
+        self._clock = clock
+        self._idle = 0.0
+        self._idle_since: float | None = None
+        self.swap_seconds = 0.0
+        """How long the latest policy took to load. No token is generated meanwhile."""
         self._changed = threading.Condition()
         self._tasks: deque[_Task[Any]] = deque()
         self._begun: list[_Task[Any]] = []
@@ -121,11 +127,20 @@ class EngineThread:
                 self._changed.notify_all()
 
     def _loaded(self, version: int, policy_digest: Digest) -> BatchEngine:
-        if self._in_memory != (version, policy_digest):
+        known, began = self._in_memory == (version, policy_digest), self._clock()
+        if not known:
             self._engine = self._in_memory = None  # `load` closes it
         self._engine = self._load(version, policy_digest)
         self._in_memory = (version, policy_digest)
+        if not known:
+            self.swap_seconds = self._clock() - began
         return self._engine
+
+    def idle_seconds(self) -> float:
+        """Returns for how long, in all since the first operation, the engine had nothing to do."""
+        with self._changed:
+            now = 0.0 if self._idle_since is None else self._clock() - self._idle_since
+            return self._idle + now
 
     def reload(self) -> None:
         """Has the next users wait until all present ones have left, also for the same policy. Then
@@ -215,7 +230,10 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._idle_since = self._clock()
                 self._changed.wait_for(lambda: self._tasks or self._rows or self._stopped)
+                self._idle += self._clock() - self._idle_since
+                self._idle_since = None
                 self._begun = list(self._tasks)
                 self._tasks.clear()
                 if self._stopped:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,6 +211,36 @@ def test_callers_of_an_operation_that_never_returns_are_ended(
     let_go.set()
     thread.start()
     assert thread.run(lambda: "again") == "again"
+
+
+def test_the_time_of_a_swap_and_the_time_without_work_are_counted_apart() -> None:
+    now, asked = [0.0], queue.SimpleQueue[float]()
+
+    def clock() -> float:
+        if threading.current_thread().name == "engine":
+            asked.put(now[0])
+        return now[0]
+
+    def load(version: int, digest: Digest) -> Any:
+        now[0] += 3.0 + version
+        return SimpleNamespace()
+
+    thread = EngineThread(load, clock=clock)
+    try:
+        assert thread.idle_seconds() == 0.0
+        with thread.using(0, POLICY):
+            assert thread.swap_seconds == 3.0
+        for _ in range(5):  # idle from, until; load from, until; idle from
+            asked.get(timeout=60)
+        now[0] += 5.0
+        assert thread.idle_seconds() == 5.0
+        with thread.using(0, POLICY):
+            assert thread.swap_seconds == 3.0, "the policy was loaded before"
+        with thread.using(1, POLICY):
+            assert thread.swap_seconds == 4.0
+        assert thread.idle_seconds() == 5.0, "the engine loaded meanwhile"
+    finally:
+        thread.stop()
 
 
 def test_stopping_ends_generation_and_waiting_and_it_may_start_again(thread: EngineThread) -> None:

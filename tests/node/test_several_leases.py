@@ -16,7 +16,7 @@ from node_world import NODE, NodeWorld
 from sqlalchemy import update
 
 from prime_core.encoding import sha256
-from prime_core.errors import ConflictError, MalformedError
+from prime_core.errors import ConflictError, MalformedError, NotFoundError
 from prime_core.gateway import Gateway, GatewayAnswer, GatewayCall, GatewayRequest
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.messages import MOST_SLOTS, HeartbeatAnswer
@@ -28,8 +28,10 @@ from prime_node.bridge_messages import (
     HandInAnswer,
     LeaseOffer,
     LeaseWish,
+    Pauses,
     file_name,
 )
+from prime_node.overview import overview
 from prime_orchestrator.manager import speed
 from prime_orchestrator.store import leases, schema
 
@@ -361,6 +363,30 @@ def test_an_older_orchestrator_is_sent_what_it_knows(
     asked = [body for path, body in tape.bodies if path == "/v1/leases"]
     assert len(asked) == 3
     assert all({*body} == {"policy_version", "runs"} for body in asked)
+
+
+def test_what_the_engine_paused_is_shown_and_an_older_agent_is_asked_once(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, data = heartbeat_loop(kit, lambda stop: stop.set())
+    loop._beat()
+    assert {"swap_seconds", "idle_seconds"}.isdisjoint(overview(config.load({"data": data.root})))
+    kit.client.pauses(Pauses(policy_version=3, swap_ms=1800, idle_ms=250))
+    loop._beat()
+    data.lock()
+    shown = overview(config.load({"data": data.root}))
+    data.unlock()
+    assert (shown["swap_seconds"], shown["idle_seconds"]) == (1.8, 0.25)
+
+    def unknown(method: str, path: str, body: bytes) -> bytes:
+        asked.append(path)
+        raise NotFoundError(f"the bridge has no {method} {path}")
+
+    asked: list[str] = []
+    monkeypatch.setattr(kit.client, "_request", unknown)
+    for _ in range(2):
+        kit.client.pauses(Pauses(policy_version=3, swap_ms=0, idle_ms=0))
+    assert asked == ["/pauses"]
 
 
 def test_an_older_agent_is_sent_what_it_knows(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from prime_core.signing import Domain
 from prime_engine import shared
 from prime_engine.base import GenerationRequest
 from prime_engine.batch import RowSet
-from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from prime_node.bridge_messages import (
+    Abandon,
+    HandIn,
+    HandInAnswer,
+    LeaseOffer,
+    LeaseWish,
+    Pauses,
+)
 from prime_node.worker import rollout_builder
 from prime_node.worker.loop import StopFlag, work
 from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
@@ -36,6 +44,7 @@ class Agent:
         self.holds: list[tuple[Digest, ...]] = []
         self.submitted: list[Digest] = []
         self.abandoned: list[tuple[Digest, str]] = []
+        self.paused: list[Pauses] = []
 
     def lease(self, wish: LeaseWish) -> LeaseOffer:
         self.holds.append(wish.holds)
@@ -57,6 +66,10 @@ class Agent:
 
     def abandon(self, body: Abandon) -> None:
         self.abandoned.append((body.lease_digest, body.reason))
+
+    def pauses(self, body: Pauses) -> None:
+        self.paused.append(body)
+        raise UnavailableError("the agent does not answer")  # which ends nothing
 
 
 class Builder:
@@ -109,7 +122,7 @@ class Builder:
                 self.going -= 1
         path = self._folder / job.lease_digest[2:]
         path.write_bytes(b"")
-        return Built(path, 1, 1.0)
+        return Built(path, 1, 1.0, idle_seconds=0.25, swap_seconds=2.5)
 
 
 def until_going(count: int) -> Callable[[Builder, int], None]:
@@ -153,6 +166,7 @@ def test_it_holds_as_many_leases_as_the_agent_allows(
     assert max(map(len, agent.holds)) < max(2, slots), "it asks only below its slots"
     assert (agent.holds == [()] * len(agent.holds)) == (slots == 1), "an old agent hears no holds"
     assert not agent.abandoned
+    assert agent.paused == [Pauses(policy_version=0, swap_ms=2500, idle_ms=250)] * 5
 
 
 def test_without_room_in_the_batch_it_asks_for_no_second_lease(
@@ -285,6 +299,21 @@ def test_a_worker_without_memory_for_one_row_ends_in_one_sentence(
         work(agent, builder, StopFlag(), sleep=lambda _: None)  # type: ignore[arg-type]
     assert [one.batch_rows for one in loaded] == [64, 16, 4, 1]
     assert len(agent.abandoned) == 4, "each lease is given back"
+
+
+def test_a_file_says_how_long_the_engine_paused(
+    run: RunDefinition, short: tuple[Short, list[OfRows]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder, _ = short
+    builder.room = 64
+    idle = iter((1.5, 4.0))
+    monkeypatch.setattr(builder._thread, "idle_seconds", lambda: next(idle))
+    monkeypatch.setattr(builder._thread, "_clock", itertools.count().__next__)
+    for number, expected in enumerate((1.5, 2.5)):
+        made = synthetic_lease(run, number, policy_version=0)
+        built = builder.build(Job(made.signed, made.lease_digest))
+        assert built.idle_seconds == expected
+        assert built.swap_seconds > 0.0
 
 
 class Waiting(Short):

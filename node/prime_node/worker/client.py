@@ -10,7 +10,7 @@ from typing import IO, TypeVar
 
 import httpx
 
-from prime_core.errors import MalformedError, PolicyError, UnavailableError
+from prime_core.errors import MalformedError, NotFoundError, PolicyError, UnavailableError
 from prime_core.gateway import Answers, GatewayAnswer, GatewayCall
 from prime_core.ids import Digest
 from prime_core.messages import ClassAnswer, ClassRequest
@@ -29,6 +29,7 @@ from prime_node.bridge_messages import (
     HandInAnswer,
     LeaseOffer,
     LeaseWish,
+    Pauses,
 )
 
 Answer = TypeVar("Answer", bound=Strict)
@@ -49,6 +50,7 @@ class BridgeClient:
         self._sending = threading.Lock()
         self._several = False
         """Whether the agent said that this worker may hold several leases."""
+        self._takes_pauses = True
 
     def run(self) -> RunDefinition:
         return RunDefinition.parse(self._request("GET", "/run", b""))
@@ -81,6 +83,14 @@ class BridgeClient:
 
     def abandon(self, body: Abandon) -> None:
         self._post("/abandon", body, Done)
+
+    def pauses(self, body: Pauses) -> None:
+        """Says for how long no tokens were made. An older agent is asked once."""
+        if self._takes_pauses:
+            try:
+                self._post("/pauses", body, Done)
+            except NotFoundError:
+                self._takes_pauses = False
 
     def answer(self, call: GatewayCall, lease_digest: Digest | None = None) -> GatewayAnswer | None:
         """The answer of the pool's gateway to a call of this lease (None: of the only open one);

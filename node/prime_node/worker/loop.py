@@ -24,7 +24,14 @@ from typing import Protocol
 
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.ids import Digest
-from prime_node.bridge_messages import Abandon, HandIn, HandInAnswer, LeaseOffer, LeaseWish
+from prime_node.bridge_messages import (
+    Abandon,
+    HandIn,
+    HandInAnswer,
+    LeaseOffer,
+    LeaseWish,
+    Pauses,
+)
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.rollout_builder import Built, Job
 
@@ -279,7 +286,25 @@ def _hand_in(
     else:
         tokens, seconds = built.tokens, built.seconds
         state = "accepted for judging" if answer.receipt else "on its way"
-        log.info("lease %s: %d tokens in %.1f s, %s", job.lease_digest[:10], tokens, seconds, state)
+        log.info(
+            "lease %s: %d tokens in %.1f s, %s; the engine was idle for %.1f s since the file "
+            "before, and policy %d took %.1f s to load",
+            job.lease_digest[:10], tokens, seconds, state,
+            built.idle_seconds, job.signed.policy_version, built.swap_seconds,
+        )  # fmt: skip
+    _report(bridge, job, built)
+
+
+def _report(bridge: BridgeClient, job: Job, built: Built) -> None:
+    pauses = Pauses(
+        policy_version=job.signed.policy_version,
+        swap_ms=int(1000 * built.swap_seconds),
+        idle_ms=int(1000 * built.idle_seconds),
+    )
+    try:
+        bridge.pauses(pauses)
+    except PrimeError as error:
+        log.info("the agent does not take how long the engine paused: %s", error)
 
 
 def _send(bridge: BridgeClient, job: Job, built: Built) -> HandInAnswer:

@@ -75,11 +75,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished file in the outbox, its number of tokens and the seconds it took."""
+    """A finished file in the outbox, its number of tokens and the seconds it took. `idle_seconds`:
+    for how long the engine had no work since the file before; `swap_seconds`: how long its policy
+    took to load."""
 
     path: Path
     tokens: int
     seconds: float
+    idle_seconds: float = 0.0
+    swap_seconds: float = 0.0
 
 
 def engine_sizes(options: Options) -> dict[str, Any]:
@@ -117,10 +121,11 @@ class RolloutBuilder:
         self.environment = environment_for(run)
         self.engines = FolderEngines(options.policies, self._load, keep=1)
         self._rows = self._loaded_rows = options.generation_batch or BATCH_ROWS
+        self._idle_before = 0.0
         self._shortages = 0
         """How often memory was short since the last finished file."""
         self._counting = threading.Lock()
-        self._thread = EngineThread(self._batch_engine)
+        self._thread = EngineThread(self._batch_engine, clock=clock)
         self._stopped = threading.Event()
         self._one_at_a_time = threading.Lock()
         self._clock = clock
@@ -270,7 +275,11 @@ class RolloutBuilder:
                 seconds *= self.options.throttle
         name = file_name(job.lease_digest)
         put_file(self.options.outbox, name, content)
-        return Built(self.options.outbox / name, tokens, seconds)
+        with self._counting:
+            idle = self._thread.idle_seconds()
+            since, self._idle_before = idle - self._idle_before, idle
+        path, swap = self.options.outbox / name, self._thread.swap_seconds
+        return Built(path, tokens, seconds, idle_seconds=since, swap_seconds=swap)
 
     def _wait(self, seconds: float) -> None:
         if self._stopped.wait(seconds):
