@@ -153,7 +153,7 @@ def send_calls(
             else:
                 found, rows = costs.rehearse(link.client, calls, account), describe(calls)
                 refused = costs.refusal(found)
-                rows = [r | {"cost": costs.said(one)} for r, one in zip(rows, found, strict=True)]
+                rows = [r | {"cost": costs.words(one)} for r, one in zip(rows, found, strict=True)]
     finally:
         link.close()
     if as_json:

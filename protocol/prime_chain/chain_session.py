@@ -349,7 +349,7 @@ def echo_unsent(session: ChainSession, json_output: bool) -> ChainRevertedError 
     for number, row in enumerate(rows):
         typer.echo(f"# {row['description']}\nto    {row['to']}\ndata  {row['data']}")
         if found:
-            typer.echo(f"cost  {costs.said(found[number])}")
+            typer.echo(f"cost  {costs.words(found[number])}")
     if found and (wei := costs.total(found, session.client.fees())) is not None:
         typer.echo(f"# in all about {ether(wei)} at today's fees")
     return costs.refusal(found)

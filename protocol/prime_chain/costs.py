@@ -125,8 +125,8 @@ def refusal(costs: Sequence[Cost]) -> ChainRevertedError | None:
     return next((cost.error for cost in costs if cost.error is not None), None)
 
 
-def said(cost: Cost) -> str:
-    """A cost as people read it."""
+def words(cost: Cost) -> str:
+    """A cost in words: gas and L1 fee, or why the call would be refused."""
     if cost.error is not None:
         meaning = cost.error.meaning
         return f"would be refused: {cost.error.reason}" + (f": {meaning}" if meaning else "")

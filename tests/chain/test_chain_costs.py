@@ -18,9 +18,9 @@ from prime_chain.costs import (
     has_l1_fee,
     l1_fee,
     rehearse,
-    said,
     total,
     unsigned_transaction,
+    words,
 )
 from prime_chain.errors import RpcError
 
@@ -62,7 +62,7 @@ def test_a_refusal_is_named_by_its_custom_error(deployed: Deployed) -> None:
     assert unbond.error is not None
     assert unbond.error.name == "StakeNotFree"
     assert unbond.error.arguments == {"available": 0, "asked": ETHER}
-    assert said(unbond) == (
+    assert words(unbond) == (
         f"would be refused: StakeNotFree(available=0, asked={ETHER}): "
         "only 0 PRIME is free: seats need or slashes hold the rest"
     )
@@ -75,7 +75,7 @@ def test_a_local_chain_says_plainly_that_it_charges_no_l1_data_fee(deployed: Dep
         deployed.client, [deployed.contracts.token.faucet()], deployed.accounts[3].address
     )
     assert one.l1_fee is None
-    assert said(one).endswith("no L1 data fee on this chain")
+    assert words(one).endswith("no L1 data fee on this chain")
 
 
 def test_the_l1_data_fee_is_asked_of_the_predeploy_for_the_unsigned_transaction(
@@ -88,7 +88,7 @@ def test_the_l1_data_fee_is_asked_of_the_predeploy_for_the_unsigned_transaction(
     raw = unsigned_transaction(call, client.chain_id, client.nonce(account), one.gas, client.fees())
     padded = 4 + 64 + (len(raw) + 31) // 32 * 32  # selector, offset, length, the bytes
     assert one.l1_fee == padded * WEI_A_BYTE
-    assert said(one).endswith("ETH")
+    assert words(one).endswith("ETH")
     price = client.fees()
     assert total([one], price) == (
         one.gas * (price.base_fee + price.priority_fee) + padded * WEI_A_BYTE
@@ -128,7 +128,7 @@ def test_an_endpoint_that_cannot_simulate_tells_what_it_can(deployed: Deployed) 
     approve, deposit = rehearse(client, calls, account)
     assert approve.gas is not None
     assert (deposit.gas, deposit.error) == (None, None), "it may only lack the approval"
-    assert "gas unknown" in said(deposit)
+    assert "gas unknown" in words(deposit)
     assert total([approve, deposit], FEES) is None
     (refused,) = rehearse(client, [c.vault.unbond(ETHER)], account)
     assert refused.error is not None

@@ -169,7 +169,7 @@ def _mirror(pool: PoolOnChain, settings: Settings) -> str:
     finally:
         client.close()
     if url:
-        return f"strangers find this validator's evidence at {url}"
+        return f"others find this validator's evidence at {url}"
     return (
         "none is announced: only the manager serves the evidence of this validator's opinions; "
         "validator run --mirror FOLDER --mirror-listen HOST:PORT, then validator announce-mirror "

@@ -269,7 +269,7 @@ def end_overdue(connection: Connection, now: float) -> list[Digest]:
 
 
 def _is_due_since(connection: Connection, row: AssignmentRow, since: float) -> bool:
-    """Whether a sealed opinion could have been submitted since then."""
+    """Whether a sealed opinion could have been submitted since `since`."""
     if not _all_sealed(connection, row.submission_digest):
         return False
     return all(part.at <= since for part in jobs.assignments(connection, row.submission_digest))

@@ -284,7 +284,7 @@ def refuse(
     queue: QueueFolder = _QUEUE,
     json_output: Json = False,
 ) -> None:
-    """Say no, and why."""
+    """Refuse an environment, with a reason."""
     _decide(queue, which, "refused", by, note, json_output)
 
 

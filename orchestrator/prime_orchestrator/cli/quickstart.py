@@ -97,7 +97,7 @@ def quickstart(
                 hint="add --relay-url and --origin-url https://…: proxies for port 8480 here, and "
                 "8475 where the trainer runs",
             )
-        found = [_said(one, json_output) for one in (steps.look() if check else steps.go())]
+        found = [_printed(one, json_output) for one in (steps.look() if check else steps.go())]
         if check:
             if any(one.state == "failed" for one in found):
                 raise typer.Exit(1)
@@ -119,7 +119,7 @@ def quickstart(
         steps.close()
 
 
-def _said(found: Found, json_output: bool) -> Found:
+def _printed(found: Found, json_output: bool) -> Found:
     line = json.dumps(asdict(found)) if json_output else (
         f"{MARKS[found.state]} {found.name}: {found.said}"
     )  # fmt: skip

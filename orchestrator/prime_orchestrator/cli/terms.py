@@ -57,9 +57,9 @@ def announce(
     deposit: Annotated[str, typer.Option(help="Dispute deposit in whole tokens, or 0.")],
     bond: Annotated[str, typer.Option(help="Validators' bond in whole tokens, or 0.")],
 ) -> Done:
-    """Say which terms shall apply after the delay. By the governor."""
+    """Announce terms, which apply after the delay. By the governor."""
     session.perform([session.contracts.slasher.announce_terms(_amount(deposit), _amount(bond))])
-    return _said(session, "announced")
+    return _done(session, "announced")
 
 
 @app.command()
@@ -67,7 +67,7 @@ def announce(
 def apply(session: ChainSession) -> Done:
     """Let announced terms apply whose delay is over. Anyone may."""
     session.perform([session.contracts.slasher.apply_terms()])
-    return _said(session, "applied")
+    return _done(session, "applied")
 
 
 @app.command("hand-over")
@@ -78,7 +78,7 @@ def hand_over(
 ) -> Done:
     """Offer the governor's role. It moves once the other has accepted it."""
     session.perform([session.contracts.slasher.hand_over(ids.address(to))])
-    return _said(session, "offered")
+    return _done(session, "offered")
 
 
 @app.command()
@@ -86,7 +86,7 @@ def hand_over(
 def accept(session: ChainSession) -> Done:
     """Take over the governor's role that was offered."""
     session.perform([session.contracts.slasher.accept_governor()])
-    return _said(session, "accepted")
+    return _done(session, "accepted")
 
 
 @app.command()
@@ -94,7 +94,7 @@ def accept(session: ChainSession) -> Done:
 def renounce(session: ChainSession) -> Done:
     """Give the governor's role up for good. The terms never change again."""
     session.perform([session.contracts.slasher.renounce_governor()])
-    return _said(session, "renounced")
+    return _done(session, "renounced")
 
 
 def facts_of(contracts: Contracts) -> dict[str, Any]:
@@ -120,6 +120,6 @@ def _amount(text: str) -> int:
     return 0 if text.strip() == "0" else parse_amount(text)
 
 
-def _said(session: ChainSession, what: str) -> Done:
+def _done(session: ChainSession, what: str) -> Done:
     facts = facts_of(session.contracts)
     return Done(facts | {"act": what}, f"{what}; see: orchestrator terms show")

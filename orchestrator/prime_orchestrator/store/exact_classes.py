@@ -289,8 +289,8 @@ def facts_of(connection: Connection, key: Digest) -> str:
 
 
 def providers_since(connection: Connection, key: Digest, since: float) -> tuple[int, int]:
-    """Returns how many providers had files of the class judged since then (Unix seconds), and how
-    many of them a file that differed."""
+    """Returns how many providers had files of the class judged at `since` (Unix seconds) or
+    later, and how many of them had a file that differed."""
     owner = schema.nodes.c.provider
     query = (
         sa.select(

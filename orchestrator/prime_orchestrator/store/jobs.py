@@ -255,7 +255,7 @@ def note_validators(connection: Connection, validators: Collection[Address], now
 def seen_since(
     connection: Connection, validators: Collection[Address], since: float
 ) -> set[Address]:
-    """Returns the given validators that asked for work since then."""
+    """Returns the given validators that asked for work after `since`."""
     query = sa.select(_validators.address).where(
         _validators.address.in_(list(validators)), _validators.seen_at > since
     )
@@ -263,7 +263,7 @@ def seen_since(
 
 
 def live(connection: Connection, since: float) -> set[Address]:
-    """Returns the validators that asked for work since then."""
+    """Returns the validators that asked for work at `since` or later."""
     query = sa.select(_validators.address).where(_validators.seen_at >= since)
     return {Address(name) for name in connection.execute(query).scalars()}
 
@@ -582,7 +582,7 @@ def keep(
     claimed_since: float,
     until: float,
 ) -> None:
-    """Extends the worker's claims, of those listed, that it made since then and still holds."""
+    """Extends the listed claims that the worker made from `claimed_since` on and still holds."""
     connection.execute(
         sa.update(schema.assignments)
         .where(

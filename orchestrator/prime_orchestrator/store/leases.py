@@ -131,7 +131,7 @@ def lock_open(connection: Connection, node: Address) -> list[LeaseRow]:
 
 
 def excused_since(connection: Connection, node: Address, since: float) -> bool:
-    """Whether a lease that `node` got since then (Unix seconds) ended without its fault."""
+    """Whether a lease that `node` got from `since` (Unix seconds) on ended without its fault."""
     query = sa.select(_leases.digest).where(
         _leases.node == node, _leases.excused == 1, _leases.created_at >= since
     )

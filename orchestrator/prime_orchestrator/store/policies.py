@@ -128,9 +128,9 @@ def see_relay(
 def relays(
     connection: Connection, *, since: float, own: Collection[Address] = (), limit: int = 64
 ) -> list[RelayRow]:
-    """Returns relays announced since then: those of the pool's `own` accounts first, then the first
-    of each other account, the second of each, and so on, oldest known first. So no account can
-    crowd out the trainer's origin, and a few cannot fill the list."""
+    """Returns relays announced from `since` on: those of the pool's `own` accounts first, then the
+    first of each other account, the second of each, and so on, oldest known first. So no account
+    can crowd out the trainer's origin, and a few cannot fill the list."""
     bound = {"since": since, "own": list(own), "most": limit}
     return [
         RelayRow(row.url, Address(row.account), tuple(json.loads(row.versions)), row.last_seen)

@@ -115,7 +115,7 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
 
     @post(routes, "/v1/validators/claims", ClaimRequest, ClaimAnswer)
     async def claim(request: Request) -> Response:
-        """Get the files that were assigned to the caller, and what it is to hand in now. Waits two
+        """Get the files assigned to the caller, and what it must submit now. Waits two
         seconds for them."""
         signed = await signed_validator(request)
         wish = parse(ClaimRequest, signed.body)
