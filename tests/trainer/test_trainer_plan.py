@@ -116,6 +116,11 @@ def test_a_plan_needs_the_models_configuration_only(model: Path, tmp_path: Path)
     assert two["traffic"] > 0
     plain = CliRunner().invoke(app, words)
     assert "micro-batches" in plain.stdout
+    assert one["seconds_per_batch"] is None
+    timed = CliRunner().invoke(app, [*words, "--peak-tflops", "1", "--json"])
+    assumed, measured = json.loads(timed.stdout)[0]["seconds_per_batch"]
+    assert measured / assumed == pytest.approx(0.4 / 0.166)
+    assert "40% of the device's peak (assumed) to 16.6% (the best measured" in plain.stdout
     (tmp_path / "config.json").unlink()
     failed = CliRunner().invoke(app, words)
     assert "no config.json" in str(failed.exception)

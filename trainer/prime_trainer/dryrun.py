@@ -1,7 +1,7 @@
 """`trainer run --dry-run`: what would be trained, the settings and their sources, and the cost.
 
 Sizes come from the headers of the weight files, device memory from a simulated step (planning.py),
-time from the operations of a batch and a fraction of the device's peak.
+time from the operations of a batch and two fractions of the device's peak.
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ from prime_trainer.planning import StepPlan, plan_step, samples_of_micro_batch
 PROMPT_TOKENS = 128
 """Assumed prompt length if the environment is not available."""
 SAMPLED_PROMPTS = 32
-ASSUMED_MFU = 0.4
+ASSUMED_USE, MEASURED_USE = 0.4, 0.166
+"""Share of a device's peak, operations that are done twice included: assumed for large models, and
+the best measured of a whole step (0.6 B parameters, rows of 16k tokens, one H100, which is 12.5 %
+without what is done twice)."""
+USE = (
+    f"{ASSUMED_USE:.0%} of the device's peak (assumed) to {MEASURED_USE:.1%} (the best measured, "
+    "of a small model on one H100)"
+)
 MAX_HEADER = 64 << 20
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cost of a batch. `seconds_per_batch` is compute time, without waits."""
+    """Cost of a batch. `seconds_per_batch` is compute time, without waits, at ASSUMED_USE and at
+    MEASURED_USE."""
 
     parameters: int
     ranks: int
@@ -48,7 +56,7 @@ class Estimate:
     by, in rank 0's host memory."""
     batches: int
     """Bytes of the current batch and the prefetched one."""
-    seconds_per_batch: float | None
+    seconds_per_batch: tuple[float, float] | None
     """None if the device's peak is unknown."""
     assumes: str
 
@@ -137,10 +145,10 @@ def estimate(
         step=step,
         host=2 * parameters + step.kept + step.host + past,
         batches=2 * rows * 4 * (length + output),  # tokens, and log-probabilities of outputs
-        seconds_per_batch=None if peak is None else flops / (peak * ASSUMED_MFU * ranks),
+        seconds_per_batch=None if peak is None else _seconds(flops, peak * ranks),
         assumes=f"{'a guess of' if prompt is None else 'as the first prompts have,'} "
         f"{asked} tokens a prompt, the mean of the run's targets generated (memory: of the longest "
-        f"samples), {ASSUMED_MFU:.0%} of the device's peak",
+        f"samples), {USE}",
     )
 
 
@@ -155,8 +163,8 @@ class PlanRow:
     """Micro-batches of each rank per batch."""
     traffic: int
     """Bytes that a rank receives from all-gathers and passes to reduce-scatters per batch."""
-    seconds_per_batch: float | None
-    """Compute time; None if the device's peak is unknown."""
+    seconds_per_batch: tuple[float, float] | None
+    """Compute time at ASSUMED_USE and at MEASURED_USE; None if the device's peak is unknown."""
 
 
 def compare_plans(
@@ -179,7 +187,8 @@ def compare_plans(
         )
         shape = shape_of(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
         flops = shape.training_flops([sample_tokens] * rows, [sample_tokens - prompt] * rows)
-        peak = settings.peak_tflops * 1e12 * ASSUMED_MFU * size
+        flops *= _passes(settings)
+        peak = settings.peak_tflops * 1e12 * size
         together = samples_of_micro_batch(settings, sample_tokens) * size
         batches = math.ceil(rows * settings.context_parallel / together)
         found.append(
@@ -188,10 +197,23 @@ def compare_plans(
                 fits=step.peak <= memory_gib * 2**30 if memory_gib else None,
                 micro_batches=batches,
                 traffic=batches * (step.gathered + step.reduced),
-                seconds_per_batch=flops * _passes(settings) / peak if peak else None,
+                seconds_per_batch=_seconds(flops, peak) if peak else None,
             )
         )
     return found
+
+
+def _seconds(flops: float, peak: float) -> tuple[float, float]:
+    """Seconds for `flops` at ASSUMED_USE and at MEASURED_USE of `peak` operations a second."""
+    return flops / (peak * ASSUMED_USE), flops / (peak * MEASURED_USE)
+
+
+def in_seconds(found: tuple[float, float]) -> str:
+    """Formats a range of seconds."""
+    return (
+        " to ".join(f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in found)
+        + " s"
+    )
 
 
 def _passes(settings: Settings) -> float:
@@ -272,7 +294,7 @@ def report(
         + (
             "time unknown: name --peak-tflops"
             if found.seconds_per_batch is None
-            else f"about {found.seconds_per_batch:.3g} s of computing"
+            else f"{in_seconds(found.seconds_per_batch)} of computing"
         ),
         f"assumed     {found.assumes}",
     ]
@@ -290,7 +312,7 @@ def in_bytes(number: int) -> str:
 
 
 def plan_table(rows: Sequence[PlanRow]) -> str:
-    """One line per number of ranks."""
+    """One line per number of ranks, and what the seconds assume."""
     columns = ("ranks", "kept", "peak", "host", "fits", "micro-batches", "traffic", "computing")
     words = {True: "yes", False: "no", None: "?"}
     lines = [columns]
@@ -300,6 +322,7 @@ def plan_table(rows: Sequence[PlanRow]) -> str:
             str(row.step.ranks), in_bytes(row.step.kept), in_bytes(row.step.peak),
             in_bytes(row.step.host),
             words[row.fits], str(row.micro_batches), in_bytes(row.traffic),
-            "?" if seconds is None else f"{seconds:.3g} s",
+            "?" if seconds is None else in_seconds(seconds),
         ))  # fmt: skip
-    return "\n".join("  ".join(f"{cell:>13}" for cell in line) for line in lines)
+    table = ["  ".join(f"{cell:>13}" for cell in line) for line in lines]
+    return "\n".join([*table, f"computing: {USE}, without waiting for other ranks"])
