@@ -56,7 +56,7 @@ def run(quick: bool) -> list[Row]:
                 values = {
                     "kept": (plan.step.kept / 2**30, "GiB a card"),
                     "peak": (plan.step.peak / 2**30, "GiB a card"),
-                    "fits": (float(bool(plan.fits)), f"1 if the peak is at most {MEMORY_GIB:g} GiB"),
+                    "fits": (float(bool(plan.fits)), f"1: the peak is at most {MEMORY_GIB:g} GiB"),
                     "micro_batches": (float(plan.micro_batches), "a card"),
                     "traffic": (plan.traffic / 2**40, "TiB a card"),
                     "assumed": (plan.seconds_per_batch[0], f"s at {ASSUMED_USE:.0%} of the peak"),

@@ -147,6 +147,8 @@ class CardPlan:
     tensor_parallel: int
     engines: int
     """Engines of `tensor_parallel` cards each, one row belonging to one engine."""
+    default_split: int
+    """Cards of the one engine of an agent that has all `cards` and no setting `tensor_parallel`."""
     idle_cards: int
     parameters: int
     weights_per_card: int
@@ -292,7 +294,8 @@ def placed(sizes: Sequence[int], devices: int) -> list[int]:
 
 
 def largest_split(shape: ModelShape, cards: int) -> int:
-    """Returns the most of `cards` cards over which the model can be split."""
+    """Returns the most of `cards` cards over which the model can be split: what an engine takes by
+    default, as it is the only one of its agent."""
     return max(size for size in range(1, cards + 1) if not shape.split_problem(size))
 
 
@@ -311,6 +314,7 @@ def _planned(
         card_bytes=card_bytes,
         tensor_parallel=size,
         engines=engines,
+        default_split=largest_split(shape, cards),
         idle_cards=cards - engines * size,
         parameters=shape.parameters(),
         weights_per_card=weights,
@@ -347,6 +351,17 @@ def card_set(text: str) -> tuple[int, int]:
     return int(found[1] or 1), int(float(found[2]) * (10**9 if found[3] == "GB" else 2**30))
 
 
+def _agents(plan: CardPlan) -> str:
+    """How agents are started so that the plan's engines run."""
+    own = f"without settings, one agent runs one engine on {plan.default_split} cards"
+    if plan.engines > 1:
+        cards = "one card" if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} cards"
+        return f"{plan.engines}, each with {cards} as its gpus; {own}"
+    if plan.tensor_parallel != plan.default_split:
+        return f"1, with tensor_parallel = {plan.tensor_parallel}; {own}"
+    return "1, without settings"
+
+
 def as_fields(plan: CardPlan) -> list[tuple[str, Any]]:
     """Returns a plan as names and values for people."""
 
@@ -354,9 +369,11 @@ def as_fields(plan: CardPlan) -> list[tuple[str, Any]]:
         return f"{value / 1e9:.1f} GB"
 
     idle = f", {plan.idle_cards} idle" if plan.idle_cards else ""
+    engines = "1 engine" if plan.engines == 1 else f"{plan.engines} engines"
     return [
         ("cards", f"{plan.cards} x {plan.card_bytes / 1e9:g} GB"),
-        ("tensor-parallel size", f"{plan.tensor_parallel} ({plan.engines} engines{idle})"),
+        ("tensor-parallel size", f"{plan.tensor_parallel} ({engines}{idle})"),
+        ("agents", _agents(plan)),
         ("parameters", f"{plan.parameters:,}"),
         ("weights", f"{gb(plan.weights_per_card)} a card"),
         ("working memory", f"{gb(plan.working_per_card)} a card"),

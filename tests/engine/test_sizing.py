@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from prime_engine.sizing import (
     REPLAY_CHUNK,
     REPLAY_LOGITS,
     REPLAY_TOKENS,
+    Cards,
+    as_fields,
     card_set,
     plan_cards,
     plan_replay,
     read_shape,
     replay_sentence,
 )
+from prime_engine.vllm import _on_cards
 from prime_trainer.planning import Allocations
 
 MODELS = Path(__file__).parents[2] / "docs" / "examples" / "models"
@@ -102,6 +106,44 @@ def test_a_32b_model_on_four_small_cards_holds_two_rows_of_32768_tokens() -> Non
 def test_cards_that_no_engine_takes_are_idle() -> None:
     plan = plan_cards(read_shape(MODELS / "qwq-32b.json"), 7, 24 * GB)
     assert (plan.tensor_parallel, plan.engines, plan.idle_cards) == (4, 1, 3)
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "qwen2.5-7b", "qwq-32b", "llama-3.1-70b"])
+@pytest.mark.parametrize(("cards", "size"), [(1, 80), (2, 80), (4, 24), (4, 80), (7, 80), (8, 80)])
+def test_the_planner_says_what_the_engine_takes_by_default(
+    model: str, cards: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On all cards of one agent, and on the cards that the plan gives to each agent."""
+    config = MODELS / f"{model}.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _card: SimpleNamespace(total_memory=size * GB)
+    )
+
+    def taken(visible: int, wanted: Cards) -> tuple[int, int]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+        return _on_cards(tmp_path, wanted)
+
+    try:
+        plan = plan_cards(read_shape(config), cards, size * GB)
+    except UserError:
+        with pytest.raises(UserError):
+            taken(cards, Cards())
+        return
+    assert taken(cards, Cards())[0] == plan.default_split
+    assert taken(cards, Cards(plan.tensor_parallel)) == (plan.tensor_parallel, plan.longest_row)
+    assert taken(plan.tensor_parallel, Cards()) == (plan.tensor_parallel, plan.longest_row)
+
+
+def test_a_plan_of_several_engines_names_their_agents() -> None:
+    def agents(cards: int, size: int) -> str:
+        plan = plan_cards(read_shape(MODELS / "qwq-32b.json"), cards, size * GB)
+        return str(dict(as_fields(plan))["agents"])
+
+    assert agents(8, 80) == (
+        "4, each with 2 cards as its gpus; without settings, one agent runs one engine on 8 cards"
+    )
+    assert agents(4, 24) == "1, without settings"
 
 
 def test_key_value_heads_are_repeated_where_there_are_more_cards() -> None:
