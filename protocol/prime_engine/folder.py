@@ -11,6 +11,11 @@ ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model families whose logits are exactly the LM head applied to the final norm's output."""
 
 
+def not_run(engine: str, family: str) -> str:
+    """The sentence that refuses a model of another family."""
+    return f"the {engine} engine does not run {family!r}, only {', '.join(sorted(ARCHITECTURES))}"
+
+
 def end_tokens(folder: Path, config: Any) -> frozenset[int]:
     """End tokens from generation_config.json, or else from config.json (a transformers config)."""
     path = folder / "generation_config.json"

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from prime_core.errors import UnavailableError
 from prime_core.memory import collect_as_usual
 from prime_engine.faults import naming_faults
-from prime_engine.folder import ARCHITECTURES
+from prime_engine.folder import ARCHITECTURES, not_run
 from prime_engine.linears import multiply_wide, native_bfloat16, widen
 from prime_engine.policy_weights import equal_in, pieces
 from prime_engine.sizing import placed
@@ -52,7 +52,7 @@ class HeldModel:
     ) -> None:
         self.config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         if self.config.model_type not in ARCHITECTURES:
-            raise UnavailableError(f"the plain engine does not run {self.config.model_type!r}")
+            raise UnavailableError(not_run("plain", self.config.model_type))
         self.devices = tuple(devices)
         self.prepared = prepare is not None
         tensors = _tensors(folder)

@@ -47,7 +47,7 @@ from prime_engine.base import (
 from prime_engine.batch import BATCH_ROWS, RowSet, finish
 from prime_engine.exact import NumericClass, ProofPart
 from prime_engine.faults import fault, naming_faults
-from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, text_digest
+from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, not_run, text_digest
 from prime_engine.policy_weights import load_policy, require_policy, tensor_names
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
@@ -149,7 +149,7 @@ class VllmEngine(PolicyFacts):
         except (OSError, ValueError) as error:
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
         if config.model_type not in ARCHITECTURES:
-            raise UnavailableError(f"the vLLM engine does not run {config.model_type!r}")
+            raise UnavailableError(not_run("vLLM", config.model_type))
         positions = int(config.max_position_embeddings)
         if cpu:
             tensor_parallel = cards.tensor_parallel or 1

@@ -223,9 +223,11 @@ def test_a_folder_that_holds_no_fit_model_is_unavailable(tiny_folder: Path, tmp_
     other = tmp_path / "gemma"
     shutil.copytree(tiny_folder, other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
-    with pytest.raises(UnavailableError, match="gemma2"):
-        PlainEngine(other, noise=gumbel)
+    for family in ("gemma2", "qwen3_moe"):
+        (other / "config.json").write_text(json.dumps({**config, "model_type": family}))
+        words = f"does not run '{family}', only llama, mistral, qwen2, qwen3$"
+        with pytest.raises(UnavailableError, match=words):
+            PlainEngine(other, noise=gumbel)
 
 
 def test_a_truncated_weight_file_is_unavailable(tiny_folder: Path, tmp_path: Path) -> None:

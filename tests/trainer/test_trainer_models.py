@@ -342,6 +342,22 @@ def test_a_model_folder_that_cannot_serve_is_named_with_what_it_lacks(
         load_policy(tmp_path, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("Mixtral", {"num_local_experts": 4}),
+    ],
+)
+def test_a_mixture_of_experts_is_refused_by_name(
+    kind: str, changes: dict[str, int], tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "model", **changes)
+    words = rf"is a mixture of experts \({'qwen3_moe' if kind == 'Qwen3Moe' else 'mixtral'}\)"
+    with pytest.raises(UserError, match=words):
+        empty_policy(folder, 1.0)
+
+
 def test_a_models_costs_come_from_its_configuration(model: Path) -> None:
     policy = load_policy(model, 1.0)
     shape = shape_of(policy.lm.config)

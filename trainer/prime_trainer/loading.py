@@ -27,6 +27,8 @@ from prime_trainer.model import Policy
 
 COMPUTED = {"full_attention", "sliding_attention"}
 """The kinds of layers that `attention.packed_attention` computes."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configurations of mixtures of experts."""
 
 
 def require_model_folder(folder: Path, *, weights: bool = True) -> None:
@@ -69,6 +71,13 @@ def empty_policy(folder: Path, temperature: float, dtype: torch.dtype = torch.fl
             hint="name a Hugging Face folder of a causal language model",
         ) from error
     lm.tie_weights()
+    if any((getattr(lm.config, name, 0) or 0) > 1 for name in EXPERTS):
+        # transformers fuses the experts' weights, so no parameter has a name of the folder's.
+        raise UserError(
+            f"the model in {folder} is a mixture of experts ({lm.config.model_type}), which the "
+            "trainer does not train",
+            hint="take a Qwen2, Qwen3 or Llama model",
+        )
     if getattr(lm.config, "final_logit_softcapping", None):
         raise UserError(
             f"the model in {folder} caps its logits, which the trainer does not compute",
