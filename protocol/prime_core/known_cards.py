@@ -68,6 +68,29 @@ _KNOWN = (
               judged=False),
 )  # fmt: skip
 KNOWN = {card.kind: card for card in _KNOWN}
+FAMILIES = {
+    "a100": ("a100-40gb", "a100-80gb"),
+    "h100": ("h100-sxm", "h100-pcie", "h100-nvl"),
+    "h200": ("h200", "h200-nvl"),
+}
+"""Kinds of cards that share limits of honest drift: one chip in several housings. A kind that is
+not listed is a family of its own."""
+_FAMILY_OF = {
+    model: next((family for family, kinds in FAMILIES.items() if card.kind in kinds), card.kind)
+    for card in _KNOWN
+    for model in card.models
+}
+
+
+def family_of(device: str) -> str:
+    """Returns the family of a device by its name, as files and NVML state it. A card that is not
+    known, or a processor, is a family of its own: its name."""
+    return _FAMILY_OF.get(device, device)
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device that a file or an engine names is a card, not a processor."""
+    return not device.lower().startswith("cpu")
 
 
 def known_card(cards: Sequence[Gpu]) -> KnownCard:

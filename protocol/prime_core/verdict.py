@@ -125,8 +125,8 @@ SENTENCES: dict[Reason, str] = {
     "pool's fault, no pay, no penalty; an up-to-date agent takes no such lease",
     Reason.UNROOTED: "it was not put on chain while its stake was still liable: the "
     "pool's fault, no pay, no penalty; next time: prime-node work post",
-    Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device: it was measured only, "
-    "no pay, no penalty; use a setup that the run's calibration lists",
+    Reason.UNCALIBRATED: "no calibration covers its engine, dtype or device, and it is outside the "
+    "widest limits or has none: no pay, no penalty; use a setup that the run's calibration lists",
     Reason.WRONG_CLASS: f"it is not proved in the exact class that its lease names; {_FIX}",
     Reason.UNPROVEN_MISMATCH: "its proof pass differs from the validator's, in too few rows or "
     "in a class not yet proven: no pay, no penalty, and it is counted",

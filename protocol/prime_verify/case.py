@@ -26,7 +26,10 @@ from prime_verify.rollout_file import RolloutFile
 class Measured:
     """What the replay measured of the drawn rows; the last two checks judge it.
 
-    `limits` are those of the file's setup. `measure` replays the rows by another policy's engine.
+    `limits` are those of the file's setup. `outside` is the reason of a file beyond them where they
+    accuse no one: UNCALIBRATED if the file's card was not measured, UNKNOWN_SETUP if the
+    validator's was not; None where they accuse. `measure` replays the rows by another policy's
+    engine.
     `exact` compares the proof passes: None if the file has none, or if this machine is not of its
     class. `numeric_class` describes that class; `proven_to`: see Calibration.proven_to.
     """
@@ -34,6 +37,7 @@ class Measured:
     rows: tuple[RowStatistics, ...]
     limits: Limits
     measure: Callable[[Engine], Sequence[RowStatistics]]
+    outside: Reason | None = None
     exact: ExactResult | None = None
     numeric_class: str = ""
     proven_to: int = 0

@@ -435,6 +435,8 @@ CHECKS = (
             Reason.TAMPERED_LOGPROBS,
             Reason.IMPROBABLE_TOKENS,
             Reason.WRONG_POLICY,
+            Reason.UNCALIBRATED,
+            Reason.UNKNOWN_SETUP,
         ),
         check_statistics,
     ),

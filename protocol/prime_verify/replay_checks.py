@@ -1,7 +1,8 @@
 """Checks of drawn rows, which are drawn after submission.
 
     replay       the rows are replayed and measured                   → void if there are no limits
-    statistics   what was measured, against the limits of its setup  → rejected
+    statistics   what was measured, against the limits of its setup  → rejected; void if its card
+                 was not calibrated, abstained if the validator's was not
     proof pass   in exact leases: the rows' proof passes, bit by bit  → rejected, or void
 
 The first one measures all that the other two judge, so that each of them states all of it.
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prime_core import seeds
 from prime_core.errors import MalformedError, UnavailableError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.verdict import Reason
+from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Engine
 from prime_verify import repeats, replay
 from prime_verify.build import sketch_keys
@@ -24,7 +25,15 @@ from prime_verify.case import Case, Measured
 from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding, RulingError
 from prime_verify.proofs import exact
-from prime_verify.proofs.thresholds import STATISTICS, Calibration, Limits, shipped
+from prime_verify.proofs.thresholds import (
+    STATISTICS,
+    WIDENED,
+    Calibration,
+    Limits,
+    SetupLimits,
+    shipped,
+    widest,
+)
 from prime_verify.rollout_file import FileMetadata, RolloutFile
 
 EXPLAINED_BY_WEIGHTS = frozenset({Reason.WRONG_ACTIVATIONS, Reason.WRONG_SAMPLING})
@@ -34,21 +43,22 @@ tokens."""
 
 def check_replay(case: Case) -> None:
     """Draws rows and measures them; sets `case.measured`, and all of `case.finding` that the replay
-    finds. A file with a row that another file has is replayed completely.
+    finds. A file with a row that another file has is replayed completely, and so is one of a card
+    without limits of its own.
 
     Raises RulingError: MALFORMED; UNCALIBRATED; UNKNOWN_SETUP, VALIDATOR_CRASHED, OUT_OF_RESOURCES.
     """
     file, made, engine = case.file, case.file.metadata, case.engine
     if case.seen is not None:
         case.finding = replace(case.finding, repeated=repeats.repeated(file.rows, case.seen))
-    numbers = _drawn(case)
+    judged_by = _limits_for(case)
+    numbers = _drawn(case, whole=judged_by.uncalibrated)
     case.finding = replace(
         case.finding,
         detail=f"{len(numbers)} of {len(file.rows)} rows replayed",
         rows_drawn=tuple(numbers),
     )
-    calibration = _calibration(case)
-    setup = None if calibration is None else calibration.setup(made.engine, made.dtype, made.device)
+    calibration, setup = judged_by.calibration, judged_by.setup
     run, claimed = case.run, replay.ClaimedRows(case.lease_digest, case.plan, file.rows)
 
     def replayed(by: Engine) -> replay.Replayed:  # without `case`, which keeps what it measures
@@ -67,7 +77,9 @@ def check_replay(case: Case) -> None:
     if calibration is None or limits is None:
         raise _no_limits(case, calibration)
     case.finding = replace(case.finding, thresholds=limits.named())
-    case.measured = Measured(found, limits, lambda by: replayed(by).measure())
+    case.measured = Measured(
+        found, limits, lambda by: replayed(by).measure(), outside=judged_by.outside
+    )
     with _failing("the proof pass", numbers):
         proving = _of_class(engine, made)
         if proving is None:
@@ -85,12 +97,19 @@ def check_replay(case: Case) -> None:
 def check_statistics(case: Case) -> None:
     """Compares what the replay measured with the limits.
 
-    Raises RulingError with the reason of replay.accuse, or WRONG_POLICY.
+    Raises RulingError with the reason of replay.accuse, or WRONG_POLICY; UNCALIBRATED or
+    UNKNOWN_SETUP where the limits accuse no one.
     """
     measured = case.measured
     accusation = replay.accuse(measured.rows, measured.limits)
     if accusation is None:
         return
+    if measured.outside is not None:
+        ruling = None if measured.exact is None else measured.exact.ruling(measured.proven_to)
+        if ruling is not None and ruling[0].outcome is Outcome.REJECTED:
+            return  # a proven exact class accuses by its bits: the next check does
+        detail = f"outside the widest limits, {accusation.reason.name}: {accusation.detail}"
+        raise _unmeasured(case, measured.outside, detail)
     if accusation.reason in EXPLAINED_BY_WEIGHTS:
         accusation = _explained_by_earlier(
             accusation, case.signed.policy_version, case.engines, measured.measure, measured.limits
@@ -126,36 +145,63 @@ def _failing(what: str, numbers: Sequence[int]) -> Iterator[None]:
         raise RulingError(Reason.OUT_OF_RESOURCES, f"{what} ran out of memory: {error}") from error
 
 
-def _drawn(case: Case) -> list[int]:
-    """Numbers of the rows to replay: all of a file with a repeated row."""
+def _drawn(case: Case, *, whole: bool) -> list[int]:
+    """Numbers of the rows to replay: all if `whole`, or if one of them is repeated."""
     rows = len(case.file.rows)
     count = max(case.run.least_drawn(rows), case.draw_count or 0)
-    if case.finding.repeated:
+    if whole or case.finding.repeated:
         count = rows
     return seeds.drawn_rows(case.draw_secret, case.submission_digest, rows, count)
 
 
-def _calibration(case: Case) -> Calibration | None:
-    """The run's calibration, if it is available and applies to an engine like the validator's; else
-    None."""
-    chosen, engine = case.calibration or shipped(), case.engine
+@dataclass(frozen=True)
+class _LimitsFor:
+    """What a file is judged by. `calibration`: None if it does not apply to this validator.
+    `setup`: None if it has no limits for the file. `uncalibrated`: whether the file's card has none
+    of its own, which any validator finds in the file's metadata alone. `outside`: as in
+    Measured."""
+
+    calibration: Calibration | None
+    setup: SetupLimits | None
+    uncalibrated: bool = False
+    outside: Reason | None = None
+
+
+def _limits_for(case: Case) -> _LimitsFor:
+    """Finds the run's limits for the file, as far as they apply to an engine like the
+    validator's."""
+    chosen, engine, made = case.calibration or shipped(), case.engine, case.file.metadata
     if case.run.calibration not in (ZERO_DIGEST, chosen.digest()):
-        return None
-    by_this_one = chosen.replayed_by(engine.name, engine.dtype, engine.device)
-    return chosen if by_this_one else None
+        return _LimitsFor(None, None)
+    own = chosen.setup(made.engine, made.dtype, made.device)
+    setup = own or chosen.widest(made.engine, made.dtype, made.device)
+    uncalibrated = own is None and setup is not None
+    replayed_by = engine.name, engine.dtype, engine.device
+    if chosen.replayed_by(*replayed_by):
+        outside = Reason.UNCALIBRATED if uncalibrated else None
+        return _LimitsFor(chosen, setup, uncalibrated, outside)
+    if chosen.replayed_widely_by(*replayed_by):
+        wide = None if setup is None else widest([setup], WIDENED)
+        return _LimitsFor(chosen, wide, uncalibrated, Reason.UNKNOWN_SETUP)
+    return _LimitsFor(None, None, uncalibrated)
 
 
 def _no_limits(case: Case, calibration: Calibration | None) -> RulingError:
     """UNKNOWN_SETUP without a calibration, else UNCALIBRATED, with what was measured."""
+    reason = Reason.UNKNOWN_SETUP if calibration is None else Reason.UNCALIBRATED
+    return _unmeasured(case, reason, "measured only")
+
+
+def _unmeasured(case: Case, reason: Reason, found: str) -> RulingError:
+    """The ruling on a file that cannot be accused: UNKNOWN_SETUP if the validator's setup was not
+    calibrated, UNCALIBRATED if the file's was not. It states `found` and what was measured."""
     made, engine, statistics = case.file.metadata, case.engine, case.finding.statistics
     measured = ", ".join(f"{name} {statistics[name]:.3g}" for name in STATISTICS)
     lacking = f"{made.engine}, {made.dtype} on {made.device}"
-    if calibration is None:
+    if reason is Reason.UNKNOWN_SETUP:
         lacking = f"replays by {engine.name}, {engine.dtype} on {engine.device}"
     return RulingError(
-        Reason.UNKNOWN_SETUP if calibration is None else Reason.UNCALIBRATED,
-        f"no calibration for {lacking}: measured only: {measured}",
-        measured=case.finding,
+        reason, f"no calibration for {lacking}: {found}: {measured}", measured=case.finding
     )
 
 

@@ -90,11 +90,25 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
 
 
 def test_a_validator_that_could_judge_nothing_by_the_runs_calibration_does_not_start() -> None:
-    check_replay(shipped(), "float32", "cpu")
-    for dtype, device in (("bfloat16", "cpu"), ("float32", "cuda")):
-        with pytest.raises(UserError, match=f"on cpu, not in {dtype} on {device}"):
-            check_replay(shipped(), dtype, device)
-    check_replay(shipped().model_copy(update={"replay_device": "an H200"}), "float32", "cuda:1")
+    assert check_replay(shipped(), "float32", "cpu") == ""
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UserError, match=f"on cpu, not in bfloat16 on {device}"):
+            check_replay(shipped(), "bfloat16", device)
+    of_a_card = shipped().model_copy(update={"replay_device": "an H200"})
+    with pytest.raises(UserError, match="on an H200, not in float32 on cpu"):
+        check_replay(of_a_card, "float32", "cpu")
+
+
+def test_a_validator_on_an_unmeasured_card_starts_and_says_what_it_cannot_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = check_replay(shipped(), "float32", "cuda:7")
+    assert "this validator replays on cuda:7: it accepts files within 1.1 times" in said
+    assert "rejects none; to judge them, replay on cpu" in said
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 PCIe")
+    assert "replays on NVIDIA H100 PCIe" in check_replay(shipped(), "float32", "cuda")
+    of_family = shipped().model_copy(update={"replay_device": "NVIDIA H100 80GB HBM3"})
+    assert check_replay(of_family, "float32", "cuda") == ""
 
 
 def test_an_unmeasured_processor_judges_nothing_and_is_not_called_cpu(

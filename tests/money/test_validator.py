@@ -15,7 +15,7 @@ import sqlalchemy as sa
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 from judges import judge_of
-from judging_kit import HONEST, LIAR, JudgedPool, StoreReader
+from judging_kit import HONEST, LIAR, JudgedPool, Make, StoreReader
 from money_kit import TRAINER, VALIDATOR, key
 from test_audit_export import Published
 
@@ -33,7 +33,7 @@ from prime_core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from prime_core.ids import Address, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
 from prime_core.seeds import drawn_rows
@@ -185,21 +185,60 @@ def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_
     assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
 
 
-def test_an_uncalibrated_setup_is_measured_once_and_ends_unpaid(
-    panel: JudgedPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It used to cost a score of whole replays, no matter who declared it."""
+def on_a_card(make: Make) -> Make:
+    """What `make` makes, as a file of a card that was never measured."""
 
-    def elsewhere(signed: SignedLease, lease_digest: Digest) -> bytes:
-        file = read_rollout_file(panel.honest(signed, lease_digest))
+    def made(signed: SignedLease, lease_digest: Digest) -> bytes:
+        file = read_rollout_file(make(signed, lease_digest))
         return write_rollout_file(file.rows, replace(file.metadata, device="NVIDIA H200"))
 
+    return made
+
+
+def test_an_honest_file_of_an_unmeasured_card_is_replayed_whole_and_paid(
+    panel: JudgedPool,
+) -> None:
+    row = panel.judged(on_a_card(panel.honest), HONEST)
+    assert (row.status, row.reason) == ("accepted", Reason.NONE)
+    assert row.units > 0
+    with panel.mgr.store.read() as connection:
+        credits = connection.execute(schema.credits.select()).mappings().all()
+    assert [(one["submission_digest"], one["units"]) for one in credits] == [
+        (row.digest, row.units)
+    ]
+    table = VerdictTable.model_validate_json(
+        panel.mgr.objects.get(digest_key(row.verdict_table or ZERO_DIGEST), 1 << 20)
+    )
+    assert sorted(table.rows_drawn) == list(range(panel.mgr.context.run.rows_per_lease))
+    assert table.setup == "plain/1 float32 NVIDIA H200"
+
+
+def test_a_lie_on_an_unmeasured_card_is_void_unpaid_and_never_slashed(
+    panel: JudgedPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the same file of a measured processor its node would be slashed."""
     caplog.set_level("INFO")
-    row = panel.judged(elsewhere, HONEST)
-    assert (row.status, row.reason) == ("void", Reason.UNCALIBRATED)
-    assert panel.mgr.node_status(HONEST.address) == "active"
+    row = panel.judged(on_a_card(panel.forged), LIAR)
+    assert (row.status, row.reason, row.evidence) == ("void", Reason.UNCALIBRATED, None)
+    assert panel.mgr.node_status(LIAR.address) == "active"
+    with panel.mgr.store.read() as connection:
+        assert connection.execute(schema.credits.select()).first() is None
+        assert connection.execute(schema.slashes.select()).first() is None
+        assert connection.execute(schema.intents.select()).first() is None
     assert panel.validator.judge_next() is None
-    assert "NVIDIA H200: measured only: margin_mean" in caplog.text
+    assert "on NVIDIA H200: outside the widest limits, " in caplog.text
+    assert panel.judged(panel.forged, LIAR).status == "rejected"
+
+
+def test_one_validator_of_two_cannot_void_a_file_of_an_unmeasured_card(panel: JudgedPool) -> None:
+    """Its replay decides, so that the file's bytes alone show no one whether it is right."""
+    other = panel.another(key(77))
+    row = panel.mgr.submit(LIAR, make=on_a_card(panel.forged))
+    judged = [panel.validator.judge_next() or other.judge_next()]
+    assert panel.mgr.row(row.digest).status == "submitted"
+    judged += [panel.validator.judge_next() or other.judge_next()]
+    assert judged == [row.digest, row.digest]
+    assert panel.mgr.row(row.digest).status == "void"
 
 
 def replaced(panel: JudgedPool, row: SubmissionRow, evidence: Evidence) -> Slash:

@@ -61,6 +61,7 @@ from prime_core.errors import (
     PrimeError,
     UnavailableError,
     UntrustedError,
+    UserError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.logs import log_to_stderr
@@ -366,7 +367,9 @@ class PoolReplays:
             calibration = parse_signed(raw, facts.manager, domain)
         if (calibration or shipped()).digest() != verification_class:
             raise UntrustedError("the opinions name another class than the run's calibration")
-        check_replay(calibration or shipped(), settings.dtype, settings.device)
+        limited = check_replay(calibration or shipped(), settings.dtype, settings.device)
+        if limited:
+            raise UserError(f"a juror has to be able to confirm a rejection: {limited}")
         mine = [one for one in clients if not one.named]
         folder = PolicyFolder(
             settings.data / "court" / str(pool),

@@ -28,7 +28,7 @@ from prime_envs.registry import environment_for
 from prime_envs.sources import bring_files, datasets_folder
 from prime_validator.api import ValidatorApi
 from prime_validator.settings import Settings
-from prime_verify.proofs.thresholds import Calibration, parse_signed
+from prime_verify.proofs.thresholds import WIDENED, Calibration, parse_signed
 
 FILE = "pool.json"
 
@@ -167,15 +167,36 @@ def run_calibration(pool: PoolOnChain, api: ValidatorApi) -> Calibration | None:
         raise UserError(str(error), hint=hint) from error
 
 
-def check_replay(calibration: Calibration, dtype: str, device: str) -> None:
-    """Raises UserError if this calibration does not cover replays in `dtype` on `device`."""
-    due = calibration.replay_dtype, calibration.replay_device
-    on_cpu = device.startswith("cpu")
-    fits = due[1] == cpu_name() if on_cpu else not due[1].startswith("cpu")
-    if dtype == due[0] and fits:
-        return
+def check_replay(calibration: Calibration, dtype: str, device: str) -> str:
+    """Returns in a sentence what a validator that replays in `dtype` on `device` (as load_engine
+    takes it) cannot do by this calibration; empty if it can do everything.
+
+    Raises UserError if it could judge no file.
+    """
+    due = calibration.replay_engine, calibration.replay_dtype, calibration.replay_device
+    found = cpu_name() if device.startswith("cpu") else _card(device)
+    if calibration.replayed_by(due[0], dtype, found):
+        return ""
+    if calibration.replayed_widely_by(due[0], dtype, found):
+        return (
+            f"the run's calibration holds for replays on {due[2]}, and this validator replays on "
+            f"{found}: it accepts files within {WIDENED} times the limits and abstains from all "
+            f"others, so it rejects none; to judge them, replay on {due[2]}"
+        )
     raise UserError(
-        f"the run's calibration holds for replays in {due[0]} on {due[1]}, not in {dtype} on "
-        f"{cpu_name() if on_cpu else device}: this validator could judge no file",
+        f"the run's calibration holds for replays in {due[1]} on {due[2]}, not in {dtype} on "
+        f"{found}: this validator could judge no file",
         hint="replay as it says, or measure another: orchestrator calibrate --replay-device",
     )
+
+
+def _card(device: str) -> str:
+    """The name of the first card as engines state it; `device` itself if PyTorch does not see
+    it."""
+    try:
+        import torch
+
+        first = "cuda" if device == "all" else device.partition(",")[0]
+        return str(torch.cuda.get_device_name(first))
+    except (ImportError, RuntimeError, AssertionError, ValueError):
+        return device

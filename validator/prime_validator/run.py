@@ -96,7 +96,9 @@ def run(settings: Settings) -> None:
             calibration = _answered(lambda: run_calibration(pool, api), stop, patience)
         except StoppedError:
             return
-        check_replay(calibration or shipped(), settings.dtype, settings.device)
+        limited = check_replay(calibration or shipped(), settings.dtype, settings.device)
+        if limited:
+            log.warning("%s", limited)
         trust = Trust(pool.trainer, pool.domain(PolicyStatement), pool.number)
         book = SourceBook(
             passes=Passes(signer, pool.deployment.domain("registry")),

@@ -118,6 +118,9 @@ GIVEN_UP_SECONDS = 3600.0
 """Settling stops waiting for a file that has been unreadable for this long."""
 TABLES_AT_ONCE = 32 << 20
 """Bytes of verdict tables that are read before their files are decided."""
+REPLAYED_VOIDS = frozenset({Reason.UNPROVEN_MISMATCH, Reason.UNCALIBRATED})
+"""Voids that rest on a replay, which no one can check in the file's bytes: they take two opinions.
+"""
 MAX_NAME = 512
 """Longest name of a setup or statistic in a table, in characters."""
 MOST_SHARE = 1000.0
@@ -210,7 +213,7 @@ def enough(
     """
     agree = sum(one is outcome for one in said)
     contradicted = agree < len(said)
-    repeated = reason is Reason.UNPROVEN_MISMATCH or (conversation and reason is Reason.WRONG_ROWS)
+    repeated = reason in REPLAYED_VOIDS or (conversation and reason is Reason.WRONG_ROWS)
     if named < 2 and not contradicted:
         wanted = 1
     elif outcome is Outcome.REJECTED:

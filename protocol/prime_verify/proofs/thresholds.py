@@ -12,14 +12,17 @@ replay's, the drift that this dtype causes on the same rows (`reference`). So
     limit = limit ratio × √(floor² + reference²)       limit ratio: see tails.py
 
 The reference makes limits independent of the model. Limit ratios are extrapolated to the
-calibration's target probability of a false accusation, AIM per file. A setup that is not in the
-file has no limits: its files are measured only, never punished.
+calibration's target probability of a false accusation, AIM per file.
+
+A card's limits hold for its family (core.known_cards). A card without limits is judged at the
+widest that the calibration has (`Calibration.widest`): its files are accepted or void, never
+rejected. Files of any other setup are measured only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,6 +35,7 @@ from prime_core.calibration import CalibrationSignature, CalibrationStatement
 from prime_core.errors import MalformedError, UntrustedError, UserError
 from prime_core.given import read_given
 from prime_core.ids import Address, Digest
+from prime_core.known_cards import family_of, is_gpu
 from prime_core.signing import DigestField, Domain, Signer, Strict
 from prime_verify.proofs.tails import MICRO, Tail
 
@@ -80,6 +84,12 @@ weights."""
 
 UNSUSPECTED = 1.5
 """Multiple of the largest honest sketch distance measured; states farther away are suspect."""
+
+WIDENED = 1.1
+"""Factor of the widest limits, for cards that were not measured. Of 192 honest sets of an H100, one
+was at 1.05 times a processor's limit, the others within it; 8-bit weights of the same card were at
+1.1 to 1.28 times what rounding explains (docs/detection.md), where a long file's limit is 1 to
+1.1. A larger factor would accept them."""
 
 LEAST_TWIN = 0.1
 """Minimum limit ratio of the TWIN statistics, where the file's dtype is not the verifier's."""
@@ -202,6 +212,37 @@ def _limit(tail: Tail) -> int:
     return tail.limit
 
 
+def widest(setups: Sequence[SetupLimits], factor: float = 1.0) -> SetupLimits:
+    """Returns limits that accept what any of the setups (at least one) accepts: for each statistic
+    that all of them judge, the distribution with the largest limit, which is multiplied by
+    `factor` ≥ 1."""
+
+    def of(scope: Scope) -> dict[str, Tail]:
+        tails: list[dict[str, Tail]] = [getattr(setup, scope) for setup in setups]
+        found = {
+            name: max((one[name] for one in tails), key=_limit)
+            for name in STATISTICS
+            if all(name in one for one in tails)
+        }
+        return {
+            name: tail.model_copy(update={"limit": math.ceil(factor * tail.limit)})
+            for name, tail in found.items()
+        }
+
+    return SetupLimits(
+        engine=setups[0].engine,
+        dtype=setups[0].dtype,
+        device=setups[0].device,
+        batches=tuple(sorted({batch for setup in setups for batch in setup.batches})),
+        rows=sum(setup.rows for setup in setups),
+        files=sum(setup.files for setup in setups),
+        tokens=sum(setup.tokens for setup in setups),
+        row=of("row"),
+        file=of("file"),
+        long=of("long"),
+    )
+
+
 class ProvenClass(Strict):
     """An exact class in which rows were compared bit for bit without an unexplained mismatch.
     `longest`: the longest of them, in tokens after the prompt; a longer row is no evidence."""
@@ -274,20 +315,39 @@ class Calibration(Strict):
         return CalibrationStatement(calibration=unsigned.digest(), made_at=made_at)
 
     def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
-        """Whether its limits apply to replays by that setup."""
-        mine = (self.replay_engine, self.replay_dtype, self.replay_device)
-        return mine == (engine, dtype, device)
+        """Whether its limits apply to replays by that setup: by a device of the same family."""
+        mine = (self.replay_engine, self.replay_dtype, family_of(self.replay_device))
+        return mine == (engine, dtype, family_of(device))
+
+    def replayed_widely_by(self, engine: str, dtype: str, device: str) -> bool:
+        """Whether that setup is a card without limits of its own, whose replays may accept a file
+        within widened limits but accuse no one."""
+        mine = (self.replay_engine, self.replay_dtype)
+        return mine == (engine, dtype) and is_gpu(device)
 
     def proven_to(self, key: Digest) -> int:
         """The longest row in tokens up to which the exact class is proven; 0 if it is not."""
         return max((found.longest for found in self.proven if found.key == key), default=0)
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
-        """The measurement of that setup; None if there is none."""
-        for setup in self.setups:
-            if (setup.engine, setup.dtype, setup.device) == (engine, dtype, device):
-                return setup
-        return None
+        """The measurement of that setup, else the widest of the same engine and dtype on devices of
+        its family; None if there is none."""
+        alike = [one for one in self.setups if (one.engine, one.dtype) == (engine, dtype)]
+        same = [one for one in alike if one.device == device]
+        family = [one for one in alike if family_of(one.device) == family_of(device)]
+        return same[0] if same else widest(family) if family else None
+
+    def widest(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
+        """The limits for a card that `setup` does not find: WIDENED times the widest of all cards
+        measured with the same engine and dtype, or, if there is none, of the processors measured
+        with them. None for a processor, or if nothing was measured with that engine and dtype."""
+        alike = [one for one in self.setups if (one.engine, one.dtype) == (engine, dtype)]
+        cards = [one for one in alike if is_gpu(one.device)]
+        return widest(cards or alike, WIDENED) if alike and is_gpu(device) else None
+
+    def covers(self, device: str) -> bool:
+        """Whether a device of this one's family was measured, with any engine and dtype."""
+        return any(family_of(one.device) == family_of(device) for one in self.setups)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,234 @@
+"""Files of cards without limits of their own, and validators on such cards: they accept within the
+widest limits, and accuse no one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_core.known_cards import family_of, is_gpu
+from prime_core.verdict import Outcome, Reason
+from prime_engine.variants import VARIANTS
+from prime_verify import replay_checks
+from prime_verify.engines import load_engine
+from prime_verify.proofs.tails import MICRO, Tail
+from prime_verify.proofs.thresholds import (
+    SCOPES,
+    STATISTICS,
+    WIDENED,
+    Calibration,
+    Reference,
+    SetupLimits,
+    shipped,
+    widest,
+)
+
+TRAINED = Path(__file__).parents[2] / "devnet" / "model"
+H200 = {"device": "NVIDIA H200"}
+DEVICES = ("cpu", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L4", "a card of tomorrow")
+
+
+def _tail(limit: int) -> Tail:
+    return Tail(count=1, quantiles=(0, 0, 0), largest=0, start=0, scale=0, limit=limit)
+
+
+def _setup(
+    device: str, limit: int = MICRO, engine: str = "plain/1", dtype: str = "bfloat16"
+) -> SetupLimits:
+    of = dict.fromkeys(STATISTICS, _tail(limit))
+    return SetupLimits(
+        engine=engine, dtype=dtype, device=device, batches=(1,), rows=1, files=1, tokens=1,
+        row=of, file=of, long=of,
+    )  # fmt: skip
+
+
+def _calibration(*setups: SetupLimits, replay_device: str = "cpu") -> Calibration:
+    return shipped().model_copy(update={"setups": setups, "replay_device": replay_device})
+
+
+_TAILS = st.dictionaries(
+    st.sampled_from(STATISTICS), st.integers(1, 10 * MICRO).map(_tail), min_size=1
+)
+_SETUPS = st.builds(
+    lambda device, row, file, long: _setup(device).model_copy(
+        update={"row": row, "file": file, "long": long}
+    ),
+    st.sampled_from(DEVICES), _TAILS, _TAILS, _TAILS,
+)  # fmt: skip
+_VALUES = st.fixed_dictionaries({name: st.floats(0, 20) for name in STATISTICS})
+
+
+@given(
+    st.lists(_SETUPS, min_size=1, max_size=4), _VALUES, _VALUES, st.sampled_from(DEVICES[1:]),
+    st.floats(0, 1),
+)  # fmt: skip
+def test_the_widest_limits_accept_what_the_limits_of_any_card_accept(
+    setups: list[SetupLimits],
+    values: dict[str, float],
+    drift: dict[str, float],
+    device: str,
+    share: float,
+) -> None:
+    """Whichever setups a calibration has, and whatever the file's dtype explains."""
+    calibration = _calibration(*setups)
+    reference = Reference(row=drift, file={name: share * one for name, one in drift.items()})
+    found = calibration.widest("plain/1", "bfloat16", device)
+    assert found is not None
+    wide = found.limits(reference)
+    cards = [one for one in setups if is_gpu(one.device)]
+    for setup in cards or setups:
+        own = setup.limits(reference)
+        for scope in SCOPES:
+            assert wide.exceeded(values, scope) <= own.exceeded(values, scope)
+    if own_family := calibration.setup("plain/1", "bfloat16", device):
+        for scope in SCOPES:
+            exceeded = own_family.limits(reference).exceeded(values, scope)
+            assert wide.exceeded(values, scope) <= exceeded
+
+
+@given(st.lists(_SETUPS, min_size=1, max_size=4))
+def test_the_widest_limits_are_a_stated_multiple_and_no_looser(setups: list[SetupLimits]) -> None:
+    found = widest(setups, WIDENED)
+    for scope in SCOPES:
+        for name, tail in getattr(found, scope).items():
+            largest = max(getattr(one, scope)[name].limit for one in setups)
+            assert WIDENED * largest <= tail.limit <= WIDENED * largest + 1
+    assert widest(setups).row.keys() == set.intersection(*({*one.row} for one in setups))
+
+
+def test_a_calibration_of_one_card_serves_its_family_and_no_other() -> None:
+    sxm, pcie = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"
+    assert family_of(sxm) == family_of(pcie) == family_of("NVIDIA H100 NVL") == "h100"
+    assert family_of("NVIDIA H200") == "h200"
+    assert family_of("cpu aarch64") == "cpu aarch64"
+    one = _calibration(_setup(sxm, 2 * MICRO))
+    assert one.setup("plain/1", "bfloat16", pcie) == one.setups[0]
+    assert one.covers(pcie)
+    for engine, dtype, device in (
+        ("vllm/1", "bfloat16", pcie),
+        ("plain/1", "float32", pcie),
+        ("plain/1", "bfloat16", "NVIDIA H200"),
+        ("plain/1", "bfloat16", "cpu"),
+    ):
+        assert one.setup(engine, dtype, device) is None
+    both = _calibration(_setup(sxm, 2 * MICRO), _setup(pcie, 3 * MICRO))
+    assert both.setup("plain/1", "bfloat16", sxm) == both.setups[0]
+    of_family = both.setup("plain/1", "bfloat16", "NVIDIA H100 NVL")
+    assert of_family is not None
+    assert {tail.limit for tail in of_family.row.values()} == {3 * MICRO}
+
+
+def test_limits_of_cards_go_before_those_of_processors() -> None:
+    cpu, card = _setup("cpu", 5 * MICRO), _setup("NVIDIA L4", 2 * MICRO)
+    other = _setup("NVIDIA L4", 9 * MICRO, engine="vllm/1")
+
+    def limit(*setups: SetupLimits) -> set[int]:
+        found = _calibration(*setups).widest("plain/1", "bfloat16", "NVIDIA H200")
+        return set() if found is None else {tail.limit for tail in found.row.values()}
+
+    assert limit(cpu, card, other) == {round(2 * WIDENED * MICRO)}
+    assert limit(cpu, other) == {round(5 * WIDENED * MICRO)}
+    assert limit(other) == set()
+    assert _calibration(cpu, card).widest("plain/1", "bfloat16", "cpu aarch64") is None
+
+
+def test_an_honest_file_of_an_unmeasured_card_is_replayed_whole_and_accepted(world: Any) -> None:
+    for number in (20, 21):
+        found = world.judge(world.made(number, metadata=H200))
+        assert (found.outcome, found.reason) == (Outcome.ACCEPTED, Reason.NONE), found
+        assert len(found.rows_drawn) == world.run.rows_per_lease
+        assert found.whole
+        assert found.units > 0
+        assert found.setup == "plain/1 float32 NVIDIA H200"
+        assert len(world.judge(world.honest(number)).rows_drawn) < world.run.rows_per_lease
+
+
+@pytest.mark.parametrize("lie", ["int8", "moved"])
+def test_far_outside_the_widest_limits_a_file_is_void_and_never_rejected(
+    world: Any, lie: str
+) -> None:
+    """The same file of a measured processor is rejected."""
+    made: dict[str, Any] = {"engine": load_engine(TRAINED, prepare=VARIANTS["int8"])}
+    if lie == "moved":
+        made = {"change": lambda rows, *_: [replace(r, logprobs=r.logprobs - 1) for r in rows]}
+    assert world.judge(world.made(22, **made)).outcome is Outcome.REJECTED
+    found = world.judge(world.made(22, **made, metadata=H200))
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNCALIBRATED)
+    assert (found.chance, found.units, found.table) == (None, 0, ())
+    assert "on NVIDIA H200: outside the widest limits, " in found.detail
+
+
+def test_a_lie_that_no_hardware_explains_is_rejected_on_any_card(world: Any) -> None:
+    raised = world.made(
+        23, change=lambda rows, *_: [replace(row, reward=row.reward + 1) for row in rows],
+        metadata=H200,
+    )  # fmt: skip
+    assert world.judge(raised).reason is Reason.TAMPERED_REWARD
+
+
+@pytest.mark.parametrize("made", [{}, H200])
+def test_a_validator_on_an_unmeasured_card_accepts_and_abstains_instead_of_rejecting(
+    world: Any, monkeypatch: pytest.MonkeyPatch, made: dict[str, str]
+) -> None:
+    honest = world.made(24, metadata={"device": "cpu", **made})
+    lie = world.made(
+        24, change=lambda rows, *_: [replace(r, logprobs=r.logprobs - 1) for r in rows],
+        metadata={"device": "cpu", **made},
+    )  # fmt: skip
+    monkeypatch.setattr(type(world.engine), "device", "NVIDIA L4")
+    assert world.judge(honest).outcome is Outcome.ACCEPTED
+    found = world.judge(lie)
+    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
+    assert "for replays by plain/1, float32 on NVIDIA L4: outside the widest limits" in found.detail
+
+
+def test_a_card_of_the_replaying_family_judges_as_the_measured_one() -> None:
+    of_h100 = _calibration(_setup("cpu"), replay_device="NVIDIA H100 PCIe")
+    assert of_h100.replayed_by("plain/1", "float32", "NVIDIA H100 80GB HBM3")
+    assert not of_h100.replayed_by("plain/1", "float32", "NVIDIA L4")
+    assert of_h100.replayed_widely_by("plain/1", "float32", "NVIDIA L4")
+    for engine, dtype, device in (
+        ("plain/1", "float32", "cpu"),
+        ("plain/1", "bfloat16", "NVIDIA L4"),
+        ("vllm/1", "float32", "NVIDIA L4"),
+    ):
+        assert not of_h100.replayed_widely_by(engine, dtype, device)
+
+
+def test_a_proven_exact_class_accuses_on_an_unmeasured_card_too(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits are evidence, whatever the limits of its card are."""
+    lie = world.made(
+        25, change=lambda rows, *_: [replace(r, logprobs=r.logprobs - 1) for r in rows],
+        metadata=H200,
+    )  # fmt: skip
+
+    class Differs:
+        def ruling(self, proven_to: int) -> tuple[Reason, str]:
+            return (Reason.WRONG_PROOF_PASS if proven_to else Reason.UNPROVEN_MISMATCH), ""
+
+        def statistics(self) -> dict[str, float]:
+            return {}
+
+    class OfClass:
+        def numeric_class(self) -> Any:
+            return type("Class", (), {"key": "0x" + "1" * 64, "words": ""})
+
+    monkeypatch.setattr(replay_checks, "_of_class", lambda *_: OfClass())
+    monkeypatch.setattr(replay_checks, "_compare_exactly", lambda *_: Differs())
+    assert world.judge(lie).reason is Reason.UNCALIBRATED
+    monkeypatch.setattr(Calibration, "proven_to", lambda *_: 9999)
+    assert world.judge(lie).reason is Reason.WRONG_PROOF_PASS
+
+
+def test_a_card_with_a_dtype_that_was_never_measured_has_no_limits(world: Any) -> None:
+    found = world.judge(world.made(26, metadata={**H200, "dtype": "float8"}))
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNCALIBRATED)
+    assert "measured only" in found.detail
+    assert len(found.rows_drawn) < world.run.rows_per_lease
