@@ -62,6 +62,7 @@ def examine(settings: Settings) -> list[DoctorCheck]:
         checks.append(_requirements(settings, run))
     if pool is not None:
         checks.extend(_passport(settings, run))
+        checks.extend(_calibration(settings))
     checks.extend(_chain(settings, pool))
     return checks
 
@@ -211,6 +212,26 @@ def _passport(settings: Settings, run: RunDefinition | None) -> Iterator[DoctorC
         yield DoctorCheck("passport", "failed", f"{sentence}. No lease is given: {trouble}", fix)
         return
     yield DoctorCheck("passport", "ok", sentence)
+
+
+def _calibration(settings: Settings) -> Iterator[DoctorCheck]:
+    """What follows for an active node whose card has no limits in the run's calibration."""
+    if settings.wallet is None:
+        return
+    try:
+        address = keystore_address(settings.wallet)
+        if address is None:
+            return
+        with closing(NodeApi(settings.need_orchestrator(), None, timeout=5.0)) as api:
+            found = api.node(address)
+    except PrimeError:  # not admitted yet; other checks name what does not answer
+        return
+    if found.uncalibrated_trouble:
+        fix = "the pool's operator can measure this card: orchestrator calibrate"
+        yield DoctorCheck("calibration", "failed", found.uncalibrated_trouble, fix)
+    elif found.uncalibrated_card:
+        said = f"none for {found.uncalibrated_card}: its files are judged at the widest limits"
+        yield DoctorCheck("calibration", "warning", said)
 
 
 def _chain(settings: Settings, pool: PoolInfo | None) -> Iterator[DoctorCheck]:

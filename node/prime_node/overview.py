@@ -116,6 +116,11 @@ def _at_the_pool(settings: Settings, node: str) -> dict[str, Any]:
     except UnavailableError as error:
         return {"orchestrator": f"unreachable: {error}"}
     found: dict[str, Any] = {"at_the_pool": mine.status}
+    if mine.uncalibrated_card:
+        found["card"] = mine.uncalibrated_trouble or (
+            f"no limits are calibrated for {mine.uncalibrated_card}: its files are judged at the "
+            "widest, and never slashed for what they measure"
+        )
     if mine.status == "shadow":
         found["seat"] = "none (shadow): nothing at stake, nothing paid"
     verdicts = f"{mine.accepted} accepted, {mine.rejected} rejected, {mine.void} void"

@@ -545,6 +545,10 @@ class NodeInfo(Answer):
     """What of it a proof filled and read; 0 if it is only claimed."""
     cards_trouble: str = ""
     """Why the node gets no lease since its cards were measured again; empty if they passed."""
+    uncalibrated_card: str = ""
+    """The active node's card, if the run's calibration has no limits for it; empty otherwise."""
+    uncalibrated_trouble: str = ""
+    """Why such a node has no place in the quota and gets no lease; empty if it has one."""
 
 
 class LeaseInfo(Answer):

@@ -41,11 +41,12 @@ from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
 from prime_core.validator_messages import Job
 from prime_core.verdict import Evidence, Reason, Verdict, VerdictTable
+from prime_engine.variants import VARIANTS
 from prime_envs.base import Problem, TaskScore
 from prime_envs.environments.reverse import Reverse
 from prime_orchestrator.api.validators import CLAIM_SECONDS, LOST_SECONDS, MAX_ATTEMPTS
 from prime_orchestrator.context import read_object
-from prime_orchestrator.manager import draws
+from prime_orchestrator.manager import draws, uncalibrated
 from prime_orchestrator.manager.appointments import end_appointments
 from prime_orchestrator.manager.draws import compare_acceptances, reveal_second
 from prime_orchestrator.store import jobs, leases, schema
@@ -57,6 +58,7 @@ from prime_validator.run import Background, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash, audit_submission
 from prime_verify.audit_compare import Audit
+from prime_verify.build import build_rollout_file
 from prime_verify.case import Case
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
 from prime_verify.finding import Finding
@@ -228,6 +230,27 @@ def test_a_lie_on_an_unmeasured_card_is_void_unpaid_and_never_slashed(
     assert panel.validator.judge_next() is None
     assert "on NVIDIA H200: outside the widest limits, " in caplog.text
     assert panel.judged(panel.forged, LIAR).status == "rejected"
+
+
+def test_eight_bit_weights_on_an_unmeasured_card_are_bounded_by_the_number_of_tries(
+    panel: JudgedPool,
+) -> None:
+    """Each file is void and unpaid, and its provider gets no more leases for such cards."""
+    liar = load_engine(panel.policies / "0", prepare=VARIANTS["int8"])
+
+    def in_eight_bits(signed: SignedLease, lease_digest: Digest) -> bytes:
+        run = panel.mgr.context.run
+        return build_rollout_file(signed, lease_digest, run, liar, panel.environment)
+
+    for tries in range(1, uncalibrated.OUTSIDE + 1):
+        row = panel.judged(on_a_card(in_eight_bits), LIAR)
+        assert (row.status, row.reason) == ("void", Reason.UNCALIBRATED)
+        with panel.mgr.store.read() as connection:
+            found = uncalibrated.failing(connection, [HONEST.address, LIAR.address])
+            assert connection.execute(schema.credits.select()).first() is None
+            assert connection.execute(schema.slashes.select()).first() is None
+        assert found == (LIAR.address if tries == uncalibrated.OUTSIDE else None)
+    assert panel.mgr.node_status(LIAR.address) == "active"
 
 
 def test_one_validator_of_two_cannot_void_a_file_of_an_unmeasured_card(panel: JudgedPool) -> None:

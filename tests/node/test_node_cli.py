@@ -24,10 +24,11 @@ from prime_chain.amounts import ETHER
 from prime_chain.keystore import create_keystore, load_keystore
 from prime_core.errors import PolicyError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
-from prime_core.messages import LeaseInfo
+from prime_core.messages import LeaseInfo, NodeInfo
 from prime_core.node import Gpu, Hardware, Requirements
 from prime_core.verdict import Reason
-from prime_node import config, leave
+from prime_node import config, doctor, leave
+from prime_node.api import NodeApi
 from prime_node.cli import app, main, stake_out
 from prime_node.cli_common import tree_lines
 from prime_node.overview import overview
@@ -356,6 +357,32 @@ def test_what_only_a_running_agent_knows_is_not_shown_of_one_that_ended(tmp_path
         folder.unlock()
     assert (shown["directive"], shown["tokens_per_second"]) == ("work", 9)
     assert not shown.keys() & {"reason", "pool_differs"}
+
+
+@pytest.mark.parametrize("trouble", ["", "1 of 9 active nodes may use such cards"])
+def test_status_and_doctor_say_what_follows_for_a_card_without_calibration(
+    tmp_path: Path, wallet: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    known = NodeInfo(
+        node=NODE.address, provider=None, status="active", speed_class=1, last_heartbeat=1,
+        policy_version=None, accepted=0, rejected=0, void=0, units=0,
+        uncalibrated_card="NVIDIA L4", uncalibrated_trouble=trouble,
+    )  # fmt: skip
+    monkeypatch.setattr(NodeApi, "node", lambda *_: known)
+    given = {"data": tmp_path, "orchestrator": "http://127.0.0.1:9", "wallet": Path(wallet[1])}
+    settings = config.load(given)
+    shown = overview(settings)["card"]
+    (check,) = doctor._calibration(settings)
+    if trouble:
+        assert shown == check.found == trouble
+        assert (check.outcome, "orchestrator calibrate" in check.fix) == ("failed", True)
+    else:
+        assert "no limits are calibrated for NVIDIA L4: its files are judged at the" in shown
+        assert (check.outcome, "for NVIDIA L4" in check.found) == ("warning", True)
+    calibrated = known.model_copy(update={"uncalibrated_card": "", "uncalibrated_trouble": ""})
+    monkeypatch.setattr(NodeApi, "node", lambda *_: calibrated)
+    assert "card" not in overview(settings)
+    assert list(doctor._calibration(settings)) == []
 
 
 class Stopping:

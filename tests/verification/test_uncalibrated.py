@@ -74,7 +74,7 @@ def test_the_widest_limits_accept_what_the_limits_of_any_card_accept(
     device: str,
     share: float,
 ) -> None:
-    """Whichever setups a calibration has, and whatever the file's dtype explains."""
+    """For any setups in the calibration, and any drift that the file's dtype explains."""
     calibration = _calibration(*setups)
     reference = Reference(row=drift, file={name: share * one for name, one in drift.items()})
     found = calibration.widest("plain/1", "bfloat16", device)
@@ -203,7 +203,7 @@ def test_a_card_of_the_replaying_family_judges_as_the_measured_one() -> None:
 def test_a_proven_exact_class_accuses_on_an_unmeasured_card_too(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bits are evidence, whatever the limits of its card are."""
+    """Its bits are evidence without limits."""
     lie = world.made(
         25, change=lambda rows, *_: [replace(r, logprobs=r.logprobs - 1) for r in rows],
         metadata=H200,

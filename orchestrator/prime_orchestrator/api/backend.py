@@ -28,6 +28,7 @@ from prime_orchestrator.manager.planting import Planted
 from prime_orchestrator.manager.speed import Medians, Turns
 from prime_orchestrator.manager.standing import LEASE_SLOTS, Slots
 from prime_orchestrator.manager.targets import KeptDifficulties
+from prime_orchestrator.manager.uncalibrated import KeptQuota
 from prime_orchestrator.store import Store
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class Backend:
     relay_faults: RelayFaults = field(default_factory=RelayFaults)
     turns: Turns = field(default_factory=Turns)
     drifting: Drifting = field(default_factory=Drifting)
+    quota: KeptQuota = field(default_factory=KeptQuota)
     idle: IdleCount = field(default_factory=IdleCount)
     medians: Medians = field(default_factory=Medians)
     difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)

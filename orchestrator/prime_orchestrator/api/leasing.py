@@ -29,7 +29,7 @@ from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.connections import is_bounded
 from prime_orchestrator.api.idle import WAIT_MS, wait_ms
 from prime_orchestrator.api.pool_view import TRIES, PoolView
-from prime_orchestrator.manager import remeasuring, speed, standing, uploads
+from prime_orchestrator.manager import remeasuring, speed, standing, uncalibrated, uploads
 from prime_orchestrator.manager.standing import VOID_FILES, pause_of
 from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
 from prime_orchestrator.store import archive, leases, lock, shadows, submissions
@@ -102,7 +102,7 @@ def _lease(view: PoolView, ask: Ask) -> LeaseAnswer | PolicyError:
         )
     if held := _held(view, node, ask, most=view.slots.of(node)):
         return held
-    if waiting := _unproven(view, node) or _rest(view, node):
+    if waiting := _unproven(view, node) or _rest(view, node) or _over_quota(view, node):
         return waiting
     backend, now = view.backend, view.now
     if (money := view.money) and (why := money.objection()):
@@ -223,6 +223,21 @@ def _unproven(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     get a lease."""
     why = remeasuring.why_no_lease(view.proofs.get(node.address))
     return LeaseAnswer(lease=None, retry_after_ms=4 * WAIT_MS, reason=why) if why else None
+
+
+def _over_quota(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
+    """The answer to a node whose card has no limits and which has no place in the quota of such
+    nodes; None if it may get a lease."""
+    backend = view.backend
+    quota = backend.quota.of(view.connection, backend.objects, view.run, view.now, node)
+    if node.address not in quota.cards:
+        return None
+    why = quota.troubles.get(node.address)
+    if why is None:
+        own = [one.address for one in view.own(node)]
+        bad = uncalibrated.failing(view.connection, own)  # its newest files count at once
+        why = None if bad is None else uncalibrated.why_failing(bad)
+    return LeaseAnswer(lease=None, retry_after_ms=10 * WAIT_MS, reason=why) if why else None
 
 
 def _uncovered(view: PoolView, node: NodeRow) -> LeaseAnswer | None:

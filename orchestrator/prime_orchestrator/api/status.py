@@ -124,7 +124,7 @@ def status(backend: Backend) -> Status:
             step=batches.next_step(connection),
             latest_version=versions[-1] if versions else None,
             published=tuple(versions),
-            nodes=tuple(_infos(connection, nodes.latest(connection, MAX_NODES))),
+            nodes=tuple(_infos(backend, connection, nodes.latest(connection, MAX_NODES))),
             files=submissions.counts(connection),
             expired_unjudged=submissions.expired_unjudged(connection),
             shadow_files=submissions.counts(connection, shadow=True),
@@ -204,7 +204,7 @@ class NodeList:
 
     def __init__(self, backend: Backend) -> None:
         with backend.store.browse() as connection:
-            found = _infos(connection, nodes.by_address(connection), everyone=True)
+            found = _infos(backend, connection, nodes.by_address(connection), everyone=True)
         self._addresses = [one.node for one in found]
         self._providers = [one.provider for one in found]
         self._json = [one.model_dump_json() for one in found]
@@ -224,7 +224,7 @@ def node_info(backend: Backend, node: Address) -> NodeInfo:
         row = nodes.get(connection, node)
         if row is None:
             raise NotFoundError(f"no node {node} was admitted here")
-        return _infos(connection, [row])[0]
+        return _infos(backend, connection, [row])[0]
 
 
 def lease_list(backend: Backend, node: Address, before: Digest | None) -> Part[LeaseInfo]:
@@ -281,7 +281,7 @@ def require_files(backend: Backend, manifest: BatchManifest) -> None:
 
 
 def _infos(
-    connection: Connection, rows: Sequence[NodeRow], *, everyone: bool = False
+    backend: Backend, connection: Connection, rows: Sequence[NodeRow], *, everyone: bool = False
 ) -> list[NodeInfo]:
     """Returns the public view of `rows`; `everyone` says that they are all nodes."""
     addresses = None if everyone else [row.address for row in rows]
@@ -289,6 +289,8 @@ def _infos(
     unpaid = submissions.counts_by_node(connection, addresses, shadow=True)
     cards = passports.named(connection, addresses)
     troubles = measurements.troubles(connection, addresses)
+    run = revisions.current(connection, backend.context)
+    quota = backend.quota.of(connection, backend.objects, run, backend.now())
     found = []
     for node in rows:
         count = (unpaid if node.status == "shadow" else counts).get(node.address, {})
@@ -311,6 +313,8 @@ def _infos(
                 cards_trouble=troubles.get(node.address, ""),
                 claimed_memory_mb=proved.claimed_memory_mb,
                 proved_memory_mb=proved.proved_memory_mb,
+                uncalibrated_card=quota.cards.get(node.address, ""),
+                uncalibrated_trouble=quota.troubles.get(node.address, ""),
             )
         )
     return found

@@ -70,6 +70,12 @@ def of_those(connection: Connection, nodes: Collection[Address]) -> list[DriftRo
     return records(DriftRow, connection.execute(query).mappings().all())
 
 
+def setups(connection: Connection) -> list[tuple[Address, str]]:
+    """Returns each node with each setup of its accepted files."""
+    query = sa.select(_drift.node, _drift.setup).distinct()
+    return [(Address(node), setup) for node, setup in connection.execute(query)]
+
+
 def totals(connection: Connection) -> dict[tuple[str, str], tuple[int, float, float]]:
     """Returns, for each (setup, statistic), the files, totals and squares of all nodes together."""
     query = sa.select(

@@ -1,0 +1,180 @@
+"""The quota of nodes whose cards have no limits of their own.
+
+Their files are judged at the widest limits and cost no stake (Calibration.widest), so a node could
+state such a card to hide small changes of weights. What that can gain is bounded here: one active
+node in SHARE, at least one, has a *place*, at most one of each provider, those admitted first. The
+others get no lease. A node needs a place if
+
+    declared  the run's tasks get GPUs, and the calibration covers no card of the family that the
+              node named when it was admitted
+    shown     a file of the node was accepted with a card and engine that the calibration lacks
+
+A node that declares another device than its files state is found by its first accepted file, so it
+can gain the files of the leases that it held until then. `shown` lasts until the run has a
+calibration of the card. A provider of whose node OUTSIDE of the newest WINDOW files were outside
+the widest limits has no place as long as these files are in the table.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from prime_core.errors import PrimeError
+from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.known_cards import is_gpu
+from prime_core.node import Hardware
+from prime_core.run import RunDefinition
+from prime_core.storage.base import ObjectStore
+from prime_core.verdict import Reason
+from prime_orchestrator.context import read_object
+from prime_orchestrator.store import Connection, drift, nodes, submissions
+from prime_orchestrator.store.nodes import NodeRow
+from prime_verify.proofs.thresholds import Calibration, shipped
+
+log = logging.getLogger(__name__)
+
+SHARE = 10
+OUTSIDE, WINDOW = 4, 32
+SECONDS = 60.0
+"""The quota is read again after this time, and at once if a new node asks."""
+_ADVICE = (
+    "use a card that the run's calibration lists, work without pay (prime-node join --shadow), or "
+    "ask the pool's operator to measure this one (orchestrator calibrate)"
+)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """`seen`: all active nodes; `cards`: the cards of those that need a place; `troubles`: why some
+    of these get no lease."""
+
+    seen: frozenset[Address] = frozenset()
+    cards: Mapping[Address, str] = field(default_factory=dict)
+    troubles: Mapping[Address, str] = field(default_factory=dict)
+
+
+def declared(node: NodeRow, run: RunDefinition, calibration: Calibration) -> str:
+    """Returns the node's card if its tasks get it and the calibration does not cover it; else
+    ""."""
+    gpus = Hardware.model_validate_json(node.hardware).gpus if run.task.gpus else ()
+    return gpus[0].model if gpus and not calibration.covers(gpus[0].model) else ""
+
+
+def shown(connection: Connection, calibration: Calibration) -> dict[Address, str]:
+    """Returns the nodes with accepted files of a card that the calibration lacks, with the card."""
+    found: dict[Address, str] = {}
+    for node, setup in drift.setups(connection):
+        engine, dtype, device = (*setup.removesuffix(" exact").split(" ", 2), "", "")[:3]
+        if device and is_gpu(device) and calibration.setup(engine, dtype, device) is None:
+            found[node] = device
+    return found
+
+
+def failing(connection: Connection, own: Collection[Address]) -> Address | None:
+    """Returns that one of a provider's nodes whose files were too often outside the widest limits;
+    None if there is none."""
+    counts = submissions.tallies_of(connection, own)
+    for node in sorted(own):
+        if counts.get(node, {}).get("void", 0) < OUTSIDE:
+            continue
+        newest = submissions.newest_endings(connection, node, WINDOW)
+        if sum(Reason(reason) is Reason.UNCALIBRATED for _, reason, _ in newest) >= OUTSIDE:
+            return node
+    return None
+
+
+def why_failing(node: Address) -> str:
+    """Returns why the provider of a `failing` node gets no lease."""
+    return (
+        f"{OUTSIDE} of the newest {WINDOW} files of node {node} were outside the widest limits, so "
+        f"its provider gets no lease for a card without calibration: {_ADVICE}"
+    )
+
+
+def read(connection: Connection, run: RunDefinition, calibration: Calibration) -> Quota:
+    """Reads the active nodes that need a place, and gives the places out."""
+    by_files = shown(connection, calibration)
+    if not (by_files or run.task.gpus):
+        return Quota()
+    active = nodes.every(connection, ["active"])
+    need = {
+        row.address: (row, card)
+        for row in active
+        if (card := by_files.get(row.address) or declared(row, run, calibration))
+    }
+    providers = {row.provider for row, _ in need.values() if row.provider is not None}
+    siblings = nodes.of_providers(connection, providers)
+    places = max(1, len(active) // SHARE)
+    taken: set[Address] = set()
+    judged: dict[Address, Address | None] = {}
+    troubles: dict[Address, str] = {}
+    for row, card in need.values():
+        owner = row.provider or row.address
+        if owner not in judged:
+            own = [one.address for one in siblings.get(owner, [row])]
+            judged[owner] = failing(connection, own)
+        bad = judged[owner]
+        if bad is not None:
+            troubles[row.address] = why_failing(bad)
+        elif owner in taken:
+            troubles[row.address] = (
+                f"no limits are calibrated for {card}, and another node of this provider has its "
+                f"one place for such cards: {_ADVICE}"
+            )
+        elif len(taken) >= places:
+            troubles[row.address] = (
+                f"no limits are calibrated for {card}, and {places} of {len(active)} active nodes "
+                f"may use such cards: earlier nodes have the places; wait, {_ADVICE}"
+            )
+        else:
+            taken.add(owner)
+    return Quota(
+        frozenset(row.address for row in active),
+        {address: card for address, (_, card) in need.items()},
+        troubles,
+    )
+
+
+@dataclass
+class KeptQuota:
+    """The quota, read once in SECONDS."""
+
+    _quota: Quota = field(default_factory=Quota)
+    _of: Digest | None = None
+    _read_at: float = -math.inf
+    _calibrations: dict[Digest, Calibration] = field(default_factory=dict)
+
+    def of(
+        self,
+        connection: Connection,
+        objects: ObjectStore,
+        run: RunDefinition,
+        now: float,
+        asks: NodeRow | None = None,
+    ) -> Quota:
+        """Returns the quota of `run` at `now` (Unix seconds). `asks`: an active node, which it has
+        to know. Empty if the run's calibration cannot be read: then no file can be judged."""
+        calibration = self._calibration(objects, Digest(run.calibration))
+        if calibration is None:
+            return Quota()
+        old = self._of != run.calibration or not 0 <= now - self._read_at < SECONDS
+        unknown = asks is not None and asks.address not in self._quota.seen
+        if old or (unknown and asks is not None and declared(asks, run, calibration)):
+            self._quota = read(connection, run, calibration)
+            self._of, self._read_at = Digest(run.calibration), now
+        return self._quota
+
+    def _calibration(self, objects: ObjectStore, named: Digest) -> Calibration | None:
+        if named == ZERO_DIGEST:
+            return shipped()
+        if named not in self._calibrations:
+            try:
+                raw = read_object(objects, named)
+                self._calibrations[named] = Calibration.model_validate_json(raw)
+            except (PrimeError, ValueError) as error:
+                log.warning("the run's calibration %s cannot be read: %s", named, error)
+                return None
+        return self._calibrations[named]

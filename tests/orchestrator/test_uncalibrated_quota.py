@@ -1,0 +1,237 @@
+"""Nodes whose cards have no limits: who has a place, who gets no lease, and what each of them and
+the public pages say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from orchestrator_world import MakeWorld, Session, World
+from test_dropped_leases import owned
+from test_lease_slots import BOTH, ask
+from test_lease_slots import store as store
+
+from prime_core.ids import Address
+from prime_core.messages import NodeInfo
+from prime_core.node import Gpu, Hardware
+from prime_core.storage.base import put_object
+from prime_core.task import Task
+from prime_core.verdict import Reason
+from prime_orchestrator.manager import uncalibrated
+from prime_orchestrator.manager.uncalibrated import OUTSIDE, SECONDS, WINDOW
+from prime_orchestrator.store import drift, nodes, schema
+from prime_verify.proofs.thresholds import STATISTICS, Calibration, shipped
+
+H200, L4 = "NVIDIA H200", "NVIDIA L4"
+GPU_TASK = Task(image="python:local", gpus=True)
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    made = make_world(task=GPU_TASK, groups_per_batch=64)
+    made.publish(0)
+    return made
+
+
+def member(world: World, number: int, card: str = "", owner: int | None = None) -> Session:
+    """An active node with one card (none by default)."""
+    session = world.member(number)
+    gpus = (Gpu(model=card, memory_mb=1000),) if card else ()
+    machine = Hardware(cpu_model="x", cpu_count=1, memory_mb=1, disk_mb=1, gpus=gpus)
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.nodes.update()
+            .where(schema.nodes.c.address == session.account.address)
+            .values(hardware=machine.model_dump_json())
+        )
+    owned(world, session, owner or 1000 + number)
+    world.clock.advance(1)
+    return session
+
+
+def info(world: World, session: Session) -> NodeInfo:
+    answer = world.http.get(f"/v1/nodes/{session.account.address}")
+    return NodeInfo.model_validate_json(answer.content)
+
+
+def later(world: World, seconds: float = SECONDS) -> None:
+    """Time passes in which all nodes live."""
+    world.clock.advance(seconds)
+    with world.backend.store.begin() as connection:
+        for row in nodes.every(connection, ["active"]):
+            nodes.set_status(connection, row.address, "active", last_heartbeat=world.clock())
+
+
+def ended(world: World, session: Session, reason: Reason) -> None:
+    """The node hands a file in, which gets this verdict."""
+    digest = world.hand_in(session, str(world.clock()).encode())
+    world.clock.advance(1)
+    status = "accepted" if reason is Reason.NONE else "void"
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.submissions.update()
+            .where(schema.submissions.c.digest == digest)
+            .values(status=status, reason=int(reason), judged_at=world.clock())
+        )
+
+
+@BOTH
+def test_one_node_in_ten_may_use_a_card_without_limits(world: World) -> None:
+    for number in range(1, 17):
+        member(world, number)
+    first, second = member(world, 17, H200), member(world, 18, L4)
+    assert ask(world, first).lease is not None
+    refused = ask(world, second)
+    assert refused.lease is None
+    assert refused.retry_after_ms > 0
+    assert "no limits are calibrated for NVIDIA L4, and 1 of 18 active nodes" in refused.reason
+    assert "prime-node join --shadow" in refused.reason
+    assert "orchestrator calibrate" in refused.reason
+    assert len(refused.reason) <= 512
+    shown = info(world, second)
+    assert (shown.uncalibrated_card, shown.uncalibrated_trouble) == (L4, refused.reason)
+    assert (info(world, first).uncalibrated_card, info(world, first).uncalibrated_trouble) == (
+        H200, "",
+    )  # fmt: skip
+    member(world, 19)
+    member(world, 20)
+    later(world)
+    assert ask(world, second).lease is not None, "20 nodes have two places"
+    assert info(world, second).uncalibrated_trouble == ""
+
+
+def test_a_small_pool_has_one_place_and_a_provider_never_two(world: World) -> None:
+    first, second = member(world, 1, H200, owner=7), member(world, 2, L4, owner=7)
+    other = member(world, 3, L4, owner=8)
+    assert ask(world, first).lease is not None
+    assert "another node of this provider has its one place" in ask(world, second).reason
+    assert "1 of 3 active nodes" in ask(world, other).reason
+    with world.backend.store.begin() as connection:
+        nodes.set_status(connection, first.account.address, "silent", last_heartbeat=world.clock())
+    later(world)
+    assert ask(world, second).lease is not None, "the place is free"
+
+
+def test_measured_cards_and_processors_need_no_place(make_world: MakeWorld) -> None:
+    """Neither do cards that the run's tasks do not get."""
+    setup = shipped().setups[0].model_copy(update={"device": "NVIDIA H100 PCIe"})
+    measured = shipped().model_copy(update={"setups": (setup,)})
+    world = make_world(task=GPU_TASK, groups_per_batch=64, calibration=measured.digest())
+    put_object(world.backend.objects, measured.canonical())
+    world.publish(0)
+    sessions = [
+        member(world, 1), member(world, 2, "NVIDIA H100 80GB HBM3"),
+        member(world, 3, "NVIDIA H100 NVL"), member(world, 4, L4),
+    ]  # fmt: skip
+    assert all(ask(world, session).lease is not None for session in sessions)
+    assert [info(world, session).uncalibrated_card for session in sessions] == ["", "", "", L4]
+    assert "no limits are calibrated" in ask(world, member(world, 5, L4)).reason
+
+
+def test_without_a_gpu_task_the_cards_of_a_machine_do_not_count(make_world: MakeWorld) -> None:
+    world = make_world(groups_per_batch=64)
+    world.publish(0)
+    sessions = [member(world, number, L4) for number in (1, 2, 3)]
+    assert all(ask(world, session).lease is not None for session in sessions)
+
+
+def test_a_calibration_that_cannot_be_read_refuses_no_node(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(task=GPU_TASK, groups_per_batch=64, calibration="0x" + "5" * 64)
+    world.publish(0)
+    assert all(ask(world, member(world, number, L4)).lease is not None for number in (1, 2))
+    assert "cannot be read" in caplog.text
+
+
+def test_a_node_whose_files_state_a_card_that_it_did_not_declare_needs_a_place(
+    world: World,
+) -> None:
+    honest, liar = member(world, 1, H200), member(world, 2)
+    ended(world, liar, Reason.NONE)
+    assert info(world, liar).uncalibrated_card == ""
+    setup = f"plain/1 float32 {L4} exact"
+    with world.backend.store.begin() as connection:
+        drift.add(connection, liar.account.address, setup, dict.fromkeys(STATISTICS, 0.5))
+        drift.add(connection, honest.account.address, "plain/1 float32 cpu", {"sketch": 0.5})
+    later(world)
+    assert "no limits are calibrated for NVIDIA L4" in ask(world, liar).reason
+    assert info(world, liar).uncalibrated_card == L4
+    assert ask(world, honest).lease is not None
+
+
+def test_a_provider_whose_files_keep_failing_gets_no_more_such_leases(world: World) -> None:
+    """Nothing of it is slashed, so the number of tries is what bounds it."""
+    liar, honest = member(world, 1, H200, owner=7), member(world, 2, L4)
+    waits = member(world, 3, L4, owner=7)
+    for number in range(OUTSIDE - 1):
+        ended(world, liar, Reason.UNCALIBRATED)
+        ended(world, liar, Reason.NONE)  # one that is within the limits pays for no other
+        assert ask(world, honest).lease is None, number
+    ended(world, liar, Reason.UNAVAILABLE)
+    ended(world, liar, Reason.UNCALIBRATED)
+    refused = ask(world, liar)
+    assert refused.lease is None, "at once, not when the quota is read again"
+    assert (
+        f"{OUTSIDE} of the newest {WINDOW} files of node {liar.account.address}" in refused.reason
+    )
+    later(world)
+    assert "its provider gets no lease for a card" in ask(world, waits).reason
+    assert info(world, waits).uncalibrated_trouble == ask(world, waits).reason
+    assert ask(world, honest).lease is not None, "the place is another provider's now"
+    with world.backend.store.begin() as connection:
+        row = nodes.get(connection, liar.account.address)
+        assert row is not None
+        assert row.status == "active"
+        assert connection.execute(schema.slashes.select()).first() is None
+        for address in (liar.account.address, waits.account.address):
+            nodes.set_status(connection, address, "left", last_heartbeat=world.clock())
+    again = member(world, 4, H200, owner=7)
+    later(world)
+    assert "its provider gets no lease for a card" in ask(world, again).reason
+
+
+def test_an_honest_node_with_rare_files_outside_keeps_its_place(world: World) -> None:
+    session = member(world, 1, H200)
+    for _ in range(OUTSIDE - 1):
+        ended(world, session, Reason.UNCALIBRATED)
+    for _ in range(WINDOW):
+        ended(world, session, Reason.NONE)
+    ended(world, session, Reason.UNCALIBRATED)
+    assert ask(world, session).lease is not None
+
+
+def test_the_quota_is_read_once_a_minute_and_for_a_new_node_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Any] = []
+    read = uncalibrated.read
+
+    def counted(*args: Any) -> uncalibrated.Quota:
+        reads.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(uncalibrated, "read", counted)
+    plain, card = member(world, 1), member(world, 2, H200)
+    for _ in range(3):
+        ask(world, plain)
+    assert len(reads) == 1
+    for _ in range(3):
+        ask(world, card)
+    assert len(reads) == 1, "the first reading has seen it"
+    new = member(world, 3, H200)
+    for _ in range(3):
+        assert ask(world, new).lease is None
+    assert len(reads) == 2
+    later(world)
+    ask(world, new)
+    assert len(reads) == 3
+
+
+def test_a_malformed_setup_is_no_card(world: World) -> None:
+    calibration: Calibration = shipped()
+    node = Address("0x" + "1" * 40)
+    with world.backend.store.begin() as connection:
+        for setup in ("", "x", "a b", "plain/1 float32 cpu", "plain/1 float8 cpu aarch64"):
+            drift.add(connection, node, setup, {"sketch": 0.1})
+        assert uncalibrated.shown(connection, calibration) == {}
