@@ -27,6 +27,7 @@ from prime_chain.history import Slash
 from prime_core import encoding
 from prime_core.checkpoint import PolicyStatement
 from prime_core.errors import (
+    FatalError,
     MalformedError,
     NotFoundError,
     PrimeError,
@@ -434,6 +435,20 @@ def test_a_validator_short_of_memory_tries_once_more_and_then_leaves_the_file_to
         panel.mgr.now.time += LATER_SECONDS
         assert panel.validator.judge_next() == row.digest
     assert status_of(panel, row)[1] == "abstained"
+
+
+def test_a_validator_whose_card_failed_abstains_once_and_ends(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+
+    def fails(case: Case) -> Finding:
+        raise FatalError("a card failed while the engine used it: CUDA error")
+
+    monkeypatch.setattr(judging, "verify_file", fails)
+    with pytest.raises(FatalError, match="a card failed"):
+        panel.validator.judge_next()
+    assert status_of(panel, row)[1] == "abstained", "it is not offered this file again"
 
 
 def test_memory_that_is_free_again_lets_the_file_be_judged(

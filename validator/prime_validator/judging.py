@@ -24,6 +24,7 @@ from prime_broadcast.pool import Policies
 from prime_core import encoding, memory, tracing
 from prime_core.errors import (
     ConflictError,
+    FatalError,
     MalformedError,
     NotFoundError,
     PolicyError,
@@ -130,6 +131,7 @@ class Validator:
         self._hold = setup.hold
         self._delayed: set[Digest] = set()
         """Files whose opinion could not be handed in, which is logged once."""
+        self._failure: FatalError | None = None
         self._short: set[Digest] = set()
         """Files for which memory was short once."""
 
@@ -138,13 +140,16 @@ class Validator:
         policy, whose rows share prefills; returns them.
 
         Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept, and
-        one that cannot be handed in holds up no other file.
+        one that cannot be handed in holds up no other file. Raises FatalError, after it abstained,
+        if this process can judge nothing more, as after a card failed.
         """
         answer = self._api.claim(most)
         self._hand_in_together([Digest(digest) for digest in answer.reveal])
         names = [Digest(job.submission_digest) for job in answer.jobs]
         with self._kept(names):
             self._judge_together(answer.jobs)
+        if self._failure is not None:
+            raise self._failure
         return names
 
     def hand_in(self, digest: Digest) -> None:
@@ -324,6 +329,9 @@ class Validator:
             raise _LaterError(Reason.OUT_OF_RESOURCES, str(error)) from error
         except MemoryError as error:
             return Finding(Reason.OUT_OF_RESOURCES, f"out of memory: {error}")
+        except FatalError as error:  # such as of a card that failed
+            self._failure = error
+            raise _AbstainError(Reason.VALIDATOR_CRASHED, str(error)) from error
         except Exception as error:
             # A defect of ours is never the node's fault: log it in full, and let another
             # validator judge the file.
