@@ -26,7 +26,7 @@ BENCHES = {
     "researcher": "Whole GRPO steps of `trainer local` next to TRL's: time, memory, lines",
     "engine": "What proofs, lease slots and new policies cost an engine",
     "plan": "Memory of a training step as planned, over what a real one takes",
-    "plan_qwq": "What `trainer plan` says of QwQ-32B on 8 to 64 cards (20 minutes)",
+    "plan_qwq": "What `trainer plan` says of QwQ-32B on 8 to 64 cards (10 minutes)",
     "gpu": "Tokens a second and MFU of the trainer on one GPU, next to prime-rl's published figure",
     "environments": "Programs a second in the sandbox, graders",
     "file_times": "Files' times on a live devnet, one of its nodes slowed fourfold",
