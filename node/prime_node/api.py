@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from prime_core.checkpoint import SignedManifest
 from prime_core.errors import MalformedError, UntrustedError
 from prime_core.gateway import Gateway, GatewayAnswer, GatewayRequest
 from prime_core.ids import Address, Digest
@@ -155,7 +156,12 @@ class NodeApi:
         except ValidationError as error:
             raise MalformedError(f"the answer of {path} is no such list: {error}") from error
 
+    def policy(self, version: int) -> SignedManifest:
+        """Returns one policy's manifest. Raises NotFoundError if it was not published."""
+        return self.client.get(f"/v1/policies/{version}", SignedManifest)
+
     def policies(self) -> PolicyList:
+        """Returns the newest policies' manifests: megabytes in a pool of a large model."""
         return self.client.get("/v1/policies", PolicyList)
 
     def lease(

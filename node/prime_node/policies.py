@@ -1,7 +1,10 @@
 """Keeps the node's policies up to date in one background thread, which fetches what the last
 heartbeat announced or what a lease needs.
 
-    heartbeat: newest version, relays ──► GET /v1/policies ──► PolicyFolder.ensure ──► on_arrival
+    heartbeat: newest version, relays ──► its manifest ──► PolicyFolder.ensure ──► on_arrival
+
+The next version's manifest is asked for alone. A node that is new or more than one version behind
+asks for the list of the newest, whose deltas may lead from a policy on disk to the wanted one.
 """
 
 from __future__ import annotations
@@ -13,8 +16,7 @@ from collections.abc import Callable, Collection
 
 from prime_broadcast.folder import Arrived, PolicyFolder
 from prime_broadcast.sources import Fault
-from prime_core.checkpoint import SignedManifest
-from prime_core.errors import PrimeError, UnavailableError
+from prime_core.errors import NotFoundError, PrimeError, UnavailableError
 from prime_core.ids import Digest
 from prime_node import policy_log
 from prime_node.api import NodeApi
@@ -148,13 +150,12 @@ class PolicyKeeper:
             return asked
 
     def _fetch(self, version: int, api: NodeApi) -> None:
-        known = {signed.manifest.version: signed for signed in api.policies().policies}
-        if version not in known:
-            if known and version < min(known):
-                self._drop(version)
-            raise UnavailableError("the orchestrator does not list it (yet)")
         with self._changed:
-            relays = self._relays
+            relays, behind = self._relays, version - 1 not in self._digests
+        try:
+            wanted = api.policy(version)
+        except NotFoundError as error:
+            raise UnavailableError("the orchestrator does not list it (yet)") from error
         if not relays:
             raise UnavailableError("no relay is known yet")
         started = time.monotonic()
@@ -162,9 +163,9 @@ class PolicyKeeper:
         try:
             arrived = self._folder.ensure(
                 version,
-                known[version],
+                wanted,
                 relays,
-                others=_others(known, version),
+                others=api.policies().policies if behind else (),
                 on_fault=self._note_fault,
             )
             self._record(arrived, time.monotonic() - started)
@@ -194,16 +195,8 @@ class PolicyKeeper:
         manifest = self._folder.manifest(arrived.stats.version).manifest
         policy_log.record(self._folder.root.parent, manifest, arrived.stats, seconds)
 
-    def _drop(self, version: int) -> None:
-        with self._changed:
-            self._wanted.discard(version)
-
     def _prune(self) -> None:
         gone = self._folder.prune(self._keep, self._pinned())
         with self._changed:
             for version in gone:
                 self._digests.pop(version, None)
-
-
-def _others(known: dict[int, SignedManifest], version: int) -> list[SignedManifest]:
-    return [signed for number, signed in known.items() if number != version]

@@ -155,6 +155,7 @@ class Folder:
     def __init__(self, root: Path, here: tuple[int, ...], never: tuple[int, ...] = ()) -> None:
         self.root = root / "policies"
         self.here, self.never, self.tried = [*here], never, list[int]()
+        self.others: list[int] = []
 
     def versions(self) -> list[int]:
         return self.here
@@ -165,6 +166,7 @@ class Folder:
 
     def ensure(self, version: int, *arguments: object, **options: object) -> Any:
         self.tried.append(version)
+        self.others.append(len(options["others"]))  # type: ignore[arg-type]
         if version in self.never:
             raise UnavailableError("no relay has it")
         self.here.append(version)
@@ -177,29 +179,30 @@ class Folder:
 def keeper_over(folder: Folder, newest: int) -> PolicyKeeper:
     """Its orchestrator lists every version up to `newest`."""
     listed = SimpleNamespace(policies=[folder.manifest(n) for n in range(newest + 1)])
-    api: Any = SimpleNamespace(policies=lambda: listed, close=lambda: None)
+    api: Any = SimpleNamespace(policy=folder.manifest, policies=lambda: listed, close=lambda: None)
     stand_in: Any = folder
     return PolicyKeeper(stand_in, lambda: api, keep=99, on_arrival=lambda: None, pinned=lambda: ())
 
 
 @pytest.mark.parametrize(
-    ("here", "newest", "tried"),
+    ("here", "newest", "tried", "others"),
     [
-        ((), 3, [3]),
-        ((0,), 3, [1, 2, 3]),
-        ((2,), 2 + CATCH_UP, [3, 4, 5, 6, 7]),
-        ((2,), 3 + CATCH_UP, [3 + CATCH_UP]),
+        ((), 3, [3], [4]),
+        ((0,), 3, [1, 2, 3], [0, 0, 0]),
+        ((2,), 2 + CATCH_UP, [3, 4, 5, 6, 7], [0] * 5),
+        ((2,), 3 + CATCH_UP, [3 + CATCH_UP], [4 + CATCH_UP]),
     ],
     ids=["nothing is here", "a little behind", "just not too far", "too far"],
 )
 def test_a_node_a_little_behind_takes_each_version_in_turn_and_one_far_behind_the_newest(
-    tmp_path: Path, here: tuple[int, ...], newest: int, tried: list[int]
+    tmp_path: Path, here: tuple[int, ...], newest: int, tried: list[int], others: list[int]
 ) -> None:
+    """The list of manifests is asked for only where a chain of deltas may need it."""
     folder = Folder(tmp_path, here)
     with started(keeper_over(folder, newest)) as keeper:
         keeper.note_answer(newest, ("http://relay",))
         until(lambda: keeper.newest() == newest, "the newest arrives")
-    assert folder.tried == tried
+    assert (folder.tried, folder.others) == (tried, others)
 
 
 def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
