@@ -107,6 +107,9 @@ def read(connection: Connection, run: RunDefinition, calibration: Calibration) -
     }
     providers = {row.provider for row, _ in need.values() if row.provider is not None}
     siblings = nodes.of_providers(connection, providers)
+    everyone = {*need, *(one.address for own in siblings.values() for one in own)}
+    counts = submissions.tallies_of(connection, everyone)
+    void = {node for node, found in counts.items() if found.get("void", 0) >= OUTSIDE}
     places = max(1, len(active) // SHARE)
     taken: set[Address] = set()
     judged: dict[Address, Address | None] = {}
@@ -114,8 +117,8 @@ def read(connection: Connection, run: RunDefinition, calibration: Calibration) -
     for row, card in need.values():
         owner = row.provider or row.address
         if owner not in judged:
-            own = [one.address for one in siblings.get(owner, [row])]
-            judged[owner] = failing(connection, own)
+            own = void.intersection(one.address for one in siblings.get(owner, [row]))
+            judged[owner] = failing(connection, own) if own else None
         bad = judged[owner]
         if bad is not None:
             troubles[row.address] = why_failing(bad)
