@@ -216,11 +216,11 @@ def test_a_machine_that_is_short_of_memory_says_nothing_of_a_file(
 def test_a_card_that_is_short_of_memory_in_a_replay_accuses_no_node(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(**_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     file = world.honest(4)
-    monkeypatch.setattr(world.engine, "_decoder", full)
+    monkeypatch.setattr(world.engine._held, "_arguments", full)
     found = world.judge(file)
     assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.OUT_OF_RESOURCES)
     assert found.detail.startswith("replay ran out of memory: CUDA out of memory. Tried")
