@@ -128,7 +128,8 @@ class HeldModel:
     def replace(self, folder: Path) -> bool:
         """Loads the weights of `folder`/*.safetensors in place of these, and compares each of them
         with the file afterwards, on its device. Returns False, with nothing changed, if the files
-        have other tensors than those before (names, shapes, dtypes), or if `prepare` changed these.
+        have other tensors than those before (names, shapes, dtypes), if they do not cover every
+        weight of the model, or if `prepare` changed these.
 
         Raises UnavailableError if a weight is not as in the file, or errors of torch and
         safetensors; the model then holds parts of both policies.
@@ -137,13 +138,20 @@ class HeldModel:
         if self.prepared or _forms(found) != self._forms:
             return False
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, (path, _shape, _dtype) in found.items():
+        sources = {id(parameters[name]): (path, name) for name, (path, *_form) in found.items()}
+        embedding = sources.get(id(self.decoder.embed_tokens.weight))
+        if embedding is not None:  # a tied head has its own copy once `widen` made it float32
+            sources.setdefault(id(self._head.weight), embedding)
+        if any(id(each) not in sources for each in parameters.values()):
+            return False
+        for parameter in self.model.parameters():
+            path, name = sources[id(parameter)]
             with safe_open(path, framework="pt") as file:
                 stored = file.get_tensor(name)
             held_in = self.dtype or stored.dtype
-            for held, given in pieces(parameters[name], stored):
+            for held, given in pieces(parameter, stored):
                 held.copy_(given.to(held_in))
-            if not equal_in(held_in, parameters[name], stored):
+            if not equal_in(held_in, parameter, stored):
                 raise UnavailableError(f"{name} of {folder} was not loaded as it is in the policy")
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,16 +33,35 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_model(root / "0"), write_tiny_model(root / "1", seed=1)
 
 
+@pytest.fixture(scope="module")
+def tied(policies: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """The same policies with the embedding as their head, which then is not in the files."""
+    made = []
+    for policy in policies:
+        folder = tmp_path_factory.mktemp("tied") / policy.name
+        shutil.copytree(policy, folder)
+        weights = load_file(folder / WEIGHTS)
+        del weights["lm_head.weight"]
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        made.append(folder)
+    return tuple(made)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("head", ["policies", "tied"])
 def test_an_engine_with_the_next_policy_in_place_is_that_of_a_new_one(
-    policies: tuple[Path, Path],
+    request: pytest.FixtureRequest,
+    head: str,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     native: bool,
     device: str,
 ) -> None:
+    policies = request.getfixturevalue(head)
     monkeypatch.setattr(held, "native_bfloat16", lambda: native)
     monkeypatch.setattr(policy_weights, "SLICE_BYTES", 4096)  # tensors are copied in several pieces
     engine, new = _engine(policies[0], dtype=dtype, device=device), _engine(policies[1])
