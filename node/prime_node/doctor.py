@@ -32,6 +32,7 @@ from prime_node.fingerprint import (
     use_gpus,
 )
 from prime_node.runtime import make_runtime
+from prime_node.runtime.base import NoCardsError
 from prime_node.state import DataFolder
 from prime_node.wallet import named_provider
 
@@ -43,7 +44,7 @@ def examine(settings: Settings) -> list[DoctorCheck]:
     """Runs every check possible with these settings, in order. Limits this process to the node's
     cards."""
     use_gpus(settings.gpus)
-    checks = [_python(), _disk(settings), _memory(), _gpu(settings), _keystore(settings)]
+    checks = [_python(), _disk(settings), _memory(), _keystore(settings)]
     pool, run = None, None
     if settings.orchestrator:
         with OrchestratorClient(settings.need_orchestrator(), timeout=5.0) as client:
@@ -57,7 +58,7 @@ def examine(settings: Settings) -> list[DoctorCheck]:
                 "orchestrator", "warning", "none is named", "add --orchestrator URL to check it"
             )
         )
-    checks.append(_runtime(settings, run))
+    checks += [_gpu(settings, run), _runtime(settings, run)]
     if run is not None:
         checks.append(_requirements(settings, run))
     if pool is not None:
@@ -95,18 +96,26 @@ def _memory() -> DoctorCheck:
     return DoctorCheck("memory", "ok", found)
 
 
-def _gpu(settings: Settings) -> DoctorCheck:
+def _gpu(settings: Settings, run: RunDefinition | None) -> DoctorCheck:
+    """Cards that do not work are a failure only if the run is known and gives its tasks cards, or
+    has nodes prove them."""
+    proved = run is not None and run.cards is not None and set(run.cards.kinds) != {"cpu"}
+    asked = proved or (run is not None and run.task.gpus)
+    outcome: Outcome = "failed" if asked else "warning"
     try:
         gpus = read_gpus(settings.gpus)
-        require_seen(gpus)
     except UserError as error:
         return failed("gpu", error, "nvidia-smi -L")
+    try:
+        require_seen(gpus)
+    except UserError as error:
+        return DoctorCheck("gpu", outcome, str(error), error.hint)
     if not gpus and settings.gpus == "none":
         return DoctorCheck("gpu", "ok", "none are used (gpus = none)")
     if not gpus and (there := cards_on_bus()):
         fix = f"install the NVIDIA driver until nvidia-smi -L lists them, or {CPU_ONLY}"
         found = f"{there} NVIDIA cards are in this machine, and its driver shows none"
-        return DoctorCheck("gpu", "failed", found, fix)
+        return DoctorCheck("gpu", outcome, found, fix)
     if not gpus:
         return DoctorCheck("gpu", "ok", "none seen (fine for pools that ask for none)")
     return DoctorCheck("gpu", "ok", ", ".join(f"{gpu.model} {gpu.memory_mb} MiB" for gpu in gpus))
@@ -155,9 +164,12 @@ def _runtime(settings: Settings, run: RunDefinition | None) -> DoctorCheck:
     try:
         runtime = make_runtime(settings, DataFolder(settings.data), "doctor")
         said = runtime.check(run.task if run is not None else None)
+    except NoCardsError as error:
+        outcome: Outcome = "warning" if run is None else "failed"
+        return DoctorCheck("runtime", outcome, str(error), error.hint)
     except PrimeError as error:
         return failed("runtime", error, "prime-node join --runtime process (development only)")
-    outcome: Outcome = "warning" if runtime.name == "process" else "ok"
+    outcome = "warning" if runtime.name == "process" else "ok"
     missing = _missing_packages() if runtime.name == "process" else []
     if missing:
         fix = "pip install 'prime-open[node,torch]'"

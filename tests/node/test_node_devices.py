@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,18 +18,26 @@ from pydantic import ValidationError
 
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
+from prime_core.run import RunDefinition
 from prime_core.task import Task
 from prime_engine.sizing import Cards
 from prime_node import doctor, fingerprint, join
 from prime_node.config import Settings
 from prime_node.doctor import _gpu
 from prime_node.join import admit, challenge_device
-from prime_node.runtime.base import Device, Mounts, WorkerOptions
+from prime_node.runtime import make_runtime, process
+from prime_node.runtime.base import Device, Mounts, NoCardsError, WorkerOptions
 from prime_node.runtime.docker import DockerRuntime, cards, shared_memory
+from prime_node.state import DataFolder
 from prime_node.worker.__main__ import parse
 from prime_node.worker.rollout_builder import Options, RolloutBuilder, engine_sizes
 
 GPU = Gpu(model="NVIDIA RTX 4090", memory_mb=24_000)
+
+
+def run_of(*, gpus: bool) -> RunDefinition:
+    run = run_definition()
+    return run.model_copy(update={"task": run.task.model_copy(update={"gpus": gpus})})
 
 
 def machine(*gpus: Gpu) -> Hardware:
@@ -64,19 +73,21 @@ def test_cards_that_torch_does_not_see_are_named_and_never_replaced_by_the_cpu(
     said = f"the driver shows 2 cards to this node, and torch sees {seen} \\(torch "
     with pytest.raises(UserError, match=said) as raised:
         challenge_device(machine(GPU, GPU), Task(image="process", gpus=True))
-    check = _gpu(Settings())
+    check = _gpu(Settings(), run_of(gpus=True))
     assert (check.outcome, check.found) == ("failed", str(raised.value))
     assert check.fix.endswith("work without cards: --gpus none")
-    assert _gpu(Settings(gpus="none")).outcome == "ok"
+    assert _gpu(Settings(), run_of(gpus=False)).outcome == "warning"
+    assert _gpu(Settings(gpus="none"), run_of(gpus=True)).outcome == "ok"
     torch_sees(2, monkeypatch)
-    assert _gpu(Settings()).found == "NVIDIA RTX 4090 24000 MiB, NVIDIA RTX 4090 24000 MiB"
+    assert _gpu(Settings(), None).found == "NVIDIA RTX 4090 24000 MiB, NVIDIA RTX 4090 24000 MiB"
 
 
 def test_doctor_names_torch_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (GPU,))
     monkeypatch.setattr(fingerprint, "find_spec", lambda name: None)
-    check = _gpu(Settings())
+    check = _gpu(Settings(), run_of(gpus=True))
     assert check.outcome == "failed"
+    assert _gpu(Settings(), None).outcome == "warning"
     assert check.fix.startswith("pip install 'prime-open[rollout]'")
 
 
@@ -94,11 +105,13 @@ def test_doctor_finds_cards_without_a_driver(
     assert found == 2, "neither a card's sound nor another maker's card"
     monkeypatch.setattr(fingerprint, "_all_gpus", tuple)
     monkeypatch.setattr(doctor, "cards_on_bus", lambda: found)
-    check = _gpu(Settings())
+    check = _gpu(Settings(), run_of(gpus=True))
+    assert _gpu(Settings(), run_of(gpus=False)).outcome == "warning"
+    assert _gpu(Settings(), None).outcome == "warning"
     assert (check.outcome, check.found) == (
         "failed", "2 NVIDIA cards are in this machine, and its driver shows none",
     )  # fmt: skip
-    assert _gpu(Settings(gpus="none")).outcome == "ok"
+    assert _gpu(Settings(gpus="none"), run_of(gpus=True)).outcome == "ok"
 
 
 def test_doctor_asks_for_the_toolkit_before_it_knows_a_pool(
@@ -111,8 +124,32 @@ def test_doctor_asks_for_the_toolkit_before_it_knows_a_pool(
     with pytest.raises(UserError, match="this machine has GPUs and the Docker engine") as raised:
         runtime.check(None)
     assert "nvidia-container-toolkit" in raised.value.hint
+    monkeypatch.setattr(doctor, "make_runtime", lambda *_given: runtime)
+    assert doctor._runtime(Settings(), None).outcome == "warning"
+    monkeypatch.setattr(runtime, "_image", lambda task: task.image)
+    assert doctor._runtime(Settings(), run_of(gpus=True)).outcome == "failed"
+    assert doctor._runtime(Settings(), run_of(gpus=False)).outcome == "ok"
     info["Runtimes"]["nvidia"] = {}
     assert runtime.check(None).startswith("Docker")
+
+
+@pytest.mark.parametrize("kind", ["docker", "process"])
+def test_a_node_without_cards_takes_a_task_that_asks_for_gpus(
+    kind: Literal["docker", "process"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(fingerprint, "_all_gpus", lambda: (GPU,))
+    info = SimpleNamespace(info=lambda: {"Runtimes": {"runc": {}}})
+    monkeypatch.setattr(DockerRuntime, "_engine", lambda runtime: info)
+    monkeypatch.setattr(DockerRuntime, "_image", lambda runtime, task: task.image)
+    task = Task(image="process", gpus=True)
+    for gpus, refused in (("none", False), ("all", True)):
+        settings = Settings(gpus=gpus, runtime=kind, data=tmp_path)
+        runtime = make_runtime(settings, DataFolder(tmp_path), "test")
+        with pytest.raises(NoCardsError) if refused else nullcontext():
+            runtime.check(task)
+    if kind == "docker":
+        DockerRuntime("test", gpus="none").check(None)
 
 
 def test_a_worker_that_sees_no_card_ends_in_one_sentence(

@@ -12,7 +12,7 @@ from prime_node.state import DataFolder
 def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
     """Returns the runtime that the settings select; `owner` labels its containers."""
     if settings.runtime == "process":
-        return ProcessRuntime(data.logs, settings.worker_command)
+        return ProcessRuntime(data.logs, settings.worker_command, settings.gpus)
     if settings.worker_command:
         raise UserError(
             "another worker than the task's own runs only with --runtime process",
@@ -33,5 +33,9 @@ def make_runtime(settings: Settings, data: DataFolder, owner: str) -> Runtime:
         cpus=settings.task_cpus,
     )
     return DockerRuntime(
-        owner, limits=limits, shm_mb=settings.shm_mb, public_only=settings.public_only
+        owner,
+        limits=limits,
+        shm_mb=settings.shm_mb,
+        public_only=settings.public_only,
+        gpus=settings.gpus,
     )

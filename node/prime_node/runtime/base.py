@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from prime_core.errors import UserError
 from prime_core.task import Task
 
 LOG_TAIL_BYTES = 8 << 10
@@ -87,6 +88,10 @@ class TaskHandle(Protocol):
         ...
 
 
+class NoCardsError(UserError):
+    """Tasks that ask for GPUs cannot get the node's cards here."""
+
+
 class Runtime(Protocol):
     """A way to run tasks."""
 
@@ -100,8 +105,8 @@ class Runtime(Protocol):
 
     def check(self, task: Task | None) -> str:
         """Returns one line on what is available. Raises UserError (what, why, what to do) if tasks
-        cannot run here; with `task`, also checks its image and devices, without it whether tasks
-        would get this machine's cards."""
+        cannot run here, NoCardsError if they cannot get the node's cards; with `task`, also checks
+        its image, and the cards only if it asks for them."""
         ...
 
     def clean(self) -> int:

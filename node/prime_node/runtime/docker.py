@@ -45,8 +45,8 @@ from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import IMAGE_VARIABLE, Task
 from prime_core.transport.addresses import PrivateAddressError, public_address
 from prime_engine.sizing import SHM_MB_ALONE, SHM_MB_TOGETHER
-from prime_node.fingerprint import read_gpus
-from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
+from prime_node.fingerprint import CPU_ONLY, read_gpus
+from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, NoCardsError, WorkerOptions
 
 log = logging.getLogger("prime.node.docker")
 
@@ -234,7 +234,8 @@ class DockerRuntime:
     """Tasks as containers of the local engine. `owner` marks them, so that a restarted agent finds
     and ends what it left behind; `base_url` None means the environment's engine; `limits` bound
     what a task may ask for; `shm_mb` is a container's shared memory, 0 for `shared_memory`; with
-    `public_only` images come from registries with public addresses."""
+    `public_only` images come from registries with public addresses; `gpus` are the node's cards
+    (config.Settings)."""
 
     name: Literal["docker"] = "docker"
 
@@ -245,8 +246,10 @@ class DockerRuntime:
         limits: OwnerLimits | None = None,
         shm_mb: int = 0,
         public_only: bool = True,
+        gpus: str = "all",
     ) -> None:
         self._owner = owner
+        self._gpus = gpus
         self._base_url = base_url
         self._limits = limits or OwnerLimits()
         self._shm_mb = shm_mb
@@ -294,13 +297,16 @@ class DockerRuntime:
             )
         if task is not None:
             self._image(task)
-        with_cards = bool(read_gpus()) if task is None else task.gpus
+        if task is None:
+            with_cards = bool(read_gpus(self._gpus))
+        else:
+            with_cards = task.gpus and self._gpus != "none"
         if with_cards and "nvidia" not in info.get("Runtimes", {}):
             who = "this machine has GPUs" if task is None else "the task asks for GPUs"
-            raise UserError(
+            raise NoCardsError(
                 f"{who} and the Docker engine has no NVIDIA runtime",
                 hint="install nvidia-container-toolkit, then: sudo nvidia-ctk runtime "
-                "configure --runtime=docker && sudo systemctl restart docker",
+                f"configure --runtime=docker && sudo systemctl restart docker; or {CPU_ONLY}",
             )
         return f"Docker {info.get('ServerVersion', '?')} with {info.get('Driver', '?')}"
 

@@ -26,8 +26,9 @@ import prime_node
 from prime_core.errors import UnavailableError, UserError
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.task import Task
+from prime_node.fingerprint import CPU_ONLY
 from prime_node.runtime import guard
-from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, WorkerOptions
+from prime_node.runtime.base import LOG_TAIL_BYTES, Mounts, NoCardsError, WorkerOptions
 from prime_node.state import empty_folder
 
 log = logging.getLogger("prime.node.process")
@@ -36,6 +37,8 @@ WARNING = (
     "--runtime process ISOLATES NOTHING: the task can read this user's files and use the network. "
     "It is for development; use --runtime docker on a machine you care about."
 )
+DRIVER = Path("/dev/nvidiactl")
+"""Exists where an NVIDIA driver runs."""
 LARGEST_LOG = 16 << 20
 OUTBOX_BYTES = 2 * MAX_FILE_BYTES
 """Room for one finished file and the next."""
@@ -113,12 +116,14 @@ class ProcessRuntime:
     """Starts workers as child processes in this virtual environment.
 
     `command` (development) replaces our own worker; its module must accept the worker's arguments.
+    `gpus` are the node's cards (config.Settings).
     """
 
     name: Literal["process"] = "process"
 
-    def __init__(self, logs: Path, command: tuple[str, ...] = ()) -> None:
+    def __init__(self, logs: Path, command: tuple[str, ...] = (), gpus: str = "all") -> None:
         self._logs = logs
+        self._gpus = gpus
         self._command = command or ("python", "-m", "prime_node.worker")
 
     @property
@@ -126,10 +131,11 @@ class ProcessRuntime:
         return os.getuid()
 
     def check(self, task: Task | None) -> str:
-        if task is not None and task.gpus and not Path("/dev/nvidiactl").exists():
-            raise UserError(
+        wanted = task is not None and task.gpus and self._gpus != "none"
+        if wanted and not DRIVER.exists():
+            raise NoCardsError(
                 "the task asks for GPUs and this machine shows none",
-                hint="install the NVIDIA driver, or join a pool without GPUs",
+                hint=f"install the NVIDIA driver, or {CPU_ONLY}",
             )
         return WARNING
 
