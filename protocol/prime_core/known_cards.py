@@ -89,8 +89,10 @@ def family_of(device: str) -> str:
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device that a file or an engine names is a card, not a processor."""
-    return not device.lower().startswith("cpu")
+    """Whether a device that a file or an engine names is a card: neither a processor nor a name
+    that could be read as another one with the suffix of exact setups (replay_checks._named)."""
+    words = device.lower().split()
+    return bool(words) and words[-1] != "exact" and not words[0].startswith("cpu")
 
 
 def known_card(cards: Sequence[Gpu]) -> KnownCard:

@@ -52,9 +52,11 @@ class Case:
     object that run.calibration names; None uses the shipped one. `draw_count`: rows to replay, if
     more than the run's share. `seen`: looks up rows of other files; a file that repeats any is
     replayed completely. `rewards_first`: grade before the replay in any environment, for audits of
-    a tampered reward.
+    a tampered reward. `on_any_card`: judge on a card for which the calibration does not hold, too:
+    it accepts within the file's limits and accuses no one beyond them. For validators; audits
+    compare verdicts, for which such a card says too little.
 
-    The attributes below `rewards_first` are results of checks, for the checks after them; to read
+    The attributes below `on_any_card` are results of checks, for the checks after them; to read
     one before its check has run raises AttributeError. `finding` is that of an accepted file, as
     far as it is known.
     """
@@ -72,6 +74,7 @@ class Case:
     draw_count: int | None = None
     seen: Seen | None = None
     rewards_first: bool = False
+    on_any_card: bool = False
     file: RolloutFile = field(init=False)
     engine: Engine = field(init=False)
     plan: Sequence[PlannedRow] = field(init=False)

@@ -27,12 +27,10 @@ from prime_verify.finding import Finding, RulingError
 from prime_verify.proofs import exact
 from prime_verify.proofs.thresholds import (
     STATISTICS,
-    WIDENED,
     Calibration,
     Limits,
     SetupLimits,
     shipped,
-    widest,
 )
 from prime_verify.rollout_file import FileMetadata, RolloutFile
 
@@ -173,16 +171,18 @@ def _limits_for(case: Case) -> _LimitsFor:
     chosen, engine, made = case.calibration or shipped(), case.engine, case.file.metadata
     if case.run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return _LimitsFor(None, None)
-    own = chosen.setup(made.engine, made.dtype, made.device)
-    setup = own or chosen.widest(made.engine, made.dtype, made.device)
-    uncalibrated = own is None and setup is not None
+    setup = chosen.setup(made.engine, made.dtype, made.device)
+    uncalibrated = setup is None and case.run.task.gpus
+    if uncalibrated:
+        setup = chosen.widest(made.engine, made.dtype, made.device)
+        uncalibrated = setup is not None
     replayed_by = engine.name, engine.dtype, engine.device
     if chosen.replayed_by(*replayed_by):
         outside = Reason.UNCALIBRATED if uncalibrated else None
         return _LimitsFor(chosen, setup, uncalibrated, outside)
-    if chosen.replayed_widely_by(*replayed_by):
-        wide = None if setup is None else widest([setup], WIDENED)
-        return _LimitsFor(chosen, wide, uncalibrated, Reason.UNKNOWN_SETUP)
+    if case.on_any_card and chosen.replayed_widely_by(*replayed_by):
+        outside = Reason.UNCALIBRATED if uncalibrated else Reason.UNKNOWN_SETUP
+        return _LimitsFor(chosen, setup, uncalibrated, outside)
     return _LimitsFor(None, None, uncalibrated)
 
 

@@ -103,7 +103,7 @@ def test_a_validator_on_an_unmeasured_card_starts_and_says_what_it_cannot_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = check_replay(shipped(), "float32", "cuda:7")
-    assert "this validator replays on cuda:7: it accepts files within 1.1 times" in said
+    assert "this validator replays on cuda:7: it accepts files within their limits" in said
     assert "rejects none; to judge them, replay on cpu" in said
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 PCIe")
     assert "replays on NVIDIA H100 PCIe" in check_replay(shipped(), "float32", "cuda")

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]'")
 
 from judges import judge_of
-from judging_kit import HONEST, LIAR, JudgedPool, Make, StoreReader
+from judging_kit import HONEST, LIAR, JudgedPool, Make, StoreReader, small_run
 from money_kit import TRAINER, VALIDATOR, key
 from test_audit_export import Published
 
@@ -37,6 +37,7 @@ from prime_core.errors import (
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
+from prime_core.run import RunDefinition
 from prime_core.seeds import drawn_rows
 from prime_core.storage.base import ObjectStore, digest_key, put_object
 from prime_core.task import SignedLease, shadow_pool
@@ -186,6 +187,13 @@ def test_tampering_is_audited_by_the_grader_alone_though_the_validator_replayed_
         nothing_replayed.setattr(replay, "Replayed", None)
         found = panel.audit(panel.slash(row))
     assert (found.result, found.expected) == ("match", Reason.TAMPERED_REWARD), found
+
+
+@pytest.fixture
+def panel_run() -> RunDefinition:
+    """Its tasks get GPUs."""
+    run = small_run()
+    return run.model_copy(update={"task": run.task.model_copy(update={"gpus": True})})
 
 
 def on_a_card(make: Make) -> Make:

@@ -19,7 +19,7 @@ from prime_core.task import Task
 from prime_core.verdict import Reason
 from prime_orchestrator.manager import uncalibrated
 from prime_orchestrator.manager.uncalibrated import OUTSIDE, SECONDS, WINDOW
-from prime_orchestrator.store import drift, nodes, schema
+from prime_orchestrator.store import drift, leases, nodes, schema
 from prime_verify.proofs.thresholds import STATISTICS, Calibration, shipped
 
 H200, L4 = "NVIDIA H200", "NVIDIA L4"
@@ -158,6 +158,38 @@ def test_a_node_whose_files_state_a_card_that_it_did_not_declare_needs_a_place(
     assert "no limits are calibrated for NVIDIA L4" in ask(world, liar).reason
     assert info(world, liar).uncalibrated_card == L4
     assert ask(world, honest).lease is not None
+
+
+def test_new_keys_of_a_provider_that_showed_such_a_card_need_its_place(world: World) -> None:
+    """Else each new key would be given a first lease before its files show the card."""
+    first, old = member(world, 1, owner=7), member(world, 2, owner=7)
+    other = member(world, 3, owner=8)
+    with world.backend.store.begin() as connection:
+        for session, setup in ((first, f"plain/1 float32 {L4}"), (old, "plain/1 float32 cpu")):
+            drift.add(connection, session.account.address, setup, {"sketch": 0.5})
+        nodes.set_status(connection, first.account.address, "left", last_heartbeat=world.clock())
+    taken = member(world, 4, H200, owner=9)
+    again = member(world, 5, owner=7)
+    later(world)
+    assert ask(world, taken).lease is not None
+    assert "no limits are calibrated for NVIDIA L4" in ask(world, again).reason
+    assert info(world, again).uncalibrated_card == L4
+    assert ask(world, old).lease is not None, "its files show what it works on"
+    assert ask(world, other).lease is not None
+
+
+def test_nodes_without_a_place_are_not_idle(world: World) -> None:
+    """Work is not kept for them."""
+    member(world, 1, H200)
+    second = member(world, 2, L4)
+    ask(world, second)
+    with world.backend.store.begin() as connection:
+        quota = world.backend.quota.of(
+            connection, world.backend.objects, world.backend.context.run, world.clock()
+        )
+        assert quota.troubles.keys() == {second.account.address}
+        assert leases.idle_nodes(connection, world.clock()) == 2
+        assert leases.idle_nodes(connection, world.clock(), list(quota.troubles)) == 1
 
 
 def test_a_provider_whose_files_keep_failing_gets_no_more_such_leases(world: World) -> None:

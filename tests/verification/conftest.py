@@ -103,6 +103,7 @@ class World:
         secret: int = 0,
         run: RunDefinition | None = None,
         calibration: Calibration | None = None,
+        on_any_card: bool = False,
     ) -> Finding:
         found = verify_file(
             Case(
@@ -115,6 +116,7 @@ class World:
                 draw_secret=digest(secret.to_bytes(32, "big")),
                 submission_digest=file.lease_digest,
                 calibration=calibration,
+                on_any_card=on_any_card,
             )
         )
         assert_its_check_gives_its_reason(found)

@@ -33,6 +33,13 @@ H200 = {"device": "NVIDIA H200"}
 DEVICES = ("cpu", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L4", "a card of tomorrow")
 
 
+@pytest.fixture
+def world(world: Any) -> Any:
+    """The run's tasks get GPUs."""
+    task = world.run.task.model_copy(update={"gpus": True})
+    return replace(world, run=world.run.model_copy(update={"task": task}))
+
+
 def _tail(limit: int) -> Tail:
     return Tail(count=1, quantiles=(0, 0, 0), largest=0, start=0, scale=0, limit=limit)
 
@@ -181,10 +188,29 @@ def test_a_validator_on_an_unmeasured_card_accepts_and_abstains_instead_of_rejec
         metadata={"device": "cpu", **made},
     )  # fmt: skip
     monkeypatch.setattr(type(world.engine), "device", "NVIDIA L4")
-    assert world.judge(honest).outcome is Outcome.ACCEPTED
-    found = world.judge(lie)
-    assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
-    assert "for replays by plain/1, float32 on NVIDIA L4: outside the widest limits" in found.detail
+    assert world.judge(honest, on_any_card=True).outcome is Outcome.ACCEPTED
+    found = world.judge(lie, on_any_card=True)
+    if made:  # its opinion counts: a void accuses no one, and takes two
+        assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNCALIBRATED)
+    else:
+        assert (found.outcome, found.reason) == (Outcome.ABSTAINED, Reason.UNKNOWN_SETUP)
+        assert "for replays by plain/1, float32 on NVIDIA L4: outside" in found.detail
+    for file in (honest, lie):
+        assert world.judge(file).outcome is Outcome.ABSTAINED, "an audit cannot tell"
+
+
+def test_without_gpus_in_the_run_stating_a_card_gains_nothing(world: Any) -> None:
+    task = world.run.task.model_copy(update={"gpus": False})
+    on_cpus = replace(world, run=world.run.model_copy(update={"task": task}))
+    found = on_cpus.judge(on_cpus.made(27, metadata=H200))
+    assert (found.outcome, found.reason) == (Outcome.VOID, Reason.UNCALIBRATED)
+    assert "measured only" in found.detail
+
+
+@pytest.mark.parametrize("device", ["", " ", "exact", "NVIDIA H100 80GB HBM3 exact"])
+def test_a_name_that_could_be_read_as_another_device_has_no_limits(device: str) -> None:
+    assert not is_gpu(device)
+    assert shipped().widest("plain/1", "float32", device) is None
 
 
 def test_a_card_of_the_replaying_family_judges_as_the_measured_one() -> None:

@@ -320,6 +320,7 @@ class Validator:
                     calibration=self._calibration,
                     draw_count=job.rows,
                     seen=partial(self._seen, digest),
+                    on_any_card=True,
                 )
             )
             if finding.outcome is Outcome.REJECTED:

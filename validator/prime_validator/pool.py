@@ -28,7 +28,7 @@ from prime_envs.registry import environment_for
 from prime_envs.sources import bring_files, datasets_folder
 from prime_validator.api import ValidatorApi
 from prime_validator.settings import Settings
-from prime_verify.proofs.thresholds import WIDENED, Calibration, parse_signed
+from prime_verify.proofs.thresholds import Calibration, parse_signed
 
 FILE = "pool.json"
 
@@ -180,8 +180,8 @@ def check_replay(calibration: Calibration, dtype: str, device: str) -> str:
     if calibration.replayed_widely_by(due[0], dtype, found):
         return (
             f"the run's calibration holds for replays on {due[2]}, and this validator replays on "
-            f"{found}: it accepts files within {WIDENED} times the limits and abstains from all "
-            f"others, so it rejects none; to judge them, replay on {due[2]}"
+            f"{found}: it accepts files within their limits and abstains from all others, so it "
+            f"rejects none; to judge them, replay on {due[2]}"
         )
     raise UserError(
         f"the run's calibration holds for replays in {due[1]} on {due[2]}, not in {dtype} on "

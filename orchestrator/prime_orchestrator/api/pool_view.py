@@ -96,7 +96,8 @@ class PoolView:
     def idle(self) -> int:
         """How many active nodes have no open lease and may get one."""
         self.write()  # nodes that were just granted a lease are not idle
-        count = leases.idle_nodes(self.connection, self.now)
+        quota = self.backend.quota.of(self.connection, self.backend.objects, self.run, self.now)
+        count = leases.idle_nodes(self.connection, self.now, list(quota.troubles))
         self.backend.idle.note(count, self.now)
         return count
 

@@ -3,16 +3,17 @@
 Their files are judged at the widest limits and cost no stake (Calibration.widest), so a node could
 state such a card to hide small changes of weights. What that can gain is bounded here: one active
 node in SHARE, at least one, has a *place*, at most one of each provider, those admitted first. The
-others get no lease. A node needs a place if
+others get no lease. Only in runs whose tasks get GPUs are files judged in this way. A node needs a
+place if
 
-    declared  the run's tasks get GPUs, and the calibration covers no card of the family that the
-              node named when it was admitted
+    declared  the calibration covers no card of the family that the node named when it was admitted
     shown     a file of the node was accepted with a card and engine that the calibration lacks
+    kin       it has no accepted file yet, and another node of its provider has `shown` such a card
 
 A node that declares another device than its files state is found by its first accepted file, so it
-can gain the files of the leases that it held until then. `shown` lasts until the run has a
-calibration of the card. A provider of whose node OUTSIDE of the newest WINDOW files were outside
-the widest limits has no place as long as these files are in the table.
+can gain the files of the leases that it held until then, once a provider. `shown` lasts until the
+run has a calibration of the card. A provider of whose node OUTSIDE of the newest WINDOW files were
+outside the widest limits has no place as long as these files are in the table.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ def shown(connection: Connection, calibration: Calibration) -> dict[Address, str
     return found
 
 
+def _of_providers(connection: Connection, cards: Mapping[Address, str]) -> dict[Address, str]:
+    """Returns the providers of the nodes of `cards`, also of those that left, with a card."""
+    if not cards:
+        return {}
+    return {
+        row.provider: cards[row.address]
+        for row in nodes.every(connection)
+        if row.address in cards and row.provider is not None
+    }
+
+
 def failing(connection: Connection, own: Collection[Address]) -> Address | None:
     """Returns that one of a provider's nodes whose files were too often outside the widest limits;
     None if there is none."""
@@ -96,14 +108,20 @@ def why_failing(node: Address) -> str:
 
 def read(connection: Connection, run: RunDefinition, calibration: Calibration) -> Quota:
     """Reads the active nodes that need a place, and gives the places out."""
-    by_files = shown(connection, calibration)
-    if not (by_files or run.task.gpus):
+    if not run.task.gpus:
         return Quota()
+    by_files = shown(connection, calibration)
     active = nodes.every(connection, ["active"])
+    of_kin = _of_providers(connection, by_files)
+    old = drift.nodes(connection) if of_kin else set()
     need = {
         row.address: (row, card)
         for row in active
-        if (card := by_files.get(row.address) or declared(row, run, calibration))
+        if (
+            card := by_files.get(row.address)
+            or declared(row, run, calibration)
+            or ("" if row.address in old else of_kin.get(row.provider or row.address, ""))
+        )
     }
     providers = {row.provider for row, _ in need.values() if row.provider is not None}
     siblings = nodes.of_providers(connection, providers)
@@ -148,6 +166,7 @@ class KeptQuota:
     _quota: Quota = field(default_factory=Quota)
     _of: Digest | None = None
     _read_at: float = -math.inf
+    _failed_at: float = -math.inf
     _calibrations: dict[Digest, Calibration] = field(default_factory=dict)
 
     def of(
@@ -160,7 +179,7 @@ class KeptQuota:
     ) -> Quota:
         """Returns the quota of `run` at `now` (Unix seconds). `asks`: an active node, which it has
         to know. Empty if the run's calibration cannot be read: then no file can be judged."""
-        calibration = self._calibration(objects, Digest(run.calibration))
+        calibration = self._calibration(objects, run, now)
         if calibration is None:
             return Quota()
         old = self._of != run.calibration or not 0 <= now - self._read_at < SECONDS
@@ -170,14 +189,19 @@ class KeptQuota:
             self._of, self._read_at = Digest(run.calibration), now
         return self._quota
 
-    def _calibration(self, objects: ObjectStore, named: Digest) -> Calibration | None:
-        if named == ZERO_DIGEST:
-            return shipped()
-        if named not in self._calibrations:
+    def _calibration(
+        self, objects: ObjectStore, run: RunDefinition, now: float
+    ) -> Calibration | None:
+        """The run's calibration; None if there is no quota, or if its object could not be read in
+        the last SECONDS."""
+        named = Digest(run.calibration)
+        if not run.task.gpus or named == ZERO_DIGEST:
+            return shipped() if run.task.gpus else None
+        if named not in self._calibrations and not 0 <= now - self._failed_at < SECONDS:
             try:
                 raw = read_object(objects, named)
                 self._calibrations[named] = Calibration.model_validate_json(raw)
             except (PrimeError, ValueError) as error:
+                self._failed_at = now
                 log.warning("the run's calibration %s cannot be read: %s", named, error)
-                return None
-        return self._calibrations[named]
+        return self._calibrations.get(named)

@@ -76,6 +76,11 @@ def setups(connection: Connection) -> list[tuple[Address, str]]:
     return [(Address(node), setup) for node, setup in connection.execute(query)]
 
 
+def nodes(connection: Connection) -> set[Address]:
+    """Returns the nodes with an accepted file."""
+    return set(map(Address, connection.execute(sa.select(_drift.node).distinct()).scalars()))
+
+
 def totals(connection: Connection) -> dict[tuple[str, str], tuple[int, float, float]]:
     """Returns, for each (setup, statistic), the files, totals and squares of all nodes together."""
     query = sa.select(

@@ -264,9 +264,9 @@ def held_by(connection: Connection, nodes: Collection[Address], now: float) -> d
     return {Address(node): int(count) for node, count in connection.execute(query)}
 
 
-def idle_nodes(connection: Connection, now: float) -> int:
-    """Returns how many active nodes that do not rest, and are not to prove their cards first, have
-    no open paid lease."""
+def idle_nodes(connection: Connection, now: float, refused: Sequence[Address] = ()) -> int:
+    """Returns how many active nodes that do not rest, are not to prove their cards first and are
+    not `refused`, have no open paid lease."""
     holds = sa.exists().where(
         _leases.node == _nodes.address, _leases.status == "open", _leases.shadow.is_(False)
     )
@@ -276,6 +276,8 @@ def idle_nodes(connection: Connection, now: float) -> int:
     query = sa.select(sa.func.count()).where(
         _nodes.status == "active", _nodes.rests_until <= now, ~holds, ~unproven
     )
+    if refused:
+        query = query.where(~one_of(connection, _nodes.address, refused))
     return int(connection.execute(query).scalar_one())
 
 

@@ -320,8 +320,8 @@ class Calibration(Strict):
         return mine == (engine, dtype, family_of(device))
 
     def replayed_widely_by(self, engine: str, dtype: str, device: str) -> bool:
-        """Whether that setup is a card without limits of its own, whose replays may accept a file
-        within widened limits but accuse no one."""
+        """Whether that setup is a card without a calibration, whose replays may accept a file
+        within its limits but accuse no one."""
         mine = (self.replay_engine, self.replay_dtype)
         return mine == (engine, dtype) and is_gpu(device)
 
