@@ -153,8 +153,8 @@ def plan(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Report whether a model fits on cards, with which settings, and whether a validator can replay
-    its files there. In bf16; needs no card.
+    """Report whether a model fits on cards, and with which settings. It also says whether a
+    validator can replay its files there. In bf16; needs no card.
 
     Exit status 64 if it fits on none of them.
     """
