@@ -6,6 +6,7 @@ Importing this module does not load torch; loading an engine does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -256,6 +257,7 @@ class FolderEngines:
         """Closes an engine and frees its memory."""
         del self._bytes[key]
         self._loaded.pop(key).close()
+        gc.collect()  # modules that were changed (prime_engine.linears) refer to themselves
         memory.release()
 
 

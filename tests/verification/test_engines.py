@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,25 @@ def test_the_policy_of_the_lease_is_loaded_once(tmp_path: Path) -> None:
     engine = engines.engine(0, wanted)
     assert engine is engines.engine(0, wanted)
     assert engine.name == "plain/1"
+
+
+def test_no_weights_of_a_dropped_policy_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_engine.held.native_bfloat16", lambda: False)
+    wanted = _policy(tmp_path, 0)
+    engines = FolderEngines(tmp_path)
+    engine: Any = engines.engine(0, wanted)
+    tokens = tuple(range(3, 20))
+    list(engine.in_dtype("bfloat16").proof_pass(tokens[:5], tokens[5:], 1.0))
+    weights = weakref.ref(engine.model.get_output_embeddings().weight)
+    del engine
+    gc.disable()
+    try:
+        engines.close()
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def test_another_digest_or_an_absent_version_is_unavailable(tmp_path: Path) -> None:
