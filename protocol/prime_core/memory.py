@@ -34,7 +34,8 @@ def release() -> None:
 
 def available(root: Path = Path("/")) -> int | None:
     """Returns the bytes of memory that new programs can use, by /proc under `root` and the limit of
-    this process's container (cgroup 2). None where the system does not say."""
+    this process's container (cgroup 2), whose cached files count as free. None where the system
+    does not say."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -44,7 +45,9 @@ def available(root: Path = Path("/")) -> int | None:
     try:
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
-        found.append(max(0, limit - used))
+        words = (group / "memory.stat").read_text(encoding="ascii").split()
+        cached = int(dict(zip(words[::2], words[1::2], strict=False)).get("inactive_file", 0))
+        found.append(max(0, limit - max(0, used - cached)))
     except (OSError, ValueError):  # no limit
         pass
     return min(found, default=None)

@@ -101,7 +101,7 @@ def _replay(pool: PoolOnChain, api: ValidatorApi, settings: Settings) -> str:
 
 def policies_loaded(api: ValidatorApi, settings: Settings) -> str:
     """Returns how many policies stay loaded, by the files of the newest one and the free memory.
-    Raises UserError if not even one fits."""
+    If not even one fits, a warning: they may be loaded already, by a validator that runs."""
     newest = api.pool().latest_version
     if newest is None:
         return "the pool has no policy yet"
@@ -117,7 +117,10 @@ def policies_loaded(api: ValidatorApi, settings: Settings) -> str:
         return f"{sizes}: {fit} stay{'s' if fit == 1 else ''} loaded"
     if settings.policy_memory_mb:
         return f"{sizes}: only the one in use stays loaded"
-    raise UserError(sizes, hint="several cards share a policy: --device all")
+    return (
+        f"warning: {sizes}: none fits into what is free now. That is fine if this validator runs "
+        "already; else end other programs, or share a policy between cards: --device all"
+    )
 
 
 def _account(settings: Settings) -> Address:
