@@ -193,8 +193,9 @@ def _imported_when_called() -> None:
 
 
 def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
-    """Entry point of a program. Expected errors, missing extras, a full disk and files that may not
-    be opened become one sentence on stderr, what to type next, and an exit code."""
+    """Entry point of a program. Expected errors, missing extras, a full disk, a lack of memory and
+    files that may not be opened become one sentence on stderr, what to type next, and an exit
+    code."""
     collect_rarely()
     try:
         app(args=args, prog_name=name)
@@ -220,6 +221,11 @@ def run(app: typer.Typer, name: str, args: list[str] | None = None) -> None:
             hint = "check who owns it, and which user runs this program"
             _end(name, UserError(f"{where}{error.strerror}", hint=hint))
         raise
+    except MemoryError as error:
+        why = f" ({error})" if str(error) else ""
+        hint = "end other programs there, or name another --device"
+        words = f"no memory is left on this machine or its card{why}"
+        _end(name, UserError(words, hint=hint, exit_code=UnavailableError.exit_code))
     except KeyboardInterrupt:
         sys.exit(130)
 

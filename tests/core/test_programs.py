@@ -179,11 +179,13 @@ def test_a_missing_extra_is_one_sentence_that_names_it(
         (OSError(errno.ENOSPC, "No space left on device"), 69, "the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied", "kept"), 64, "kept: Permission denied"),
         (OSError(errno.EROFS, "Read-only file system", "kept"), 64, "kept: Read-only file system"),
+        (MemoryError("CUDA out of memory"), 69, "or its card (CUDA out of memory); end other"),
+        (MemoryError(), 69, "no memory is left on this machine or its card; end other programs"),
     ],
-    ids=("full", "not ours", "read-only"),
+    ids=("full", "not ours", "read-only", "card", "memory"),
 )
-def test_a_disk_that_takes_nothing_is_one_sentence(
-    error: OSError, code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_disk_or_memory_that_takes_nothing_is_one_sentence(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = typer.Typer(pretty_exceptions_enable=False)
 

@@ -315,8 +315,9 @@ def test_a_worker_whose_class_is_not_wanted_asks_ever_more_seldom(
     assert asked == [0, 15, 45, 105, 225, 465, 945, 1905, 2865, 3825]
 
 
-def test_a_policy_that_a_validator_cannot_fetch_holds_up_nothing(
-    party: Party, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [UnavailableError("no relay serves it"), MemoryError()])
+def test_a_policy_that_a_validator_cannot_fetch_or_load_holds_up_nothing(
+    party: Party, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     now, asked = [0.0], list[float]()
     held = party.judge.validator
@@ -327,7 +328,7 @@ def test_a_policy_that_a_validator_cannot_fetch_holds_up_nothing(
 
     def unreachable(version: int, digest: Digest) -> Path:
         asked.append(now[0])
-        raise UnavailableError("no relay serves it")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(held._policies, "ensure", unreachable)

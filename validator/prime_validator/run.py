@@ -232,8 +232,8 @@ class Announcer:
         try:
             self._announce()
             self._next = self._now() + LOOK_SECONDS
-        except PrimeError as error:
-            log.warning("no exact class is announced now: %s", error)
+        except (PrimeError, MemoryError) as error:
+            log.warning("no exact class is announced now: %s", error or "no memory is left")
             self._next = self._now() + AGAIN_SECONDS
 
     def _announce(self) -> None:
