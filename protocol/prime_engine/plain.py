@@ -12,6 +12,7 @@ code, and loads only safetensors. Not supported: paged caches, fused sampling, t
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,9 +177,9 @@ class PlainEngine(PolicyFacts):
         self._replay_tokens = CPU_PREFILL if on_cpu else REPLAY_TOKENS
         self._logit_elements = CPU_LOGITS if on_cpu else REPLAY_LOGITS
         self._dtype = dtype
-        self._held = self._load(
-            None if prepare is None and not on_cpu else self._tensor_dtype, prepare
-        )
+        self._held_in = None if prepare is None and not on_cpu else self._tensor_dtype
+        """The dtype in which the weights are loaded; None: as they are in the files."""
+        self._loaded: HeldModel | None = self._load(self._held_in, prepare)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of any kind where its files have another form
@@ -205,6 +206,13 @@ class PlainEngine(PolicyFacts):
             raise UnavailableError(
                 f"no model can be loaded from {self._folder}: {error}"
             ) from error
+
+    @property
+    def _held(self) -> HeldModel:
+        """The weights, loaded again if generation released them and could not load its own."""
+        if self._loaded is None:
+            self._loaded = self._load(self._held_in)
+        return self._loaded
 
     @property
     def model(self) -> Any:
@@ -298,19 +306,31 @@ class PlainEngine(PolicyFacts):
 
     def _hold_for_generation(self) -> None:
         """Generation computes token by token, so it needs all weights in its dtype. They are loaded
-        again if they are held in another one."""
+        again if they are held in another one, which engines of `in_dtype` then do not share."""
         if len(self._devices) > 1:
             raise UnavailableError(
                 "the plain engine generates on one device; on several it replays"
             )
-        if self._held.dtype is not self._tensor_dtype:
-            self._held = self._load(self._tensor_dtype)
+        if self._held.dtype is self._tensor_dtype:
+            return
+        former, self._held_in = self._held_in, self._tensor_dtype
+        self._loaded = None  # before the others are loaded: a card may not hold both
+        self._others.clear()
+        gc.collect()
+        try:
+            self._loaded = self._load(self._held_in)
+        except BaseException:
+            self._held_in = former
+            raise
 
+    @naming_faults
     def cancel(self, rows: RowSet) -> None:
         """See BatchEngine.cancel."""
         self._queue = [row for row in self._queue if row.owner is not rows]
         if self._running is not None:
-            self._keep([i for i, row in enumerate(self._running.rows) if row.owner is not rows])
+            for row in self._running.rows:
+                row.ended |= row.owner is rows  # so it is dropped later if there is no memory now
+            self._keep([i for i, row in enumerate(self._running.rows) if not row.ended])
 
     @naming_faults
     @torch.inference_mode()

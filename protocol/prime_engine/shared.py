@@ -256,7 +256,8 @@ class EngineThread:
             started = list(self._rows)
             self._fail(error)
             for rows in started:
-                with suppress(FatalError):  # it is `error`, again
+                # It is `error`, again. The last of them empties the batch, which takes no memory.
+                with suppress(FatalError, MemoryError):
                     self._engine.cancel(rows)
             return
         for rows in [rows for rows in self._rows if rows.done]:
@@ -327,7 +328,8 @@ class SharedEngine:
     def proof_pass(
         self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
     ) -> Iterator[ProofPart]:
-        """Part by part, so that the batch goes on in between."""
+        """The batch goes on between two parts. The plain engine prefills the whole row before the
+        first, and the batch waits for that."""
         parts = self.engine.proof_pass(prompt_tokens, output_tokens, temperature)
         while (part := self._thread.run(lambda: next(parts, None))) is not None:
             yield part

@@ -18,7 +18,7 @@ from prime_core.errors import FatalError, UnavailableError
 from prime_core.ids import Digest
 from prime_engine.base import Generation, GenerationRequest
 from prime_engine.batch import finish
-from prime_engine.plain import PlainEngine
+from prime_engine.plain import PlainEngine, _Running
 from prime_engine.shared import EngineThread
 from prime_verify.engines import load_engine
 
@@ -177,6 +177,41 @@ def test_a_step_that_fails_ends_its_callers_and_no_later_one(
                 shared.generate(requests(2), 0.9)
         assert thread.has_room()
         same(shared.generate(requests(2), 0.9), engine().generate(requests(2), 0.9))
+
+
+def test_a_step_and_a_cancel_without_memory_leave_an_empty_batch(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def work(number: int) -> Any:
+        with thread.using(0, POLICY) as shared:
+            with pytest.raises(MemoryError) as raised:
+                shared.generate([GenerationRequest((5, 6), 60, 8 + number)], 0.9)
+            return shared, str(raised.value)
+
+    def select(running: object, kept: list[int]) -> None:
+        refused.append(len(kept))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step = PlainEngine.step
+
+    def fails(plain: PlainEngine) -> None:
+        if len(plain._queue) == 2:  # both callers are there
+            step(plain)
+            raise MemoryError("the card is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainEngine, "step", fails)
+        patch.setattr(_Running, "select", select)
+        with ThreadPoolExecutor(2) as pool:
+            (shared, one), (_, other) = pool.map(work, range(2))
+    assert (one, other, refused) == ("the card is full", "the card is full", [1])
+    assert thread._thread is not None
+    assert thread._thread.is_alive()
+    assert shared.engine._running is None
+    with thread.using(0, POLICY) as again:
+        same(again.generate(requests(2), 0.9), engine().generate(requests(2), 0.9))
 
 
 def test_callers_of_an_operation_that_never_returns_are_ended(

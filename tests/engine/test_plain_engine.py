@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from prime_core.errors import MalformedError, UnavailableError
 from prime_engine import plain
 from prime_engine.base import Generation, GenerationRequest, ReplayRequest
+from prime_engine.held import HeldModel
 from prime_engine.plain import PlainEngine
 from prime_engine.variants import fake_quantize, quantizer
 from prime_verify.proofs.sampling_torch import gumbel
@@ -175,6 +178,32 @@ def test_bfloat16_drifts_only_a_little(engine: PlainEngine, tiny_folder: Path) -
     margins = np.concatenate([found.margins for found in _replay(engine, requests, made)])
     assert (margins > 0).mean() < 0.05
     assert margins.max() < 0.5
+
+
+def test_generation_releases_weights_in_another_dtype_before_it_loads_its_own(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card, whose engine holds the weights as they are in the files until it generates."""
+    half = PlainEngine(tiny_folder, noise=gumbel).in_dtype("bfloat16")
+    assert isinstance(half, PlainEngine)
+    before, attempts = weakref.ref(half._held), []
+
+    def load(*given: Any) -> HeldModel:
+        attempts.append(before() is None)
+        if len(attempts) == 1:
+            raise MemoryError("the card is full")
+        return HeldModel(*given)
+
+    requests = _requests(half, 2)
+    monkeypatch.setattr(plain, "HeldModel", load)
+    with pytest.raises(MemoryError, match="the card is full"):
+        half.generate(requests, 1.0)
+    assert half._held.dtype is torch.float32  # replays go on with the former ones
+    made = half.generate(requests, 1.0)
+    assert half._held.dtype is torch.bfloat16
+    assert attempts == [True, True, True]
+    expected = PlainEngine(tiny_folder, noise=gumbel, dtype="bfloat16").generate(requests, 1.0)
+    assert [one.output_tokens for one in made] == [one.output_tokens for one in expected]
 
 
 def test_quantizing_changes_weights_but_not_the_head(
