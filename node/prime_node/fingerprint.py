@@ -3,6 +3,8 @@ what counts."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import platform
 import shutil
@@ -16,6 +18,7 @@ from pathlib import Path
 from prime_core.errors import UserError
 from prime_core.node import Gpu, Hardware
 
+log = logging.getLogger("prime.node.cards")
 MIB = 1 << 20
 CPU_ONLY = "work without cards: --gpus none"
 
@@ -150,7 +153,8 @@ def held_cards(gpus: str) -> Iterator[None]:
     the process ends. Raises UserError, naming the other process, if one of them is held.
 
     A card is held by a socket whose name has its UUID, in Linux's abstract namespace: it needs no
-    permissions, leaves nothing behind, and the kernel knows its process.
+    permissions, leaves nothing behind, and the kernel knows its process. Agents in containers with
+    network namespaces of their own do not see it.
     """
     found = [] if gpus == "none" else _cards()
     with ExitStack() as stack:
@@ -161,6 +165,9 @@ def held_cards(gpus: str) -> Iterator[None]:
             try:
                 holder.bind(name)
             except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    log.warning("card %d is not held against other agents: %s", number, error)
+                    continue
                 raise UserError(
                     f"card {number} ({gpu.model}) is used by another agent of this machine "
                     f"(process {_process_of(name)})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -242,6 +244,16 @@ def test_two_agents_never_take_one_card(monkeypatch: pytest.MonkeyPatch) -> None
         other.wait()
         with fingerprint.held_cards("all"):
             pass
+
+
+def test_a_system_that_refuses_the_socket_is_no_other_agent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fingerprint, "_cards", lambda: [(L4, "GPU-1")])
+    refused = OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(fingerprint.socket.socket, "bind", Mock(side_effect=refused))
+    with fingerprint.held_cards("all"):
+        assert "card 0 is not held against other agents: " in caplog.text
 
 
 def test_a_container_gets_the_node_s_cards_and_shared_memory_for_them(
