@@ -2,8 +2,8 @@
 #   docker build -f deploy/worker-cuda.Dockerfile -t prime-worker-cuda .
 # The task's command names the engine: ["python", "-m", "prime_node.worker", "--engine", "vllm"]. Like the
 # CPU image it needs no network, no capability and no writable root but /tmp.
-# Not run yet on a GPU machine by its authors: files made with it are judged in shadow until a
-# calibration covers the set-up (orchestrator calibrate --device cuda).
+# Not run yet on a GPU machine by its authors: files of a card that the
+# calibration does not cover are judged at the widest limits (orchestrator calibrate --device cuda).
 # vLLM's wheel brings CUDA 13's libraries; this base makes a driver that is too old (below 580) say so
 # at the container's start.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04

@@ -265,17 +265,21 @@ def faults(
     rest: Annotated[
         float, typer.Option(min=0, help="Seconds that nodes rest between leases.")
     ] = 600,
+    least_kept: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the throughput that must be left.")
+    ] = 0.9,
     json_output: Json = False,
     root: Root = Path("var/faults"),
 ) -> None:
     """Run a pool under faults of every kind, and count what was lost; exit code 0 only if nothing
-    was, and 90 % of the throughput is left."""
+    was, and enough of the throughput is left."""
     from dataclasses import asdict
 
     from devnet.faults import Sizes, play
 
     sizes = Sizes(
-        nodes, quiet, seconds, lasts, count, seed, throttle, rest, groups=max(64, nodes)
+        nodes, quiet, seconds, lasts, count, seed, throttle, rest, groups=max(64, nodes),
+        least_kept=least_kept,
     )  # fmt: skip
     started = time.monotonic()
 
