@@ -24,7 +24,14 @@ from prime_verify.engines import load_engine
 REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 24, 7 * i - 50) for i in range(12)]
 
 
+def forget_shared_memory() -> None:
+    """Removes what a killed rank left: vLLM's CPU build names its shared memory alike each time."""
+    for left in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+        left.unlink(missing_ok=True)
+
+
 def main() -> None:
+    forget_shared_memory()
     trained, scratch = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -76,6 +83,7 @@ def main() -> None:
     found["lost"] = refusal(go_on)
     found["said"] = str(lost.get(timeout=60))
     print(json.dumps(found), flush=True)
+    forget_shared_memory()
     os._exit(0)  # vLLM's shutdown may wait for the other rank
 
 

@@ -27,6 +27,7 @@ from prime_envs.chat import chat_from
 from prime_envs.registry import environment_for, environment_ref
 from prime_envs.sources import file_digest
 from prime_envs.tools import Observation
+from prime_orchestrator.api import validators as api
 from prime_verify import build
 from prime_verify.proofs.activations import pack, unpack, windows_of
 from prime_verify.rollout_file import FileRow, read_rollout_file, write_rollout_file
@@ -95,8 +96,11 @@ def test_an_honest_conversation_is_accepted_and_paid_by_the_models_tokens(
     assert row.units == sum(len(one.model_tokens) for one in rows)
 
 
-def test_one_validator_that_cannot_repeat_a_reply_voids_no_file(panel: JudgedPool) -> None:
+def test_one_validator_that_cannot_repeat_a_reply_voids_no_file(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first says so; the second, and then a third, find the file honest."""
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1 << 255)  # no file needs two from the start
     others = panel.another(key(70)), panel.another(key(71))
     row = panel.mgr.submit(HONEST, make=panel.honest)
     job = panel.validator.claim()

@@ -435,7 +435,7 @@ def test_later_files_of_a_node_with_frequent_mismatches_are_replayed_whole(
         """Rows to replay of the node's next file, whose lease names no class."""
         row = panel.mgr.submit(LIAR, make=panel.honest)
         judge, job = _claimed(exact, row)
-        judge.say(job, Reason.UNCALIBRATED)
+        judge.say(job, Reason.MALFORMED)
         judge_of(panel.mgr.backend).tick()
         assert panel.mgr.row(row.digest).status == "void"
         return job.rows

@@ -29,7 +29,9 @@ def test_a_shadow_file_has_no_way_onto_the_chain(members: World) -> None:
     pool = mgr.context.pool
     world.send(MANAGER, world.contracts.work.post_root(pool, row.digest, 1, sha256(b"a list")))
     seq = 1
-    assert world.contracts.work.rooted_at(pool, seq, row.digest, [])
+    root = world.contracts.work.root_of(pool, seq)
+    assert root is not None
+    assert root.root == row.digest
     claim = row.signed()
     said = opinions_on(world.deployment, claim.submission, [VALIDATOR])
     slash = world.contracts.slasher.propose(claim.submission, claim.signature, seq, [], said)

@@ -279,13 +279,6 @@ def test_unpaid_work_and_the_reason_are_in_the_status(kit: Kit) -> None:
     assert "more than --max-unpaid" in shown["reason"]
 
 
-def test_an_older_journal_owes_nothing(kit: Kit) -> None:
-    delivered(kit)
-    with kit.spool._journal() as db:
-        db.execute("ALTER TABLE entries DROP COLUMN worth")
-    assert Spool(kit.folder.parent / "spool", now=time.time).worth_since(0) == 0
-
-
 def test_the_limit_is_typed_in_tokens_and_remembered(tmp_path: Path) -> None:
     settings = config.load({"data": tmp_path, "max_unpaid": "12.5"})
     assert settings.max_unpaid_wei == 12_500_000_000_000_000_000
