@@ -74,7 +74,7 @@ def _index_rate(root: Path, count: int) -> Row:
     took = time.process_time() - began
     store.close()
     if len(events) != count:
-        raise UnavailableError(f"{len(events)} of {count} logs were taken in")
+        raise UnavailableError(f"{len(events)} of {count} logs were indexed")
     return Row("index_logs_cpu_s", count / took, "logs/CPU s", 10_000, "higher")
 
 

@@ -1,8 +1,8 @@
 """One pool of 200 nodes under 20 faults of 18 kinds, next to the same pool without faults.
 
 The run is `python -m devnet faults` (devnet/faults.py says what it consists of). `kept_KIND` is the
-rate of accepted files from the begin of a fault of that kind to the next fault, as a share of the
-fault-free rate: a window of 24 s has about 25 files.
+rate of accepted files from the start of a fault of that kind to the next fault, as a share of the
+fault-free rate. A window of 24 s has about 25 files.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Turns torch's errors of this machine into the project's: MemoryError where memory is short,
-FatalError where a card failed."""
+"""Translates errors of torch and vLLM: MemoryError if memory ran out, FatalError if a card
+failed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _FAILED = ("cuda error", "cuda driver error", "nccl error")
 
 
 def fault(error: BaseException) -> MemoryError | FatalError | None:
-    """Returns what an error of torch or vLLM says of this machine, in one line: that a card or the
-    machine has no memory left, or that a card failed and the process must end; else None."""
+    """Returns the translation of an error of torch or vLLM, with a one-line message: MemoryError if
+    a card or the machine ran out of memory, FatalError if a card failed and the process must end.
+    Returns None for any other error."""
     if not isinstance(error, RuntimeError | ValueError | MemoryError):
         return None
     line = str(error).strip().partition("\n")[0][:300]
@@ -42,8 +43,8 @@ def fault(error: BaseException) -> MemoryError | FatalError | None:
 
 
 def naming_faults(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function of an engine so that it raises `fault`. What a call without enough
-    memory had allocated is free by then."""
+    """Decorates an engine's function so that it raises the error that `fault` returns. Before it
+    raises MemoryError, it releases the memory that the failed call had allocated."""
 
     @functools.wraps(call)
     def named(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -137,7 +137,7 @@ class EngineThread:
         return self._engine
 
     def idle_seconds(self) -> float:
-        """Returns for how long, in all since the first operation, the engine had nothing to do."""
+        """Returns the engine's total idle time since its first operation, in seconds."""
         with self._changed:
             now = 0.0 if self._idle_since is None else self._clock() - self._idle_since
             return self._idle + now

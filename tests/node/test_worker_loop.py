@@ -285,7 +285,7 @@ def test_a_worker_short_of_memory_gives_the_lease_back_and_takes_fewer_rows(
     assert len(agent.submitted) == 2
     assert [reason for _, reason in agent.abandoned] == [
         f"the engine ran out of memory with {rows} rows at once (DefaultCPUAllocator: can't "
-        "allocate memory): fewer are tried next"
+        "allocate memory); the next try generates fewer"
         for rows in (64, 16)
     ]
 

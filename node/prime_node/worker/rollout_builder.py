@@ -258,7 +258,7 @@ class RolloutBuilder:
             said = f"the engine ran out of memory with {rows} rows at once ({why})"
             if self._shortages < MOST_SHORTAGES:
                 log.warning("%s: from now on it generates %d. %s", said, self._rows, SMALLER)
-                return UnavailableError(f"{said}: fewer are tried next")
+                return UnavailableError(f"{said}; the next try generates fewer")
             return UserError(f"{said}, {self._shortages} times without a file. {SMALLER}")
 
     def _build(self, job: Job) -> Built:

@@ -181,7 +181,7 @@ def claim_all(
 
 
 def _reach(callers: Collection[Address]) -> int:
-    """Returns how many open files are searched for work for these callers (jobs.short)."""
+    """Returns how many open files to search for work for these callers (jobs.short)."""
     return ROOM * (3 + len(callers))
 
 

@@ -327,7 +327,7 @@ class DrawBoard:
         return found
 
     def known(self, submissions: Iterable[Digest]) -> dict[Digest, FileDraws]:
-        """Returns what `of_files` returned before for the submissions, as far as it is kept."""
+        """Returns the cached results of `of_files` for those submissions that have one."""
         found = {submission: self._of_files.get(submission) for submission in submissions}
         return {submission: one for submission, one in found.items() if one is not None}
 

@@ -1,9 +1,9 @@
-"""Ends files that get no verdict, or lose it.
+"""Voids submissions.
 
-    void           one file, with its job, credit and free groups
-    void_unjudged  all whose validity ended without a verdict: the pool's fault
+    void           one submission, with its job, credit and free groups
+    void_unjudged  all submissions whose validity ended without a verdict (the pool's fault)
 
-`judging` records verdicts, and `roots` ends files that came too late for a root.
+`judging` records verdicts. `roots` voids submissions that missed their root.
 """
 
 from __future__ import annotations
