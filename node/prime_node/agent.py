@@ -30,6 +30,7 @@ from prime_broadcast.manifest import Trust
 from prime_broadcast.sources import SourceBook
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
+from prime_core.logs import set_process_fields
 from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.signing import LocalSigner
@@ -125,6 +126,7 @@ class Agent:
             return 0
         self._manager = api.manager = pool.manager  # compared with the chain below
         data.bind(pool)
+        set_process_fields(pool=pool.pool)
         hardware = read_hardware(data.root, settings.gpus)
         check_limits(settings, run, hardware)
         if run.task.gpus:

@@ -18,7 +18,7 @@ import typer
 from prime_core import tracing
 from prime_core.command_line import AllowPrivate, BaseModel, FirstAnswer, Json, program, run
 from prime_core.errors import UnavailableError, UntrustedError, UserError
-from prime_core.logs import log_to_stderr
+from prime_core.logs import log_to_stderr, set_process_fields
 from prime_core.times import utc
 from prime_node.cli_common import (
     DryRun,
@@ -132,6 +132,7 @@ def join(
     if not settings.shadow:
         settings.need_rpc()  # stake and seat are known from the chain only
     signer = open_wallet(settings)
+    set_process_fields(node=signer.address)
     agent = Agent(settings, signer, open_provider(settings, signer))
     agent.install_signals()
     raise typer.Exit(agent.run())

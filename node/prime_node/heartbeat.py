@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from prime_core.errors import PolicyError, PrimeError, UnavailableError, UserError
+from prime_core.logs import fields
 from prime_core.messages import FileEnding, Heartbeat, HeartbeatAnswer
 from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
@@ -183,7 +184,11 @@ class HeartbeatLoop:
         try:
             for ending in answer.endings:
                 if self._spool.note(ending):
-                    log.warning("the file %s", _sentence(ending))
+                    about = fields(
+                        kind="verdict", status=ending.status, submission=ending.submission_digest,
+                        lease=ending.lease_digest, reason=_name(ending.reason),
+                    )  # fmt: skip
+                    log.warning("the file %s", _sentence(ending), extra=about)
         except UnavailableError as error:
             log.warning("what the verdicts were is not kept: %s", error)
             return  # not stored: they are sent again
@@ -329,5 +334,10 @@ class HeartbeatLoop:
 
 def _sentence(ending: FileEnding) -> str:
     """Returns which file ended, how and why."""
-    reason = Reason(ending.reason).name if ending.reason in set(Reason) else f"{ending.reason}"
+    reason = _name(ending.reason)
     return f"{ending.submission_digest} is {ending.status} ({reason}): {ending.detail}"
+
+
+def _name(reason: int) -> str:
+    """Returns a reason's name; its number if a newer orchestrator gives it."""
+    return Reason(reason).name if reason in set(Reason) else f"{reason}"

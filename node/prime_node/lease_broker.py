@@ -26,6 +26,7 @@ from prime_core import tracing
 from prime_core.errors import ConflictError, MalformedError, PrimeError, UnavailableError
 from prime_core.gateway import GatewayCall, GatewayRequest
 from prime_core.ids import Digest
+from prime_core.logs import fields
 from prime_core.messages import MOST_SLOTS, ClassAnswer, ClassRequest
 from prime_core.rollout import SignedSubmission, Submission
 from prime_core.run import RunDefinition
@@ -335,6 +336,12 @@ class LeaseBroker:
         if digest in busy:
             return LeaseOffer(lease=None, retry_after_ms=1000, reason="the lease is worked on")
         self._open.add(digest, answer.lease, keep=busy)
+        lease = answer.lease.lease
+        about = fields(
+            kind="lease", status="taken", lease=digest, node=lease.node, step=lease.step,
+            policy=answer.lease.policy_version,
+        )  # fmt: skip
+        log.info("lease %s of step %d is taken", digest[:10], lease.step, extra=about)
         return LeaseOffer(lease=answer.lease, domain=self._domain)
 
     def _unpaid(self, busy: Collection[Digest]) -> str:
@@ -536,7 +543,11 @@ class LeaseBroker:
 
     def _give_back(self, lease_digest: Digest, reason: str) -> None:
         self._open.remove(lease_digest)
-        log.warning("lease %s given back: %s", lease_digest[:10], reason)
+        about = fields(
+            kind="lease", status="returned", lease=lease_digest, node=self._signer.address,
+            reason=reason,
+        )  # fmt: skip
+        log.warning("lease %s given back: %s", lease_digest[:10], reason, extra=about)
         try:
             with self._api_lock:
                 self._api.abandon(lease_digest)

@@ -18,6 +18,7 @@ from prime_broadcast.folder import Arrived, PolicyFolder
 from prime_broadcast.sources import Fault
 from prime_core.errors import NotFoundError, PrimeError, UnavailableError
 from prime_core.ids import Digest
+from prime_core.logs import fields
 from prime_node import policy_log
 from prime_node.api import NodeApi
 from prime_node.watched import WatchedThread
@@ -178,6 +179,7 @@ class PolicyKeeper:
             arrived.stats.route,
             arrived.stats.bytes_received,
             time.monotonic() - started,
+            extra=fields(kind="policy", status="fetched", policy=version),
         )
         self._on_arrival()
         try:

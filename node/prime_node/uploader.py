@@ -24,6 +24,7 @@ from prime_core.errors import (
     PrimeError,
     UnavailableError,
 )
+from prime_core.logs import FileFields, fields
 from prime_core.messages import ReceiptAnswer, UploadAnswer, UploadRequest
 from prime_node.api import NodeApi
 from prime_node.spool import Entry, Spool
@@ -120,14 +121,22 @@ def deliver(entry: Entry, spool: Spool, api: NodeApi) -> ReceiptAnswer | None:
         _give_up(entry, spool, str(error))
         return None
     spool.settle(claim.lease_digest, receipt)
-    log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size)
+    log.info("file %s (%d bytes) handed in", claim.sha256[:10], claim.size,
+             extra=fields(kind="file", status="delivered", **_about(entry)))  # fmt: skip
     tracing.record(claim.lease_digest, "upload", began, time.time(), size=claim.size)
     return receipt
 
 
 def _give_up(entry: Entry, spool: Spool, reason: str) -> None:
-    log.error("the file for lease %s was refused: %s", entry.lease_digest[:10], reason)
+    log.error("the file for lease %s was refused: %s", entry.lease_digest[:10], reason,
+              extra=fields(kind="file", status="refused", reason=reason, **_about(entry)),
+    )  # fmt: skip
     spool.settle(entry.lease_digest, None, reason)
+
+
+def _about(entry: Entry) -> FileFields:
+    claim = entry.body.submission
+    return FileFields(node=claim.node, lease=claim.lease_digest, step=claim.step)
 
 
 def _put(api: NodeApi, target: UploadAnswer, entry: Entry) -> None:

@@ -49,7 +49,7 @@ from prime_core.deployment import Deployment
 from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
-from prime_core.logs import log_to_stderr
+from prime_core.logs import log_to_stderr, set_process_fields
 from prime_core.memory import collect_rarely
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
@@ -185,6 +185,7 @@ async def _serve(
     try:
         if server.started:
             announce(serve_file, url, listener.getsockname()[1])
+            set_process_fields(pool=backend.context.pool)
             log.info("serving pool %d at %s", backend.context.pool, url)
             loops.start("lease", lease.tick, BEAT_SECONDS)
             lives = LifeTicks(backend, partial(get_probe, client))

@@ -3,6 +3,10 @@
 PRIME_LOG_FORMAT=json writes JSON objects instead of text. Messages may contain external text
 (files, peers, tasks), so non-printable characters are escaped: a message cannot imitate another
 program's output or span several lines.
+
+In JSON, an event also has the fields that its call passes (`extra=fields(...)`), and those of its
+process (`set_process_fields`), so that logs can be filtered by node, lease or file. In text, the
+message names them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from prime_core.errors import UserError
 from prime_core.printing import printable
@@ -23,14 +27,52 @@ VERBOSE_LIBRARIES = (
     "uvicorn", "web3",
 )  # fmt: skip
 """Libraries of which only warnings are shown. boto3's debug logs contain signatures."""
+_FIELDS = "prime_fields"
+"""Name of the fields in a log record."""
+
+
+class FileFields(TypedDict, total=False):
+    """A rollout file that an event is about. Digests and addresses are whole, as in the API."""
+
+    node: str
+    lease: str
+    submission: str
+    step: int
+    policy: int
+    """Version of the policy that made it."""
+
+
+class Fields(FileFields, total=False):
+    """What an event is about."""
+
+    kind: Literal["lease", "file", "opinion", "verdict", "slash", "node", "policy", "batch"]
+    """What changed; `status` says how. Other events have no kind."""
+    status: str
+    reason: str
+    pool: int
+    validator: str
+
+
+_process_fields = Fields()
+
+
+def fields(**about: Unpack[Fields]) -> dict[str, Fields]:
+    """Returns the argument `extra` of a log call about these things."""
+    return {_FIELDS: about}
+
+
+def set_process_fields(**about: Unpack[Fields]) -> None:
+    """Adds fields to every later event of this process that does not pass them itself."""
+    _process_fields.update(about)
 
 
 def formatter(form: str, *, colors: bool = False) -> logging.Formatter:
     """Returns structlog's formatter of standard log records.
 
     `form`: `json` for one object per event: `timestamp` (RFC 3339, UTC), `level`, `logger`,
-    `event` and, for an exception, `exception` with its frames (without local variables). `text`
-    for one line per event, with `colors` or without, followed by the lines of its traceback.
+    `event`, the event's fields and, for an exception, `exception` with its frames (without local
+    variables). `text` for one line per event, with `colors` or without, followed by the lines of
+    its traceback.
     """
     import structlog
 
@@ -41,7 +83,7 @@ def formatter(form: str, *, colors: bool = False) -> logging.Formatter:
     ]
     last: structlog.typing.Processor
     if form == "json":
-        before.append(structlog.stdlib.add_logger_name)
+        before += [structlog.stdlib.add_logger_name, _add_fields]
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         before.append(structlog.processors.ExceptionRenderer(frames))
         last = structlog.processors.JSONRenderer()
@@ -52,6 +94,13 @@ def formatter(form: str, *, colors: bool = False) -> logging.Formatter:
         foreign_pre_chain=before,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last],
     )
+
+
+def _add_fields(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Adds the fields of the process and of the event: a structlog processor."""
+    event.update(_process_fields)
+    event.update(getattr(event["_record"], _FIELDS, {}))
+    return event
 
 
 def _escape(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

@@ -9,8 +9,9 @@ import logging
 
 import pytest
 
+from prime_core import logs
 from prime_core.errors import UserError
-from prime_core.logs import formatter, log_to_stderr
+from prime_core.logs import fields, formatter, log_to_stderr, set_process_fields
 from prime_core.printing import printable
 from prime_node.cli_common import tree_lines
 
@@ -45,22 +46,27 @@ def test_a_log_has_one_line_for_each_event_of_any_content() -> None:
     assert all(line.isprintable() for line in written.getvalue().split("\n"))
 
 
-def test_json_logs_are_one_object_an_event() -> None:
+def test_json_logs_are_one_object_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_process_fields", logs.Fields())
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(formatter("json"))
     log = logging.Logger("stranger", logging.INFO)
     log.addHandler(handler)
     log.info("made with %s", HOSTILE)
+    set_process_fields(pool=7, node="0x1")
+    log.info("it came", extra=fields(kind="file", status="received", node="0x2"))
     secret = "a local variable"
     try:
         raise ValueError(HOSTILE)
     except ValueError:
         log.exception("it failed")
-    first, second = (json.loads(line) for line in written.getvalue().splitlines())
+    first, second, third = (json.loads(line) for line in written.getvalue().splitlines())
     assert first.pop("timestamp").endswith("Z")
     assert first == {"event": f"made with {HOSTILE}", "level": "info", "logger": "stranger"}
-    assert second["exception"][0]["exc_type"] == "ValueError"
+    assert (second["pool"], second["node"], second["status"]) == (7, "0x2", "received")
+    assert (third["pool"], third["node"]) == (7, "0x1")
+    assert third["exception"][0]["exc_type"] == "ValueError"
     assert secret not in written.getvalue()
     assert written.getvalue().isascii()
 

@@ -15,6 +15,7 @@ import click
 import pytest
 import typer
 
+from prime_core import logs
 from prime_core.command_line import run
 from prime_core.logs import log_to_stderr
 
@@ -120,6 +121,7 @@ def test_a_warning_is_one_json_object_if_json_is_wanted(
     monkeypatch.setattr(root, "level", logging.WARNING)
     monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
     monkeypatch.setenv("PRIME_LOG_FORMAT", "json")
+    monkeypatch.setattr(logs, "_process_fields", logs.Fields())
 
     @app.command("log-something")
     def log_something() -> None:

@@ -133,6 +133,12 @@ class ManagerSide:
 
     def publish(self, version: int) -> SignedManifest:
         """A policy of one small file, signed by the trainer, in the store."""
+        signed = self.manifest(version)
+        self.add_policy(signed)
+        return signed
+
+    def manifest(self, version: int) -> SignedManifest:
+        """A policy of one small file, signed by the trainer."""
         content = f"policy {version}".encode()
         whole = encoding.blake3_digest(content)
         manifest = Manifest(
@@ -147,9 +153,7 @@ class ManagerSide:
             ),
             result_digest=whole,
         )
-        signed = manifest.signed(TRAINER, self.context.deployment.domain("pools"))
-        self.add_policy(signed)
-        return signed
+        return manifest.signed(TRAINER, self.context.deployment.domain("pools"))
 
     def add_policy(self, signed: SignedManifest) -> None:
         """A published policy, as the API leaves it."""

@@ -35,6 +35,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.logs import fields
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
 from prime_core.run import RunDefinition
@@ -68,8 +69,14 @@ from prime_verify.proofs.thresholds import STATISTICS
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
 
-def test_an_honest_file_is_accepted_paid_and_grouped(panel: JudgedPool) -> None:
+def test_an_honest_file_is_accepted_paid_and_grouped(
+    panel: JudgedPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prime_validator.judging")
     row = panel.judged(panel.honest)
+    (logged,) = (one for one in caplog.records if one.name == "prime_validator.judging")
+    due = fields(kind="opinion", status="accepted", reason="NONE", **row.about())
+    assert vars(logged).items() >= due.items()
     assert (row.status, row.reason) == ("accepted", Reason.NONE)
     assert row.verdict is not None
     assert row.verdict_table is not None

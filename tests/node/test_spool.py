@@ -18,6 +18,7 @@ from node_world import NODE
 
 from prime_core.clock import Clock
 from prime_core.errors import ConflictError, PrimeError, UnavailableError, UntrustedError
+from prime_core.logs import fields
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.signing import Statement
@@ -56,7 +57,7 @@ class _Killed(BaseException):
 
 @pytest.mark.parametrize("dies_in", ["upload_target", "upload", "submit"])
 def test_delivery_killed_after_any_step_is_finished_and_counts_once(
-    kit: Kit, dies_in: str, monkeypatch: pytest.MonkeyPatch
+    kit: Kit, dies_in: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = hand_in(kit)
     (entry,) = kit.spool.waiting()
@@ -73,7 +74,10 @@ def test_delivery_killed_after_any_step_is_finished_and_counts_once(
 
     again = restarted(kit)
     (entry,) = again.waiting()
-    assert deliver(entry, again, api(kit)) is not None
+    with caplog.at_level("INFO", "prime.node.uploader"):
+        assert deliver(entry, again, api(kit)) is not None
+    about = fields(kind="file", status="delivered", node=NODE.address, lease=lease, step=0)
+    assert [one for one in caplog.records if vars(one).items() >= about.items()]
     assert len(kit.world.submissions()) == 1
     assert again.find(lease).state == "receipted"  # type: ignore[union-attr]
 

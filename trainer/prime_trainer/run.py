@@ -22,7 +22,7 @@ from prime_core import tracing
 from prime_core.deployment import Deployment
 from prime_core.errors import MalformedError, PrimeError, UserError
 from prime_core.folders import held_alone, make_folder
-from prime_core.logs import log_to_stderr
+from prime_core.logs import log_to_stderr, set_process_fields
 from prime_core.messages import RelayInfo, Status
 from prime_core.signing import LocalSigner
 from prime_core.transport.client import OrchestratorClient
@@ -164,6 +164,7 @@ def run_trainer(settings: Settings, stop: threading.Event) -> None:
             facts = known_facts(settings, client, stop, give_up)
         except StoppedError:
             return
+        set_process_fields(pool=facts.info.pool)
         if signer is not None:
             require_trainer(facts, signer.address)
             write_whole(known, facts.run.raw())

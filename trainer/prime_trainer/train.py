@@ -48,6 +48,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import Step
+from prime_core.logs import fields
 from prime_core.messages import SubmissionInfo
 from prime_core.transport.client import OrchestratorClient
 from prime_core.waiting import StoppedError
@@ -268,7 +269,8 @@ class Trainer:
                 line |= tool_figures(found.rollouts, talk, self.tokenizer)
             line["alarms"] = alarms_of(line, self.learner.settings)
         else:
-            log.error("batch %d is skipped: %s", found.step, found.why)
+            log.error("batch %d is skipped: %s", found.step, found.why,
+                      extra=fields(kind="batch", status="skipped", step=found.step))  # fmt: skip
             line = {"step": found.step, "version": self.newest + 1, "applied": False}
             line |= {"skipped": found.why, "alarms": []}
         for alarm in line["alarms"]:
@@ -423,7 +425,8 @@ class Trainer:
                 self.publishing.origin.announce()
                 self.publishing.origin.wait_taken(version)
         if self.world.leads:
-            log.info("policy %d is published", version)
+            log.info("policy %d is published", version,
+                     extra=fields(kind="policy", status="published", policy=version))  # fmt: skip
 
     def retry(self, action: Any) -> Any:
         """Repeats `action` until the orchestrator accepts it; raises StoppedError on a stop

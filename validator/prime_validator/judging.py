@@ -33,6 +33,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Digest
+from prime_core.logs import fields
 from prime_core.rollout import Receipt
 from prime_core.signing import Signer
 from prime_core.task import Lease
@@ -247,8 +248,14 @@ class Validator:
             Digest(job.submission.submission.lease_digest), "judge", began, time.time(),
             reason=finding.reason.name,
         )  # fmt: skip
+        promise = job.lease.lease
+        about = fields(
+            kind="opinion", status=finding.outcome.name.lower(), reason=finding.reason.name,
+            submission=job.submission_digest, lease=job.submission.submission.lease_digest,
+            node=promise.node, step=promise.step, policy=job.lease.policy_version,
+        )  # fmt: skip
         log.info("submission %s: %s: %s", job.submission_digest, finding.reason.name,
-                 finding.detail)  # fmt: skip
+                 finding.detail, extra=about)  # fmt: skip
         if finding.outcome is Outcome.ABSTAINED:
             later = finding.reason is Reason.POLICY_MISSING or self._first_shortage(job, finding)
             raise (_LaterError if later else _AbstainError)(finding.reason, finding.detail)

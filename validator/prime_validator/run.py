@@ -40,7 +40,7 @@ from prime_core.errors import (
 )
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
-from prime_core.logs import log_to_stderr
+from prime_core.logs import log_to_stderr, set_process_fields
 from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
 from prime_core.validator_messages import ClassList, ExactClass
@@ -96,6 +96,7 @@ def run(settings: Settings) -> None:
             calibration = _answered(lambda: run_calibration(pool, api), stop, patience)
         except StoppedError:
             return
+        set_process_fields(pool=pool.number, validator=signer.address)
         limited = check_replay(calibration or shipped(), settings.dtype, settings.device)
         if limited:
             log.warning("%s", limited)

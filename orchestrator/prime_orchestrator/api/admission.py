@@ -14,12 +14,15 @@ challenge (cards.py).
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from prime_broadcast.peers import place_of, site_of
 from prime_chain.amounts import prime
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, UntrustedError
 from prime_core.ids import Address
+from prime_core.logs import fields
 from prime_core.messages import (
     AdmissionAnswer,
     AdmissionRequest,
@@ -58,6 +61,8 @@ from prime_orchestrator.store.challenges import ChallengeRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.nodes import NodeRow
 from prime_verify.proofs import hardware
+
+log = logging.getLogger(__name__)
 
 CHALLENGE_SECONDS = 120
 MAX_OPEN_CHALLENGES = 8
@@ -321,6 +326,9 @@ def admit(
                 now=now,
                 status="shadow" if row.shadow else "admitted",
             )
+            log.info("node %s is admitted", account, extra=fields(
+                kind="node", node=account, status="shadow" if row.shadow else "admitted",
+            ))  # fmt: skip
         current = nodes.get(connection, account)
         if current is not None:
             solved = challenges.rates_of(connection, [account]).get(account, ())

@@ -97,7 +97,7 @@ def _take_back(
             if again:
                 return
             standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
-            log.info("lease %s is ended: the worker of %s left its class", row.digest, account)
+            log.info("the worker of %s left the class of lease %s", account, row.digest)
 
 
 def announce_all(backend: Backend, account: Address, request: ClassList) -> None:

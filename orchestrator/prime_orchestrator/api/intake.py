@@ -9,6 +9,7 @@ returns the same receipt, and the next sweep of the uploads moves the file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from prime_core.errors import (
 )
 from prime_core.ids import Digest
 from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.logs import fields
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import MAX_FILE_BYTES, Receipt, SignedSubmission
 from prime_core.storage.base import ObjectStat
@@ -33,6 +35,8 @@ from prime_orchestrator.store import archive, jobs, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,8 @@ def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | P
         jobs.add(connection, {row.digest: row.shadow for row in added}, now=now)
     for new in added:
         tracing.record(new.lease_digest, "submission", now, backend.now(), submission=new.digest)
+        log.info("submission %s of %s is received", new.digest, new.node,
+                 extra=fields(kind="file", status="received", **new.about()))  # fmt: skip
     return answers
 
 

@@ -8,6 +8,7 @@ another provider, so dropping a lease does not change what is trained on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -18,6 +19,7 @@ from prime_core.draws import SaltOpening
 from prime_core.errors import ConflictError, NotFoundError, PolicyError, PrimeError
 from prime_core.ids import Address, Digest
 from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.logs import fields
 from prime_core.messages import LeaseAnswer, LeaseRequest, UploadAnswer, UploadRequest
 from prime_core.proof_form import PROOF_TOPK, PROOF_WINDOW, SKETCH_DIMENSIONS
 from prime_core.rollout import EXACT_BYTES, MAX_FILE_BYTES, MAX_PROMPT_TOKENS
@@ -36,6 +38,8 @@ from prime_orchestrator.store import archive, leases, lock, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
+
+log = logging.getLogger(__name__)
 
 NO_VALIDATOR = (
     "no validator could judge the file: none has committed to this epoch's draw, or none of those "
@@ -289,6 +293,11 @@ def _answer(
     row = leases.new_row(digest, signed, now=view.now, tries=tries, evaluation=evaluation)
     view.grant(row, node)
     tracing.record_lease(digest, view.now, node=node.address, step=signed.lease.step)
+    about = fields(
+        kind="lease", status="given", lease=digest, node=node.address, step=row.step,
+        policy=row.policy_version,
+    )  # fmt: skip
+    log.info("lease %s of step %d is given to %s", digest, row.step, node.address, extra=about)
     return LeaseAnswer(lease=signed)
 
 

@@ -20,6 +20,7 @@ from prime_orchestrator.api import auth, reach, shadow
 from prime_orchestrator.api.auth import Caller
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import remeasuring, revisions, speed, standing
+from prime_orchestrator.manager.members import log_change
 from prime_orchestrator.store import (
     Connection,
     chain,
@@ -52,6 +53,7 @@ FORGET_SECONDS = 10.0
 """How often what is no longer needed is deleted, and nodes are drawn to be measured again."""
 RELAY_SECONDS = 120
 """A relay that has not announced itself for this long is no longer named to nodes."""
+SILENT = "no heartbeat: its leases no longer count"
 PROBE_KEY = "probe"
 PROBE_BYTES = bytes(64 << 10)
 """What `LifeTicks.probe` writes: a few bytes may find room on a full disk."""
@@ -400,7 +402,7 @@ class LifeTicks:
                     orchestrator_up_since=self._up_since,
                 )
                 if state.status != node.status:
-                    log.info("node %s is silent; its leases no longer count", node.address)
+                    log_change(node, state.status, SILENT)
                     nodes.set_status(
                         connection, node.address, state.status, last_heartbeat=node.last_heartbeat
                     )

@@ -8,6 +8,7 @@ may be a loopback address.
 
 from __future__ import annotations
 
+import logging
 from urllib.parse import urlsplit
 
 from prime_broadcast.sources import normal_url
@@ -21,12 +22,15 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import Address
+from prime_core.logs import fields
 from prime_core.messages import RelayAnnouncement
 from prime_core.transport.addresses import PrivateAddressError, is_loopback, public_address
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.kept import KeptFor
 from prime_orchestrator.store import Connection, Store, lock, nodes, policies
 from prime_orchestrator.store.intents import queue_intent
+
+log = logging.getLogger(__name__)
 
 LISTED = 16
 MAX_RELAYS_EACH = 8
@@ -81,6 +85,8 @@ def publish(backend: Backend, signed: SignedManifest) -> None:
             },
             now=now,
         )
+    about = fields(kind="policy", status="published", policy=manifest.version, step=manifest.step)
+    log.info("policy %d of step %d is published", manifest.version, manifest.step, extra=about)
 
 
 def listing(store: Store, kept: KeptFor[str, str]) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.logs import fields
 from prime_core.messages import UploadAnswer
 from prime_core.storage.base import digest_key, put_object
 from prime_core.task import SignedLease
@@ -69,6 +70,7 @@ from prime_orchestrator.store import (
 )
 from prime_orchestrator.store.jobs import AssignmentRow, JobRow
 from prime_orchestrator.store.opinions import OpinionRow
+from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
 
@@ -700,7 +702,18 @@ def give_all(backend: Backend, asked: Sequence[Given]) -> list[bool | PrimeError
     left = [at for at, answer in enumerate(answers) if answer is None]
     for at, fault in zip(left, _write(backend, [asked[at] for at in left], now), strict=True):
         answers[at] = fault or True
+        if fault is None:
+            _log_opinion(asked[at].signed, rows[Digest(asked[at].signed.opinion.submission)])
     return [True if answer is None else answer for answer in answers]
+
+
+def _log_opinion(signed: SignedOpinion, row: SubmissionRow) -> None:
+    about = fields(
+        kind="opinion", status=signed.outcome.name.lower(), reason=signed.reason.name,
+        validator=signed.validator, **row.about(),
+    )  # fmt: skip
+    log.info("%s on submission %s: %s", signed.validator, row.digest, signed.reason.name,
+             extra=about)  # fmt: skip
 
 
 def _forged(backend: Backend, one: Given) -> PrimeError | None:

@@ -28,6 +28,7 @@ from prime_core.batch import (
 )
 from prime_core.errors import ConflictError, FatalError
 from prime_core.ids import Address, Digest, to_bytes
+from prime_core.logs import fields
 from prime_core.run import RunDefinition
 from prime_core.signing import Signer
 from prime_core.storage.base import ObjectStore, digest_key, put_object
@@ -149,7 +150,10 @@ def _seal_next(
     except ConflictError as error:
         log.warning("step %d is not sealed this turn: %s", step, error)
         return None
-    log.info("sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions)
+    log.info(
+        "sealed step %d: %d rows, policies %s", step, manifest.rows, manifest.policy_versions,
+        extra=fields(kind="batch", status="sealed", step=step),
+    )  # fmt: skip
     return step
 
 

@@ -16,6 +16,7 @@ from prime_chain.events import Event, RootPosted
 from prime_chain.watcher import BlockRef, Confirmed, Watcher
 from prime_core.errors import UnavailableError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.logs import fields
 from prime_core.verdict import Reason, reason_of
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.members import MEMBERSHIP_EVENTS, derive_node
@@ -364,10 +365,16 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
         )
     executed = _first(connection, "SlashExecuted", leaf)
     cancelled = _first(connection, "SlashCancelled", leaf)
+    status = "executed" if executed else "cancelled" if cancelled else "proposed"
+    if row is None or row.status != status:
+        about = fields(
+            kind="slash", status=status, submission=leaf, node=node, reason=Reason(reason).name
+        )
+        log.warning("the slash of %s for submission %s is %s", node, leaf, status, extra=about)
     slashes.change(
         connection,
         leaf,
-        status="executed" if executed else "cancelled" if cancelled else "proposed",
+        status=status,
         evidence=args["evidence"],
         reason=reason,
         amount=str(executed.arguments()["amount"] if executed else args["amount"]),

@@ -55,6 +55,7 @@ from prime_core.errors import (
     UntrustedError,
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.logs import fields
 from prime_core.opinions import check_stated
 from prime_core.revisions import RunHistory
 from prime_core.rollout import MAX_PROMPT_TOKENS, MAX_ROWS
@@ -853,12 +854,12 @@ def _log(row: SubmissionRow, verdict: Stored, now: float) -> None:
     if row.shadow:
         log.info("shadow submission: nothing follows from its verdict")
     chosen, opinions = verdict.chosen, len(verdict.found)
+    status, reason = _STATUS[chosen.outcome], chosen.reason.name
     log.info(
         "submission %s of %s: %s (%s), %d units by %d opinions",
-        *(row.digest, row.node, _STATUS[chosen.outcome], chosen.reason.name, chosen.table.units),
-        opinions,
+        *(row.digest, row.node, status, reason, chosen.table.units, opinions),
+        extra=fields(kind="verdict", status=status, reason=reason, **row.about()),
     )
-    reason = chosen.reason.name
     tracing.record(Digest(row.lease_digest), "verdict", row.received_at, now, reason=reason)
 
 

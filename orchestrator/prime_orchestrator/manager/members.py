@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from prime_core.ids import Address
 from prime_core.lifecycle import NodeEventKind, NodeState, step_node
+from prime_core.logs import fields
 from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import chain_clock
@@ -41,10 +42,12 @@ def derive_node(connection: Connection, context: PoolContext, node: Address, now
     open_slash = slashes.has_open(connection, node)
     if standing == "member" and row.status in ("ejected", "left"):  # rejoined, or exit retracted
         status = "quarantined" if open_slash else "active"
+        log_change(row, status, "member again")
         nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
         return
     if standing == "none":
         if row.status in ("active", "silent", "ejected", "left"):  # the join was retracted
+            log_change(row, "admitted", "the join was retracted")
             nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
         return
     event: NodeEventKind | None = None
@@ -157,8 +160,14 @@ def apply_node_event(
         orchestrator_up_since=0.0,
     )
     if state.status != row.status:
-        log.info("node %s: %s → %s (%s)", node, row.status, state.status, event)
+        log_change(row, state.status, event)
     nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
     if "release_leases" in effects:
         for lease in leases.lock_open(connection, node):
             expire(connection, lease, context.run.lease_seconds, excused=event != "left")
+
+
+def log_change(before: NodeRow, status: str, why: str) -> None:
+    """Logs that a node's status changes from that of its row."""
+    about = fields(kind="node", node=before.address, status=status, reason=why)
+    log.info("node %s: %s → %s (%s)", before.address, before.status, status, why, extra=about)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from prime_core.ids import Address, Digest
+from prime_core.logs import fields
 from prime_core.run import RunDefinition
 from prime_core.verdict import Outcome, Reason
 from prime_orchestrator.context import PoolContext
@@ -72,6 +73,9 @@ def queue_slash(
         created_at=now,
     )
     slashes.add(connection, row)
+    about = fields(kind="slash", status="queued", submission=submission, node=node,
+                   reason=order.reason.name)  # fmt: skip
+    log.warning("the slash of %s for submission %s is queued", node, submission, extra=about)
     queue_intent(
         connection,
         kind="propose",
@@ -130,7 +134,10 @@ def drop_expired(
             or (posted_at is not None and expired(posted_at, validity, clock.time))
         ]
         for submission, node in late:
-            log.error("the slash for %s was not proposed in time; ejecting %s", submission, node)
+            log.error(
+                "the slash for %s was not proposed in time; ejecting %s", submission, node,
+                extra=fields(kind="slash", status="cancelled", submission=submission, node=node),
+            )  # fmt: skip
             slashes.change(connection, submission, status="cancelled")
             refresh_credits(connection, node)
             row = nodes.get(connection, node)

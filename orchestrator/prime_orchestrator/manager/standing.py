@@ -33,16 +33,20 @@ more before the next one counts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_core.ids import Address
 from prime_core.lifecycle import LeaseState, step_lease
+from prime_core.logs import fields
 from prime_core.run import RunDefinition
 from prime_core.verdict import POOLS_FAULT, Outcome, Reason
 from prime_orchestrator.store import Connection, leases, nodes, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
+
+log = logging.getLogger(__name__)
 
 MEMORY = 15 / 16
 LONGEST = 4
@@ -67,6 +71,13 @@ def expire(
     """Ends an open lease without a file, and records the miss on its node unless it is excused."""
     ended = step_lease(LeaseState(lease.status, lease.deadline), "tick", float("inf"))
     leases.set_status(connection, lease.digest, ended.status, excused=excused)
+    status = "excused" if excused else ended.status
+    about = fields(
+        kind="lease", status=status, lease=lease.digest, node=lease.node, step=lease.step,
+        policy=lease.policy_version,
+    )  # fmt: skip
+    log.info("lease %s of %s ended without a file: %s", lease.digest, lease.node, status,
+             extra=about)  # fmt: skip
     node = nodes.get(connection, lease.node)
     if node is None or excused:
         return

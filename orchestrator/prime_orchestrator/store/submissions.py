@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
+from prime_core.logs import FileFields
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import SignedSubmission
 from prime_core.task import SubmissionStatus
@@ -68,6 +69,13 @@ class SubmissionRow:
     def signed(self) -> SignedSubmission:
         """Returns the submission as the node signed it."""
         return SignedSubmission.model_validate_json(self.body)
+
+    def about(self) -> FileFields:
+        """Returns the fields of log events about the file."""
+        return FileFields(
+            node=self.node, lease=self.lease_digest, submission=self.digest, step=self.step,
+            policy=self.policy_version,
+        )  # fmt: skip
 
     def receipt_answer(self) -> ReceiptAnswer:
         """Returns the receipt as it was issued."""
