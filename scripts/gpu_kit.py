@@ -1260,9 +1260,15 @@ def network(kit: Kit) -> None:
 
 
 def _calibration_of(pool: Any, files: list[Any], dtype: str) -> Any:
-    """A calibration from honest `files` of one engine, replayed as the validator of `pool` does."""
+    """A calibration from honest `files` of one engine, replayed as the validator of `pool` does.
+
+    It accuses as if two parties had signed it and its limits had been compared with lies. No pool
+    judges by it.
+    """
+    from prime_core.calibration import CalibrationSignature
+    from prime_core.ids import ZERO_ADDRESS
     from prime_verify.calibrate import REPLAY_DTYPE, Measured, limits_of, replay_rows
-    from prime_verify.proofs.thresholds import Calibration
+    from prime_verify.proofs.thresholds import LEAST_LIE_SETS, LIES, Calibration, FoundLies
     from prime_verify.rollout_file import read_rollout_file
 
     measured, verifier = Measured(batches={64}), pool.engine()
@@ -1270,12 +1276,14 @@ def _calibration_of(pool: Any, files: list[Any], dtype: str) -> Any:
         measured.add(*replay_rows(file, pool.run, pool.environment, verifier))
         made = read_rollout_file(file.data).metadata
         measured.engine, measured.device = made.engine, made.device
+    lies = tuple(FoundLies(lie=lie, sets=LEAST_LIE_SETS, found=LEAST_LIE_SETS) for lie in LIES)
     return Calibration(
         replay_engine=verifier.name,
         replay_dtype=REPLAY_DTYPE,
         replay_device=verifier.device,
         source=f"{len(files)} files of {pool.folder.name}",
-        setups=(limits_of(dtype, measured),),
+        setups=(limits_of(dtype, measured).model_copy(update={"lies": lies}),),
+        second=CalibrationSignature(made_at=0, signer=ZERO_ADDRESS, signature="0x" + "00" * 65),
     )
 
 

@@ -1,12 +1,15 @@
 """Altered weights for attacks: quantized (values change, the storage type does not), older,
 shallower.
 
-For tests, benchmarks and attacking nodes of the devnet; honest nodes never import this.
+For tests, benchmarks, calibrations and attacking nodes of the devnet; honest nodes never import
+this.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,3 +92,15 @@ VARIANTS: dict[str, Prepare] = {
     },
     "shallow": _half_as_deep,
 }
+
+
+def write_variant(model: Path, name: str, folder: Path) -> Path:
+    """Writes the model in the folder `model`, altered as VARIANTS[name] says, into the new `folder`
+    in the dtype of its files; returns `folder`. For variants of weights: a cache is not written."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    altered: Any = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype="auto")
+    VARIANTS[name](altered)
+    altered.save_pretrained(folder)
+    return folder

@@ -3,6 +3,7 @@
     generate   honest files of every setup (setups.py), as a worker builds them
     replay     all of their rows, as a validator does
     fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
+    lies       on cards: rows made with altered weights, and how many of them the limits find
 
 Tiny random models are used in addition to the given ones. It takes minutes on one core. The result
 depends on the machine's rounding, so two runs agree approximately, not exactly. A setup that does
@@ -21,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from prime_core.errors import UnavailableError
+from prime_core.known_cards import is_gpu
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_envs.base import Environment
@@ -31,9 +33,12 @@ from prime_verify.engines import load_engine
 from prime_verify.proofs import tails
 from prime_verify.proofs.thresholds import (
     FILE_ROWS,
+    LEAST_LIE_SETS,
+    LIES,
     SCOPES,
     STATISTICS,
     Calibration,
+    FoundLies,
     Reference,
     Scope,
     SetupLimits,
@@ -47,6 +52,7 @@ from prime_verify.setups import (
     HonestFile,
     Job,
     Setup,
+    fitting,
     generate,
     run_of,
     synthetic_lease,
@@ -74,11 +80,14 @@ OTHERS_SHARE = 4
 LEAST_VALUES = 10
 """Minimum number of honest values of a statistic. With fewer, none lies in its tail (tails.SHARE)
 and the fit may be too tight, so such rows or files get no limits."""
+LIE_FILES = 4
+"""Files of 64 rows made with each lie and given model, of the greatest length alone."""
 
 
 @dataclass
 class Measured:
-    """Honest ratios of one setup's rows and files, by statistic."""
+    """Honest ratios of one setup's rows and files, by statistic. `lies`: lie → sets of FILE_ROWS
+    rows that were made with it, each with its reference."""
 
     ratios: dict[Scope, dict[str, list[float]]] = field(
         default_factory=lambda: {scope: defaultdict(list) for scope in SCOPES}
@@ -89,6 +98,9 @@ class Measured:
     rows: int = 0
     files: int = 0
     tokens: int = 0
+    lies: dict[str, list[tuple[Sequence[replay.RowStatistics], Reference]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def add(self, found: Sequence[replay.RowStatistics], references: Sequence[Reference]) -> None:
         self.files += 1
@@ -103,6 +115,31 @@ class Measured:
                 for scope in replay.file_scopes(members):
                     ratio = together[name] / explained(name, reference.file)
                     self.ratios[scope][name].append(ratio)
+
+    def add_lie(
+        self, lie: str, found: Sequence[replay.RowStatistics], references: Sequence[Reference]
+    ) -> None:
+        """Adds the rows of a file that was made with a lie."""
+        for number, reference in enumerate(references):
+            self.lies[lie].append((found[number * FILE_ROWS :][:FILE_ROWS], reference))
+
+    def found_by(self, setup: SetupLimits) -> SetupLimits:
+        """Returns the limits with what they find of the lies that were measured."""
+        return setup.model_copy(
+            update={
+                "lies": tuple(
+                    FoundLies(
+                        lie=lie,
+                        sets=len(sets),
+                        found=sum(
+                            replay.accuse(rows, setup.limits(reference)) is not None
+                            for rows, reference in sets
+                        ),
+                    )
+                    for lie, sets in sorted(self.lies.items())
+                )
+            }
+        )
 
 
 def replay_rows(
@@ -164,8 +201,10 @@ def calibrate(
     a setup measured again, each statistic gets the wider of both limits. `python_of`: engine → its
     interpreter (None: this one). `scale` multiplies the number of files. Every setup is measured
     on each of `models` and on tiny random ones, generated on `device` and replayed in float32 on
-    `replay_device` (None: the same). Raises UnavailableError if a model does not load, no setup
-    runs, or `keep` is for replays by another setup.
+    `replay_device` (None: the same). On a card, files with LIES are made with `models` too (with
+    the tiny ones if there are none), and each setup states what its final limits find of them.
+    Raises UnavailableError if a model does not load, no setup runs, or `keep` is for replays by
+    another setup.
     """
     measured: dict[tuple[str, str], Measured] = defaultdict(Measured)
     left_out: list[str] = []
@@ -187,6 +226,9 @@ def calibrate(
                 share = scale / OTHERS_SHARE if settings else scale
                 try:
                     _measure(setup, verifiers, share, measured[engine, dtype])
+                    if is_gpu(measured[engine, dtype].device):
+                        liars = {one: verifiers[one] for one in models or folders}
+                        measure_lies(setup, liars, scale, measured[engine, dtype])
                 except UnavailableError as error:
                     log.warning("left out: %s", error)
                     left_out.append(str(error))
@@ -208,6 +250,11 @@ def calibrate(
             again[key] = wider(again[key], kept) if key in again else kept
         setups = list(again.values())
         source = source if keep.source == source else f"{source}; kept: {keep.source}"
+    lies = {(found.engine, dtype, found.device): found for (_, dtype), found in measured.items()}
+    setups = [
+        lies[key].found_by(one) if (key := (one.engine, one.dtype, one.device)) in lies else one
+        for one in setups
+    ]
     calibration = Calibration(
         replay_engine=verifier.name,
         replay_dtype=REPLAY_DTYPE,
@@ -232,6 +279,22 @@ def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: Me
         made = read_rollout_file(honest.data).metadata
         into.engine, into.device = made.engine, made.device
         into.batches.add(job.batch_rows)
+
+
+def measure_lies(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: Measured) -> None:
+    """Makes and replays files with each of LIES on each model: sets of FILE_ROWS rows of the
+    greatest length. Raises UnavailableError if the setup does not run here."""
+    from prime_engine.variants import write_variant
+
+    files = max(-(-LEAST_LIE_SETS * FILE_ROWS // max(BATCH_FILES)), round(LIE_FILES * scale))
+    for lie, (model, verifier) in product(LIES, verifiers.items()):
+        log.info("%s: %d files with %s", setup.words, files, lie)
+        with tempfile.TemporaryDirectory() as scratch:
+            altered = write_variant(model, lie, Path(scratch) / "altered")
+            job = Job(altered, max(BATCH_FILES), files)
+            for _, length, made in generate(setup, [job], fitting(altered, LENGTHS)[-1:]):
+                run = run_of(job, length)
+                into.add_lie(lie, *replay_rows(made, run, environment_for(run), verifier))
 
 
 def tiny_models(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from prime_validator.pool import PoolOnChain, check_replay, run_calibration
 from prime_verify.proofs.thresholds import parse_signed, shipped
 from prime_verify.setups import synthetic_run
 
-LIAR = key(99)
+LIAR, OTHER = key(99), key(98)
 
 
 class _Published:
@@ -55,12 +55,25 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
     domain = context.domain(CalibrationStatement)
     bare = shipped().model_copy(update={"source": "this pool's machines"})
     own = bare.sign(MANAGER, domain, 1)
+    both = own.sign(OTHER, domain, 2, second=True)
+    assert both == bare.sign(OTHER, domain, 2, second=True).sign(MANAGER, domain, 1)
+    assert both.second is not None
+    twice = bare.sign(MANAGER, domain, 1, second=True)
+    forged_second = both.second.model_copy(update={"signer": LIAR.address})
+    elsewhere = bare.model_copy(update={"source": "another one"}).sign(
+        OTHER, domain, 2, second=True
+    )
     moved = shipped().sign(MANAGER, domain, 1).model_copy(update={"source": "elsewhere"})
     forged = bare.sign(LIAR, domain, 1)
     assert forged.signed is not None
     under_its_name = forged.signed.model_copy(update={"signer": MANAGER.address})
     cases = [
         (own, ""),
+        (both, ""),
+        (bare.sign(OTHER, domain, 2, second=True), "is not signed"),
+        (own.model_copy(update={"second": twice.second}), "both signatures"),
+        (own.model_copy(update={"second": forged_second}), f"by {LIAR.address}, whom it names"),
+        (own.model_copy(update={"second": elsewhere.second}), f"by {OTHER.address}, whom it names"),
         (bare, "is not signed"),
         (forged, f"by {LIAR.address}, not by the pool's manager"),
         (forged.model_copy(update={"signed": under_its_name}), "whom it names"),
@@ -81,12 +94,25 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
         assert put_object(objects, object_.canonical()) == object_.digest()
         if not refused:
             found = run_calibration(here, api)
-            assert found == named_by(run, library, MANAGER.address, domain) == own
+            assert found == named_by(run, library, MANAGER.address, domain) == object_
             continue
         with pytest.raises(UserError, match=refused):
             run_calibration(here, api)
         with pytest.raises(UntrustedError, match=refused):
             named_by(run, library, MANAGER.address, domain)
+
+
+def test_one_party_cannot_give_both_signatures_and_a_change_takes_both_again() -> None:
+    domain = FAKE_DEPLOYMENT.domain_of(CalibrationStatement)
+    both = shipped().sign(OTHER, domain, 1, second=True).sign(MANAGER, domain, 1)
+    for signer, second in ((MANAGER, True), (OTHER, False)):
+        with pytest.raises(UserError, match="has signed this calibration already"):
+            both.sign(signer, domain, 2, second=second)
+    both.sign(MANAGER, domain, 2).check_signature(MANAGER.address, domain)
+    assert both.unsigned() == shipped()
+    changed = both.model_copy(update={"source": "changed"}).sign(MANAGER, domain, 2)
+    with pytest.raises(UntrustedError, match=f"by {OTHER.address}, whom it names"):
+        changed.check_signature(MANAGER.address, domain)
 
 
 def test_a_validator_that_could_judge_nothing_by_the_runs_calibration_does_not_start() -> None:

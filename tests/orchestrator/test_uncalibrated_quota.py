@@ -11,6 +11,7 @@ from test_dropped_leases import owned
 from test_lease_slots import BOTH, ask
 from test_lease_slots import store as store
 
+from prime_core.calibration import CalibrationSignature
 from prime_core.ids import Address
 from prime_core.messages import NodeInfo
 from prime_core.node import Gpu, Hardware
@@ -20,7 +21,14 @@ from prime_core.verdict import Reason
 from prime_orchestrator.manager import uncalibrated
 from prime_orchestrator.manager.uncalibrated import OUTSIDE, SECONDS, WINDOW
 from prime_orchestrator.store import drift, leases, nodes, schema
-from prime_verify.proofs.thresholds import STATISTICS, Calibration, shipped
+from prime_verify.proofs.thresholds import (
+    LEAST_LIE_SETS,
+    LIES,
+    STATISTICS,
+    Calibration,
+    FoundLies,
+    shipped,
+)
 
 H200, L4 = "NVIDIA H200", "NVIDIA L4"
 GPU_TASK = Task(image="python:local", gpus=True)
@@ -114,8 +122,12 @@ def test_a_small_pool_has_one_place_and_a_provider_never_two(world: World) -> No
 
 def test_measured_cards_and_processors_need_no_place(make_world: MakeWorld) -> None:
     """Neither do cards that the run's tasks do not get."""
-    setup = shipped().setups[0].model_copy(update={"device": "NVIDIA H100 PCIe"})
-    measured = shipped().model_copy(update={"setups": (setup,)})
+    lies = tuple(FoundLies(lie=lie, sets=LEAST_LIE_SETS, found=LEAST_LIE_SETS) for lie in LIES)
+    card = {"device": "NVIDIA H100 PCIe", "lies": lies}
+    setup = shipped().setups[0].model_copy(update=card)
+    of_card = shipped().model_copy(update={"setups": (setup,)})
+    second = CalibrationSignature(made_at=1, signer="0x" + "2" * 40, signature="0x" + "00" * 65)
+    measured = of_card.model_copy(update={"second": second})
     world = make_world(task=GPU_TASK, groups_per_batch=64, calibration=measured.digest())
     put_object(world.backend.objects, measured.canonical())
     world.publish(0)

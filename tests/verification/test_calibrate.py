@@ -71,6 +71,29 @@ def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
         assert set(limits.long) == (set(STATISTICS) if judged else set())
 
 
+def test_lies_are_made_and_counted_where_the_limits_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "LENGTHS", (5, 24))
+    monkeypatch.setattr(calibrate, "LIES", ("int4",))
+    monkeypatch.setattr(calibrate, "LEAST_LIE_SETS", FILE_ROWS)
+    model = calibrate.tiny_models(tmp_path)[0]
+    measured = calibrate.Measured()
+    setup = Setup("plain", "float32")
+    calibrate.measure_lies(setup, {model: load_engine(model)}, 0.1, measured)
+    shipped = thresholds.shipped().setup("plain/1", "float32", "cpu")
+    assert shipped is not None
+    (found,) = measured.found_by(shipped).lies
+    assert (found.lie, found.sets, found.found) == ("int4", 8, 8)
+    assert found.sets < thresholds.LEAST_LIE_SETS
+    assert not found.separate, "too few sets"
+    blind = shipped.model_copy(update={"row": {}, "file": {}, "long": {}})
+    assert measured.found_by(blind).lies[0].found == 0
+    rows, _ = measured.lies["int4"][0]
+    assert {row.tokens for row in rows} <= set(range(1, 25))
+    assert any(row.tokens > 5 for row in rows), "of the greatest length"
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_missing_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,

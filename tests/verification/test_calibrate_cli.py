@@ -24,7 +24,7 @@ from prime_verify.proofs.thresholds import parse_signed
 from prime_verify.setups import synthetic_run
 
 Asked = tuple[str, str, list[str], int]
-SIGNER = LocalSigner(b"\xa7" * 32)
+SIGNER, OTHER = LocalSigner(b"\xa7" * 32), LocalSigner(b"\xa8" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,7 @@ def test_the_run_names_what_was_written_and_the_signature_says_by_whom(
     [
         (["--wallet", "w.json"], "both a keystore and a network"),
         (["--sign", "c.json"], "no key is given to sign it"),
+        (["--second"], "no key is given to sign it"),
         (["--python", "other=/bin/true"], "names no engine"),
         (["--python", "vllm"], "names no engine"),
         (["--python", "vllm=/nowhere/python"], "no interpreter"),
@@ -142,6 +143,15 @@ def test_what_was_measured_elsewhere_is_signed_by_the_manager_without_measuring_
     domain = deployment().domain_of(CalibrationStatement)
     found = thresholds.parse_signed(out.read_bytes(), SIGNER.address, domain)
     assert found.setups == thresholds.shipped().setups
+    words[words.index(str(measured))] = str(out)
+    with pytest.raises(UserError, match="two parties"):
+        CliRunner().invoke(app, [*words, "--second"], catch_exceptions=False, standalone_mode=False)
+    wallet.unlink()
+    save_keystore(wallet, OTHER.account.key, "secret", light=True)
+    said = CliRunner().invoke(app, [*words, "--second"], catch_exceptions=False)
+    assert f"signed by {OTHER.address} too" in said.stdout
+    found = thresholds.parse_signed(out.read_bytes(), SIGNER.address, domain)
+    assert found.second is not None
 
 
 def test_where_nothing_could_be_measured_nothing_is_written(

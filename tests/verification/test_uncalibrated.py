@@ -3,6 +3,8 @@ widest limits, and accuse no one."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_core.calibration import CalibrationSignature
 from prime_core.known_cards import family_of, is_gpu
 from prime_core.verdict import Outcome, Reason
 from prime_engine.variants import VARIANTS
@@ -18,10 +21,14 @@ from prime_verify import replay_checks
 from prime_verify.engines import load_engine
 from prime_verify.proofs.tails import MICRO, Tail
 from prime_verify.proofs.thresholds import (
+    FOUND_LIES,
+    LEAST_LIE_SETS,
+    LIES,
     SCOPES,
     STATISTICS,
     WIDENED,
     Calibration,
+    FoundLies,
     Reference,
     SetupLimits,
     shipped,
@@ -30,6 +37,7 @@ from prime_verify.proofs.thresholds import (
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
 H200 = {"device": "NVIDIA H200"}
+SECOND = CalibrationSignature(made_at=1, signer="0x" + "2" * 40, signature="0x" + "00" * 65)
 DEVICES = ("cpu", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L4", "a card of tomorrow")
 
 
@@ -50,12 +58,18 @@ def _setup(
     of = dict.fromkeys(STATISTICS, _tail(limit))
     return SetupLimits(
         engine=engine, dtype=dtype, device=device, batches=(1,), rows=1, files=1, tokens=1,
-        row=of, file=of, long=of,
+        row=of, file=of, long=of, lies=_lies(LEAST_LIE_SETS),
     )  # fmt: skip
 
 
+def _lies(found: int, sets: int = LEAST_LIE_SETS, names: Sequence[str] = LIES) -> Any:
+    return tuple(FoundLies(lie=lie, sets=sets, found=found) for lie in names)
+
+
 def _calibration(*setups: SetupLimits, replay_device: str = "cpu") -> Calibration:
-    return shipped().model_copy(update={"setups": setups, "replay_device": replay_device})
+    """Signed by a second party, so that cards whose limits find lies are listed."""
+    update = {"setups": setups, "replay_device": replay_device, "second": SECOND}
+    return shipped().model_copy(update=update)
 
 
 _TAILS = st.dictionaries(
@@ -114,7 +128,9 @@ def test_a_calibration_of_one_card_serves_its_family_and_no_other() -> None:
     assert family_of("NVIDIA H200") == "h200"
     assert family_of("cpu aarch64") == "cpu aarch64"
     one = _calibration(_setup(sxm, 2 * MICRO))
-    assert one.setup("plain/1", "bfloat16", pcie) == one.setups[0]
+    of_pcie = one.setup("plain/1", "bfloat16", pcie)
+    assert of_pcie is not None
+    assert of_pcie.row == one.setups[0].row
     assert one.covers(pcie)
     for engine, dtype, device in (
         ("vllm/1", "bfloat16", pcie),
@@ -128,6 +144,55 @@ def test_a_calibration_of_one_card_serves_its_family_and_no_other() -> None:
     of_family = both.setup("plain/1", "bfloat16", "NVIDIA H100 NVL")
     assert of_family is not None
     assert {tail.limit for tail in of_family.row.values()} == {3 * MICRO}
+
+
+@pytest.mark.parametrize(
+    ("lies", "because"),
+    [
+        ((), "int8, int4, old10_1e-4"),
+        (_lies(LEAST_LIE_SETS, names=LIES[1:]), "find int8$"),
+        (_lies(LEAST_LIE_SETS - 1, LEAST_LIE_SETS - 1), "int8, int4, old10_1e-4"),
+        (_lies(round(FOUND_LIES * LEAST_LIE_SETS) - 1), "int8, int4, old10_1e-4"),
+        (_lies(round(FOUND_LIES * LEAST_LIE_SETS)), ""),
+    ],
+)
+def test_a_family_whose_limits_do_not_find_known_lies_has_no_limits(
+    lies: tuple[FoundLies, ...], because: str
+) -> None:
+    """Neither does another card of its family, and it widens the limits of no other card."""
+    card, sibling = (
+        _setup("NVIDIA H100 PCIe", 9 * MICRO).model_copy(update={"lies": lies}),
+        _setup("NVIDIA H100 80GB HBM3"),
+    )
+    found = _calibration(_setup("cpu"), card, sibling)
+    alone = _calibration(_setup("cpu"), sibling)
+    if not because:
+        assert found.setup("plain/1", "bfloat16", card.device) == card
+        assert found.unlisted() == []
+        return
+    for device in (card.device, sibling.device, "NVIDIA H100 NVL"):
+        assert alone.setup("plain/1", "bfloat16", device) is not None
+        assert found.setup("plain/1", "bfloat16", device) is None
+        assert not found.covers(device)
+    wide = found.widest("plain/1", "bfloat16", "NVIDIA L4")
+    assert wide == _calibration(_setup("cpu")).widest("plain/1", "bfloat16", "NVIDIA L4")
+    for sentence in found.unlisted():
+        assert re.search(because, sentence)
+        assert "accuses no one: its limits on NVIDIA H100 PCIe are not shown to find" in sentence
+    assert len(found.unlisted()) == 2
+
+
+def test_limits_of_a_card_that_one_party_signed_accuse_no_one() -> None:
+    both = _calibration(_setup("cpu"), _setup("NVIDIA L4"))
+    one = both.model_copy(update={"second": None})
+    assert both.covers("NVIDIA L4")
+    assert not one.covers("NVIDIA L4")
+    assert one.covers("cpu"), "limits of processors take one"
+    assert one.unlisted() == [
+        "plain/1 bfloat16 on NVIDIA L4 is judged like a card without limits and accuses no one: no "
+        "second party signed the calibration"
+    ]
+    assert shipped().unlisted() == []
 
 
 def test_limits_of_cards_go_before_those_of_processors() -> None:

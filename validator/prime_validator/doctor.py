@@ -96,7 +96,8 @@ def _pool(api: ValidatorApi, settings: Settings, pools: list[PoolOnChain]) -> st
 def _replay(pool: PoolOnChain, api: ValidatorApi, settings: Settings) -> str:
     calibration = run_calibration(pool, api) or shipped()
     limited = check_replay(calibration, settings.dtype, settings.device)
-    return limited or f"{settings.dtype} on {settings.device} is calibrated"
+    said = limited or f"{settings.dtype} on {settings.device} is calibrated"
+    return "; ".join([said, *calibration.unlisted()])
 
 
 def policies_loaded(api: ValidatorApi, settings: Settings) -> str:

@@ -100,6 +100,8 @@ def run(settings: Settings) -> None:
         limited = check_replay(calibration or shipped(), settings.dtype, settings.device)
         if limited:
             log.warning("%s", limited)
+        for sentence in (calibration or shipped()).unlisted():
+            log.warning("%s", sentence)
         trust = Trust(pool.trainer, pool.domain(PolicyStatement), pool.number)
         book = SourceBook(
             passes=Passes(signer, pool.deployment.domain("registry")),

@@ -4,6 +4,10 @@ The run definition names the calibration by its SHA-256 (`calibration = "0x…"`
 manager answers for it: all that judge by it (validators, auditors, `prime-node verify`) refuse one
 that the manager did not sign. Files that declare a setup which it does not cover are verified in
 shadow: measured, never slashed, never paid.
+
+Limits of a card accuse only if they find known lies, which are measured with them, and if another
+party signed too (--second). Without that its files are judged like those of any card without
+limits.
 """
 
 from __future__ import annotations
@@ -77,8 +81,12 @@ def calibrate(
         Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
     ] = None,
     wallet: Annotated[
-        Path | None, typer.Option(help="Keystore of the pool's manager, to sign it.")
+        Path | None,
+        typer.Option(help="Keystore of the pool's manager (--second: of another party), to sign."),
     ] = None,
+    second: Annotated[
+        bool, typer.Option(help="Sign as another party than the manager: limits of cards take two.")
+    ] = False,
     password_file: PasswordFile = None,
     password_fd: PasswordFd = None,
     as_json: Json = False,
@@ -91,7 +99,7 @@ def calibrate(
         raise UserError(
             "a signature needs both a keystore and a network", hint="give --wallet and --deployment"
         )
-    if sign is not None and wallet is None:
+    if (sign is not None or second) and wallet is None:
         raise UserError("no key is given to sign it", hint="give --wallet and --deployment")
     domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
     signer = None
@@ -108,28 +116,39 @@ def calibrate(
             model or [], engines, devices, replay_device or devices[0], scale, kept
         )
     if signer is not None and domain is not None:
-        found = found.sign(signer, domain, int(time.time()))
+        found = found.sign(signer, domain, int(time.time()), second=second)
     write_given(out, found.canonical())  # its SHA-256 is its name
     if objects is not None:
         put_object(DirectoryStore(objects), found.canonical())
     by = found.signed.signer if found.signed else None
     written = {"calibration": str(out), "digest": found.digest(), "signer": by}
     if as_json:
-        typer.echo(json.dumps({**written, "left_out": left_out}))
+        more = {
+            "second": found.second.signer if found.second else None,
+            "left_out": left_out,
+            "unlisted": found.unlisted(),
+        }
+        typer.echo(json.dumps(written | more))
         return
     for setup in found.setups:
         typer.echo(
             f"{setup.engine} {setup.dtype} on {setup.device}: {setup.rows} rows in {setup.files} "
             f"files, batches of {', '.join(map(str, setup.batches))}"
         )
+        for lie in setup.lies:
+            typer.echo(f"  {lie.lie}: {lie.found} of {lie.sets} sets of rows are outside")
     for reason in left_out:
         typer.echo(f"left out: {reason}")
+    for sentence in found.unlisted():
+        typer.echo(sentence)
     typer.echo(f"for replays in {found.replay_dtype} on {found.replay_device}")
     typer.echo(
         f"signed by {by}"
         if by
         else "not signed: no pool is judged by it until its manager signs it (--sign)"
     )
+    if found.second:
+        typer.echo(f"signed by {found.second.signer} too")
     typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
 
 

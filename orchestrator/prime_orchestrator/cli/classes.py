@@ -79,7 +79,7 @@ def classes(
             for one, _ in found
             if not needs[one.key]
         )
-        made = kept.model_copy(update={"proven": listed, "signed": None})
+        made = kept.unsigned().model_copy(update={"proven": listed})
         write_given(out, made.canonical())
         written = {"calibration": str(out), "proven": len(listed)}
     if json_output:

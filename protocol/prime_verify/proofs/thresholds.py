@@ -14,9 +14,11 @@ replay's, the drift that this dtype causes on the same rows (`reference`). So
 The reference makes limits independent of the model. Limit ratios are extrapolated to the
 calibration's target probability of a false accusation, AIM per file.
 
-A card's limits hold for its family (core.known_cards). A card without limits is judged at the
-widest that the calibration has (`Calibration.widest`): its files are accepted or void, never
-rejected. Files of any other setup are measured only.
+A card's limits hold for its family (core.known_cards). They accuse only if they find known lies
+(LIES) that were measured on the same card, and if two parties signed the calibration. Any other
+card counts as one without limits: it is judged at the widest that the calibration has
+(`Calibration.widest`), and its files are accepted or void, never rejected. Files of any other setup
+are measured only.
 """
 
 from __future__ import annotations
@@ -91,6 +93,15 @@ was at 1.05 times a processor's limit, the others within it; 8-bit weights of th
 1.1 to 1.28 times what rounding explains (docs/detection.md), where a long file's limit is 1 to
 1.1. A larger factor would accept them."""
 
+LIES = ("int8", "int4", "old10_1e-4")
+"""Lies that the limits of a card must find before they accuse anyone, as prime_engine.variants
+names them: 8-bit weights, 4-bit weights, a policy ten optimizer steps old."""
+LEAST_LIE_SETS = 16
+"""Minimum number of sets of FILE_ROWS rows in which each lie is measured."""
+FOUND_LIES = 0.5
+"""Minimum share of these sets that the limits must find. A liar's files are judged one after the
+other, so half of them is enough."""
+
 LEAST_TWIN = 0.1
 """Minimum limit ratio of the TWIN statistics, where the file's dtype is not the verifier's."""
 
@@ -137,12 +148,27 @@ def least_ratio(name: str, dtype: str, replay_dtype: str) -> float:
     return LEAST_TWIN if name in TWIN and dtype != replay_dtype else 1.0
 
 
+class FoundLies(Strict):
+    """Of `sets` sets of FILE_ROWS rows that were made with a lie (LIES), the limits of the setup
+    accuse `found`."""
+
+    lie: str
+    sets: int = Field(ge=1)
+    found: int = Field(ge=0)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the limits find enough of them."""
+        return self.sets >= LEAST_LIE_SETS and self.found >= FOUND_LIES * self.sets
+
+
 class SetupLimits(Strict):
     """Honest drift of one setup, over `rows` rows in `files` files, generated in `batches` of
     these row counts.
 
     `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²).
-    Missing statistics were not measured and are not judged.
+    Missing statistics were not measured and are not judged. `lies`: what these limits find of
+    known lies.
     """
 
     engine: str
@@ -155,6 +181,12 @@ class SetupLimits(Strict):
     row: dict[str, Tail]
     file: dict[str, Tail]
     long: dict[str, Tail] = Field(default_factory=dict)
+    lies: tuple[FoundLies, ...] = Field(default=(), exclude_if=lambda found: not found)
+
+    def overlooked(self) -> list[str]:
+        """Returns those of LIES that the limits do not find, or that were not measured."""
+        separate = {one.lie for one in self.lies if one.separate}
+        return [lie for lie in LIES if lie not in separate]
 
     def limits(self, reference: Reference) -> Limits:
         """Limits for a file whose dtype alone causes the drift `reference`."""
@@ -183,7 +215,8 @@ class SetupLimits(Strict):
 
 def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
     """Combines two measurements of one setup so that the limits hold for honest nodes on either
-    machine: for each statistic, the distribution with the larger limit."""
+    machine: for each statistic, the distribution with the larger limit. What these limits find of
+    lies has to be measured again."""
 
     def of(scope: Scope) -> dict[str, Tail]:
         here: dict[str, Tail] = getattr(one, scope)
@@ -256,7 +289,8 @@ class ProvenClass(Strict):
 
 class Calibration(Strict):
     """A measurement: on what, and by which replaying setup. Its limits apply to replays by that
-    setup only. Named by its SHA-256. One that a run names is signed by the pool's manager."""
+    setup only. Named by its SHA-256. One that a run names is signed by the pool's manager. For
+    limits of cards that accuse, another party signs it too."""
 
     version: Literal[3] = 3
     replay_engine: str
@@ -273,6 +307,9 @@ class Calibration(Strict):
     proven: tuple[ProvenClass, ...] = Field(default=(), exclude_if=lambda found: not found)
     """Exact classes in which a mismatch is evidence. In others it voids the file at most."""
     signed: CalibrationSignature | None = None
+    second: CalibrationSignature | None = Field(default=None, exclude_if=lambda one: one is None)
+    """The signature of another party than `signed`, over the same statement. Without it the limits
+    of cards accuse no one."""
 
     def canonical(self) -> bytes:
         """The object's bytes. Unset fields are omitted, so that older objects keep their
@@ -285,34 +322,84 @@ class Calibration(Strict):
     def digest(self) -> Digest:
         return encoding.sha256(self.canonical())
 
-    def sign(self, signer: Signer, domain: Domain, made_at: int) -> Calibration:
-        """Returns a signed copy. `domain` is that of a CalibrationStatement."""
+    def unsigned(self) -> Calibration:
+        """Returns a copy without signatures."""
+        return self.model_copy(update={"signed": None, "second": None})
+
+    def sign(
+        self, signer: Signer, domain: Domain, made_at: int, *, second: bool = False
+    ) -> Calibration:
+        """Returns a copy signed by the manager, or (`second`) by another party. `domain` is that of
+        a CalibrationStatement. Raises UserError if the signer's is the other signature, too."""
         made = self._statement(made_at)
         signature = CalibrationSignature(
             made_at=made_at, signer=signer.address, signature=signer.sign(made, domain)
         )
-        return self.model_copy(update={"signed": signature})
+        here, there = ("second", "signed") if second else ("signed", "second")
+        other: CalibrationSignature | None = getattr(self, there)
+        if other is not None and other.signer == signer.address:
+            raise UserError(
+                f"{signer.address} has signed this calibration already, and the two signatures "
+                "are of two parties",
+                hint="sign with the key of another party",
+            )
+        return self.model_copy(update={here: signature})
 
     def check_signature(self, signer: Address, domain: Domain) -> None:
-        """Raises UntrustedError unless `signer` signed it."""
+        """Raises UntrustedError unless `signer` signed it, and another party if it has a second
+        signature."""
         if self.signed is None:
             raise UntrustedError(
                 f"calibration {self.digest()} is not signed: orchestrator calibrate --sign"
             )
-        made = self._statement(self.signed.made_at)
-        if made.recover(domain, self.signed.signature) != self.signed.signer:
-            raise UntrustedError(
-                f"calibration {self.digest()} is not signed by {self.signed.signer}, whom it names"
-            )
+        for one in (self.signed, self.second):
+            made = None if one is None else self._statement(one.made_at)
+            if one and made and made.recover(domain, one.signature) != one.signer:
+                raise UntrustedError(
+                    f"calibration {self.digest()} is not signed by {one.signer}, whom it names"
+                )
         if self.signed.signer != signer:
             raise UntrustedError(
                 f"calibration {self.digest()} is signed by {self.signed.signer}, not by the "
                 f"pool's manager, {signer}"
             )
+        if self.second is not None and self.second.signer == signer:
+            raise UntrustedError(f"both signatures of calibration {self.digest()} are {signer}'s")
 
     def _statement(self, made_at: int) -> CalibrationStatement:
-        unsigned = self.model_copy(update={"signed": None})
-        return CalibrationStatement(calibration=unsigned.digest(), made_at=made_at)
+        return CalibrationStatement(calibration=self.unsigned().digest(), made_at=made_at)
+
+    def _family(self, engine: str, dtype: str, device: str) -> list[SetupLimits]:
+        """The measurements of that engine and dtype on devices of this one's family."""
+        return [
+            one
+            for one in self.setups
+            if (one.engine, one.dtype) == (engine, dtype)
+            and family_of(one.device) == family_of(device)
+        ]
+
+    def why_unlisted(self, setup: SetupLimits) -> str:
+        """Returns why the limits of a measured setup accuse no one; empty if they do accuse. A
+        family of cards with one engine and dtype is listed if each of its measurements finds
+        LIES."""
+        if not is_gpu(setup.device):
+            return ""
+        for one in self._family(setup.engine, setup.dtype, setup.device):
+            if missing := one.overlooked():
+                return f"its limits on {one.device} are not shown to find {', '.join(missing)}"
+        return "" if self.second else "no second party signed the calibration"
+
+    def unlisted(self) -> list[str]:
+        """Returns a sentence for each measured setup whose limits accuse no one."""
+        return [
+            f"{one.engine} {one.dtype} on {one.device} is judged like a card without limits and "
+            f"accuses no one: {why}"
+            for one in self.setups
+            if (why := self.why_unlisted(one))
+        ]
+
+    def _listed(self) -> list[SetupLimits]:
+        return [one for one in self.setups if not self.why_unlisted(one)]
 
     def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
         """Whether its limits apply to replays by that setup: by a device of the same family."""
@@ -331,23 +418,25 @@ class Calibration(Strict):
 
     def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The measurement of that setup, else the widest of the same engine and dtype on devices of
-        its family; None if there is none."""
-        alike = [one for one in self.setups if (one.engine, one.dtype) == (engine, dtype)]
-        same = [one for one in alike if one.device == device]
-        family = [one for one in alike if family_of(one.device) == family_of(device)]
+        its family; None if there is none, or if its limits accuse no one (`why_unlisted`)."""
+        family = self._family(engine, dtype, device)
+        if family and self.why_unlisted(family[0]):
+            return None
+        same = [one for one in family if one.device == device]
         return same[0] if same else widest(family) if family else None
 
     def widest(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The limits for a card that `setup` does not find: WIDENED times the widest of all cards
-        measured with the same engine and dtype, or, if there is none, of the processors measured
-        with them. None for a processor, or if nothing was measured with that engine and dtype."""
-        alike = [one for one in self.setups if (one.engine, one.dtype) == (engine, dtype)]
+        whose limits accuse with the same engine and dtype, or, if there is none, of the processors
+        measured with them. None for a processor, or if there is neither."""
+        alike = [one for one in self._listed() if (one.engine, one.dtype) == (engine, dtype)]
         cards = [one for one in alike if is_gpu(one.device)]
         return widest(cards or alike, WIDENED) if alike and is_gpu(device) else None
 
     def covers(self, device: str) -> bool:
-        """Whether a device of this one's family was measured, with any engine and dtype."""
-        return any(family_of(one.device) == family_of(device) for one in self.setups)
+        """Whether files of a device of this one's family can be accused, with any engine and
+        dtype."""
+        return any(family_of(one.device) == family_of(device) for one in self._listed())
 
 
 @dataclass(frozen=True)
