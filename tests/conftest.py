@@ -15,6 +15,8 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from devnet.chain import Anvil, find_anvil
 from devnet.deployed import Deployed, deploy_local
@@ -31,15 +33,18 @@ ALLOWED = ("CUDA", "NVIDIA", "only root", "full history")
 """What the reason of a skip may name even there: GPUs, who runs the tests, a shallow clone."""
 LONGEST = (
     "test_wheel.py", "test_release.py", "test_forge_suite.py", "test_trainer_run.py",
-    "test_trainer_ranks.py", "test_agent.py", "test_trainer_loop.py", "test_docs.py",
-    "test_e2e_smol.py", "test_e2e_faults.py", "test_e2e_demo.py", "test_quickstart.py",
+    "test_trainer_ranks.py", "test_agent.py", "test_trainer_loop.py", "test_e2e_smol.py",
+    "test_docs.py", "test_e2e_faults.py", "test_e2e_demo.py", "test_e2e_compose.py",
+    "test_quickstart.py",
 )  # fmt: skip
 """Files that `make test-all` starts first, so that it does not wait for one of them at its end."""
+SPREAD = ("test_docs.py", "test_e2e_smol.py")
+"""Files of long tests that share no fixture: `make test-all` gives each test to any process."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults-seconds", type=float, default=45.0,
+    parser.addoption("--faults-seconds", type=float, default=15.0,
                      help="how long endpoints fail in test_money_behind_faults.py")  # fmt: skip
     parser.addoption("--fuzz-seconds", type=float, default=0.0,
                      help="how long tests/fuzz goes on; 0: a few examples of each")  # fmt: skip
@@ -50,6 +55,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     their number of tests."""
     first = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path.name, len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """With --dist loadfile, a file is a unit of work, but for those in SPREAD."""
+    return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class _Scheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if file.endswith(SPREAD) else file
 
 
 def pytest_collection_finish() -> None:

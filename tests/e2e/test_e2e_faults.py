@@ -20,7 +20,7 @@ def test_a_pool_under_every_fault_loses_nothing_and_slashes_a_liar(tmp_path: Pat
     """The throughput is not judged here: other tests run at the same time."""
     require_anvil()
     sizes = Sizes(
-        nodes=8, quiet=10, seconds=75, lasts=3, faults=len(SHORT), throttle=2, groups=16,
+        nodes=8, quiet=5, seconds=48, lasts=2, faults=len(SHORT), throttle=2, groups=16,
         rest=0, periods=DEMO_PERIODS, kinds=SHORT, lease_seconds=60, least_kept=0,
     )  # fmt: skip
     root = tmp_path / "run"

@@ -38,12 +38,12 @@ def transactions(chain: Anvil, wallet: Path) -> int:
 
 
 @contextmanager
-def base() -> Iterator[tuple[Anvil, FaultyRpc]]:
-    """A chain with Base Sepolia's identifier, block time, finality, base fee and L1 data fee, and
-    an endpoint of it that answers ten requests a second."""
+def base(block_time: float = 2) -> Iterator[tuple[Anvil, FaultyRpc]]:
+    """A chain with Base Sepolia's identifier, finality, base fee and L1 data fee, and an endpoint
+    of it that answers ten requests a second. `block_time`: seconds; 2 on Base Sepolia."""
     require_anvil()
     fees = ("--block-base-fee-per-gas", "5000000")
-    chain = Anvil(block_time=2, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)
+    chain = Anvil(block_time=block_time, chain_id=BASE_SEPOLIA.chain_id, epoch_slots=8, extra=fees)
     with chain, closing(FaultyRpc(chain.url, [RpcFault("rate", a_second=10)])) as rpc:
         chain.rpc("anvil_setCode", GAS_PRICE_ORACLE, ORACLE)
         until(lambda: int(chain.rpc("eth_blockNumber"), 16) > 0, "a block")
@@ -65,7 +65,7 @@ def serves(url: str, started: subprocess.Popen[bytes], log: Path) -> bool:
 def test_a_pool_from_nothing_on_a_chain_like_base_sepolia(tmp_path: Path) -> None:
     folder, port = tmp_path / "pool", free_port()
     url = f"http://127.0.0.1:{port}"
-    with base() as (chain, rpc):
+    with base(block_time=1) as (chain, rpc):
         words = [
             sys.executable, "-m", "prime_orchestrator.cli.main", "quickstart", str(folder),
             "--network", "base-sepolia", "--rpc", rpc.url, "--port", str(port), "--json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 ) -> None:
     if optimizer == "adamw8bit":
         request.getfixturevalue("torchao")
+        # Not compiled, which takes minutes: a test of test_trainer_plan.py steps with it compiled.
+        request.addfinalizer(partial(torch.compiler.set_stance, "default"))
+        torch.compiler.set_stance("force_eager")
     model = write_tiny_model(tmp_path / "model", hidden=64, layers=2)
     changes = {"optimizer": optimizer}
     straight = kit.learner(model, tmp_path / "straight", world, RUN, **changes)
