@@ -59,6 +59,7 @@ from prime_verify.audit import (
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FetchedEngines, load_engine
 from prime_verify.proofs.thresholds import Calibration, parse_signed
+from prime_verify.provers import provers_here
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def _setting(
         calibration=run_calibration(
             runs.first, library, pool.manager, link.deployment.domain_of(CalibrationStatement)
         ),
+        provers=provers_here(folder.root, device=device, threads=settings.threads or 1),
     )
 
 

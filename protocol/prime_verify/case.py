@@ -17,6 +17,7 @@ from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding
 from prime_verify.proofs.exact import ExactResult
 from prime_verify.proofs.thresholds import Calibration, Limits
+from prime_verify.provers import Provers
 from prime_verify.repeats import Seen
 from prime_verify.replay import RowStatistics
 from prime_verify.rollout_file import RolloutFile
@@ -54,9 +55,10 @@ class Case:
     replayed completely. `rewards_first`: grade before the replay in any environment, for audits of
     a tampered reward. `on_any_card`: judge on a card for which the calibration does not hold, too:
     it accepts within the file's limits and accuses no one beyond them. For validators; audits
-    compare verdicts, for which such a card says too little.
+    compare verdicts, for which such a card says too little. `provers`: engines that repeat proof
+    passes which `engines` cannot repeat.
 
-    The attributes below `on_any_card` are results of checks, for the checks after them; to read
+    The attributes below `provers` are results of checks, for the checks after them; to read
     one before its check has run raises AttributeError. `finding` is that of an accepted file, as
     far as it is known.
     """
@@ -75,6 +77,7 @@ class Case:
     seen: Seen | None = None
     rewards_first: bool = False
     on_any_card: bool = False
+    provers: Provers | None = None
     file: RolloutFile = field(init=False)
     engine: Engine = field(init=False)
     plan: Sequence[PlannedRow] = field(init=False)

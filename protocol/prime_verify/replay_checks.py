@@ -11,11 +11,11 @@ The first one measures all that the other two judge, so that each of them states
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from prime_core import seeds
-from prime_core.errors import MalformedError, UnavailableError
+from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Engine
@@ -78,8 +78,7 @@ def check_replay(case: Case) -> None:
     case.measured = Measured(
         found, limits, lambda by: replayed(by).measure(), outside=judged_by.outside
     )
-    with _failing("the proof pass", numbers):
-        proving = _of_class(engine, made)
+    with _failing("the proof pass", numbers), _of_class(case) as proving:
         if proving is None:
             return
         result, numeric = _compare_exactly(case, numbers, proving), proving.numeric_class()
@@ -222,15 +221,30 @@ def _named(made: FileMetadata) -> str:
     return " ".join(parts + (("exact",) if made.numeric_class else ()))
 
 
-def _of_class(engine: Engine, made: FileMetadata) -> Engine | None:
-    """The engine that repeats the file's proof pass; None if the file has none, or if this machine
-    is not of its class with this policy: then statistics alone judge it."""
-    if not made.numeric_class:
-        return None
+@contextmanager
+def _of_class(case: Case) -> Iterator[Engine | None]:
+    """The engine that repeats the file's proof pass, while the block runs; None if the file has
+    none, or if this machine is not of its class with this policy: then statistics alone judge it.
+    What engine the file states does not matter, because a false statement must not prevent the
+    comparison."""
+    made, lease = case.file.metadata, case.signed
+    named, found = made.numeric_class, None
+    with ExitStack() as stack:
+        if named:
+            found = _equal(named, lambda: case.engine.in_dtype(made.dtype))
+        if named and found is None and case.provers is not None:
+            policy = lease.policy_version, lease.lease.policy_digest
+            using = case.provers.using(*policy, made.dtype)
+            found = _equal(named, lambda: stack.enter_context(using))
+        yield found
+
+
+def _equal(numeric_class: str, load: Callable[[], Engine]) -> Engine | None:
+    """The loaded engine if its class has this digest."""
     try:
-        found = engine.in_dtype(made.dtype)
-        return found if found.numeric_class().digest() == made.numeric_class else None
-    except UnavailableError:
+        found = load()
+        return found if found.numeric_class().digest() == numeric_class else None
+    except (UnavailableError, UserError):  # vLLM refuses a model that does not fit
         return None
 
 

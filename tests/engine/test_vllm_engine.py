@@ -62,6 +62,36 @@ def test_the_next_policy_is_loaded_in_the_same_process(found: dict[str, Any]) ->
     assert all(found["newer"])
 
 
+def test_a_proof_pass_is_the_same_among_other_rows_which_go_on(found: dict[str, Any]) -> None:
+    assert all(found["proof_again"])
+    assert 0 < found["proof_gap"] < 1e-4, "the plain engine's are close, and not of the class"
+    assert all(found["rows_go_on"])
+    assert "do not fit" in found["too_long_a_row"]
+
+
+def test_another_process_is_of_the_same_class_and_8_bit_weights_are_not(
+    found: dict[str, Any],
+) -> None:
+    assert found["exit"] == 0
+    exact = found["exact"]
+    assert all(exact["same_class"])
+    assert not exact["liar_of_class"]
+    names = {"vllm", "dtype", "device", "chunk", "attention", "tensor parallel", "block size"}
+    assert names <= set(exact["facts"])
+    assert exact["facts"]["engine"] == "vllm/1"
+
+
+def test_a_validator_with_vllm_repeats_the_proof_passes_of_vllm_s_files(
+    found: dict[str, Any],
+) -> None:
+    """8-bit weights in the proof pass alone, which the statistics cannot see."""
+    reason, rows, mismatches, detail = found["exact"]["honest"]
+    assert (reason, rows, mismatches) == ("NONE", 4, 0), detail
+    reason, rows, mismatches, detail = found["exact"]["lied"]
+    assert (reason, rows, mismatches) == ("WRONG_PROOF_PASS", 4, 4), detail
+    assert "vllm 0." in detail, "whoever cannot repeat it learns what it takes"
+
+
 def test_a_process_group_that_it_joined_outlives_it(found: dict[str, Any]) -> None:
     """A trainer's checkpoints use it after each policy."""
     assert found["group"] == "gloo"

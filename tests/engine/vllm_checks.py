@@ -6,9 +6,14 @@ python vllm_checks.py TRAINED SCRATCH        TRAINED a policy folder, SCRATCH an
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +21,29 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prime_core import encoding
+from prime_core.draws import SaltOpening
 from prime_core.errors import PrimeError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.run import RunDefinition
 from prime_engine.base import GenerationRequest, ReplayRequest
+from prime_engine.batch import finish
+from prime_engine.exact import NumericClass
+from prime_engine.variants import fake_quantize
+from prime_engine.vllm import _prepare_environment
 from prime_envs.definition import read_toml, run_from
+from prime_envs.registry import environment_for
 from prime_trainer.difficulty import Range, filter_tasks
 from prime_trainer.evaluate import evaluate
 from prime_trainer.sampling import Sampling
+from prime_verify import build
+from prime_verify.case import Case
+from prime_verify.cli import OneEngine
 from prime_verify.engines import load_engine
+from prime_verify.proofs.thresholds import ProvenClass, shipped
+from prime_verify.provers import Provers
+from prime_verify.rollout_file import write_rollout_file
+from prime_verify.setups import HonestFile, synthetic_lease, synthetic_run
+from prime_verify.verify import verify_file
 
 REQUESTS = [GenerationRequest(tuple(range(5, 12 + i % 5)), 40, 7 * i - 50) for i in range(24)]
 
@@ -81,6 +100,101 @@ def evaluated_and_filtered(trained: Path, scratch: Path, engine: str) -> list[An
     return [found.as_json(), kept, out.read_text()]
 
 
+RUN = synthetic_run(24, groups=2, samples=8)
+
+
+def exact_lease(number: int, digest: str) -> HonestFile:
+    """A lease in this exact class."""
+    lease = synthetic_lease(RUN, number)
+    opening = SaltOpening(random=ZERO_DIGEST, draws=ZERO_DIGEST, numeric_class=digest)
+    return replace(lease, signed=lease.signed.model_copy(update={"opening": opening}))
+
+
+def in_8_bits(folder: Path, scratch: Path) -> Path:
+    """A copy of `folder` whose matrices are rounded to 8 bits."""
+    shutil.copytree(folder, scratch)
+    weights = load_file(scratch / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            weights[name] = fake_quantize(weight, 8, 32)
+    save_file(weights, scratch / "model.safetensors", {"format": "pt"})
+    return scratch
+
+
+def another_process(trained: Path, scratch: Path) -> None:
+    """A node of the same class: a file whose proof pass is honest, and one by 8-bit weights. Both
+    are decoded honestly."""
+    engine: Any = load_engine(trained, engine="vllm")
+    own = engine.numeric_class()
+    lease, lied = (exact_lease(number, own.digest()) for number in (1, 2))
+    environment = environment_for(RUN)
+    honest = build.build_rollout_file(lease.signed, lease.lease_digest, RUN, engine, environment)
+    plan = build.plan_rows(
+        lied.signed.lease,
+        lied.lease_digest,
+        RUN,
+        environment,
+        engine.tokenizer,
+        lied.signed.opening,
+    )
+    made, proofs = build.generate_proved(lied.lease_digest, plan, RUN, engine)
+    described = build.metadata_of(lied.lease_digest, engine, RUN, own.digest())
+    rewards = build.grade_rows(plan, made, environment, engine.tokenizer)
+    engine.close()
+    liar = load_engine(in_8_bits(trained, scratch / "int8"), engine="vllm")
+    made, digests = build.prove_exactly(lied.lease_digest, plan, RUN, liar, made)
+    rows = build.assemble_rows(lied.signed, plan, made, rewards, proofs, digests)
+    (scratch / "honest.parquet").write_bytes(honest)
+    (scratch / "lied.parquet").write_bytes(write_rollout_file(rows, described))
+    classes = [[dict(one.facts), one.fingerprint] for one in (own, liar.numeric_class())]
+    (scratch / "classes.json").write_text(json.dumps(classes))
+
+
+def judged(scratch: Path, plain: Any, engine: Any) -> dict[str, Any]:
+    """What a validator with these two engines finds of the other process's files."""
+    (facts, fingerprint), (_, of_liar) = json.loads((scratch / "classes.json").read_text())
+    theirs, own = NumericClass(facts, fingerprint), engine.numeric_class()
+    proven = ProvenClass(key=theirs.key, rows=10_000, providers=3, longest=256)
+    calibration = shipped().model_copy(update={"proven": (proven,)})
+
+    provers = OneProver(scratch, load=load_engine)
+    provers.loaded = engine
+    found: dict[str, Any] = {
+        "facts": facts,
+        "same_class": [theirs == own, theirs.digest() == own.digest()],
+        "liar_of_class": of_liar == fingerprint,
+    }
+    for number, name in enumerate(("honest", "lied"), start=1):
+        lease = exact_lease(number, theirs.digest())
+        finding = verify_file(
+            Case(
+                (scratch / f"{name}.parquet").read_bytes(),
+                lease.signed,
+                lease.lease_digest,
+                RUN,
+                environment_for(RUN),
+                OneEngine(plain),
+                draw_secret=ZERO_DIGEST,
+                submission_digest=lease.lease_digest,
+                calibration=calibration,
+                provers=provers,
+            )
+        )
+        found[name] = [finding.reason.name, finding.statistics["exact_rows"]]
+        found[name] += [finding.statistics["exact_mismatches"], finding.detail]
+    return found
+
+
+class OneProver(Provers):
+    """An engine that is loaded already."""
+
+    loaded: Any
+
+    @contextmanager
+    def using(self, version: int, policy_digest: str, dtype: str) -> Iterator[Any]:
+        yield self.loaded
+
+
 def main() -> None:
     trained, scratch = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -89,6 +203,11 @@ def main() -> None:
     found["other_runner"] = refusal(lambda: load_engine(trained, engine="vllm"))
     del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
 
+    _prepare_environment()
+    import vllm  # noqa: F401  # once for both processes
+
+    node = mp.get_context("fork").Process(target=another_process, args=(trained, scratch))
+    node.start()
     engine: Any = load_engine(trained, engine="vllm")
     plain = load_engine(trained)
     made = engine.generate(REQUESTS, 0.9)
@@ -124,6 +243,20 @@ def main() -> None:
     found["states_equal"] = min(
         float((g.states == r.states).mean()) for g, r in zip(made, replays, strict=True)
     )
+    # while rows are in progress, which go on as if nothing had happened
+    rows = engine.add(REQUESTS, 0.9)
+    for _ in range(3):
+        engine.step()
+    row = (*REQUESTS[0].prompt_tokens, *made[0].output_tokens)
+    parts = [list(prover.proof_pass(row[:5], row[5:], 0.9)) for prover in (engine, plain, engine)]
+    logprobs, states = zip(*(one for (one,) in parts), strict=True)
+    found["proof_again"] = [(a[0] == a[2]).all().item() for a in (logprobs, states)]
+    found["proof_gap"] = float(abs(logprobs[0] - logprobs[1]).max())
+    found["rows_go_on"] = [
+        a.output_tokens == b.output_tokens and bool((a.states == b.states).all())
+        for a, b in zip(finish(engine, rows), made, strict=True)
+    ]
+    found["too_long_a_row"] = refusal(lambda: list(engine.proof_pass(row[:5], [5] * 9999, 0.9)))
     Loaded.engines = {"vllm": engine, "plain": plain}
     of_vllm, of_plain = (
         evaluated_and_filtered(trained, scratch, name) for name in ("vllm", "plain")
@@ -145,6 +278,10 @@ def main() -> None:
                 lambda model: require_policy(model, other, plain.model.config, "float32")
             )
         )
+    node.join()
+    found["exit"] = node.exitcode
+    with ThreadPoolExecutor(1) as thread:  # as where a validator judges several files
+        found["exact"] = thread.submit(judged, scratch, plain, engine).result()
     engine.close()
     # the next policy, in the same process, which has a process group as a trainer does
     import torch.distributed as dist

@@ -113,6 +113,9 @@ def run(
         str | None,
         typer.Option(help="Announce the exact class for files in this dtype: float32, bfloat16."),
     ] = None,
+    exact_engine: Annotated[
+        str | None, typer.Option(help="Engine of these files: plain (default) or vllm.")
+    ] = None,
     first_answer_seconds: FirstAnswer = None,
     allow_private: AllowPrivate = None,
     mirror: Annotated[

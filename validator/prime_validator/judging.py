@@ -56,6 +56,7 @@ from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding
 from prime_verify.packing import Packing
 from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.provers import Provers
 from prime_verify.verify import verify_file
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class _LaterError(_AbstainError):
 class JudgingSetup:
     """What an opinion is formed with: engines that replay rows, the runs and policies of leases,
     the draws of rows, this program's version, which is part of the law, and the limits (None: the
-    shipped ones). `hold` keeps the bytes that an opinion accuses with, before it is signed."""
+    shipped ones). `hold` keeps the bytes that an opinion accuses with, before it is signed.
+    `provers`: see Case."""
 
     engines: EngineProvider
     runs: Runs
@@ -94,6 +96,7 @@ class JudgingSetup:
     version: str
     calibration: Calibration | None = None
     hold: Callable[[bytes], None] = lambda data: None
+    provers: Provers | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Validator:
         self._calibration = setup.calibration
         self._now = now
         self._hold = setup.hold
+        self._provers = setup.provers
         self._delayed: set[Digest] = set()
         """Files whose opinion could not be handed in, which is logged once."""
         self._failure: FatalError | None = None
@@ -328,6 +332,7 @@ class Validator:
                     draw_count=job.rows,
                     seen=partial(self._seen, digest),
                     on_any_card=True,
+                    provers=self._provers,
                 )
             )
             if finding.outcome is Outcome.REJECTED:

@@ -82,6 +82,7 @@ from prime_verify.audit import MAX_OBJECT_BYTES, Setting, audit_slash
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FetchedEngines, load_engine
 from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped
+from prime_verify.provers import provers_here
 
 log = logging.getLogger(__name__)
 
@@ -397,6 +398,7 @@ class PoolReplays:
             ),
             now=self._now(),
             calibration=calibration,
+            provers=provers_here(folder.root, device=settings.device, threads=settings.threads),
         )
 
     def _environment(self, run: RunDefinition) -> Environment:

@@ -45,6 +45,7 @@ from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
 from prime_core.validator_messages import ClassList, ExactClass
 from prime_core.waiting import StoppedError, until_answered, until_stopped
+from prime_engine.exact import NumericClass
 from prime_validator.api import ValidatorApi
 from prime_validator.draws import Draws
 from prime_validator.folder import Folder
@@ -53,6 +54,7 @@ from prime_validator.pool import FILE, Runs, check_replay, find_pool, run_calibr
 from prime_validator.settings import Settings
 from prime_verify.engines import EngineProvider, FolderEngines, load_engine
 from prime_verify.proofs.thresholds import shipped
+from prime_verify.provers import Provers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,7 +143,15 @@ def run(settings: Settings) -> None:
                 HttpSource(session().client),
                 max_bytes=int(settings.mirror_gb * 10**9),
             )
-        setup = JudgingSetup(engines, runs, policies, draws, version(), calibration)
+        provers = None
+        if settings.exact_engine == "vllm":
+            provers = Provers(
+                policies.folder.root, device=settings.device, threads=settings.threads
+            )
+            stack.callback(provers.close)
+        setup = JudgingSetup(
+            engines, runs, policies, draws, version(), calibration, provers=provers
+        )
         if mirror is not None:
             setup = replace(setup, hold=mirror.hold)
         sessions = Sessions(judging=api, keeping=session())
@@ -157,7 +167,9 @@ def run(settings: Settings) -> None:
             follower = Follower(mirror, chain, pool.deployment)
             threads.start("mirror", follower.tick, EVERY_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
-        announcer = Announcer(api, policies, engines, settings.exact) if settings.exact else None
+        announcer = None
+        if settings.exact:
+            announcer = Announcer(api, policies, provers or engines, settings.exact)
         judge_until(stop, validator, settings.pack, settings.idle_seconds, announcer)
         threads.join()
         threads.raise_defect()
@@ -207,14 +219,14 @@ def _answered(ask: Callable[[], T], stop: threading.Event, give_up: float | None
 
 
 class Announcer:
-    """Announces once for each policy; not thread-safe, like the engines. `dtype` is that of the
-    files whose proof passes this machine repeats; `now` returns seconds."""
+    """Announces once for each policy; not thread-safe, like the engines. `engines` repeat proof
+    passes of files in `dtype`; `now` returns seconds."""
 
     def __init__(
         self,
         api: ValidatorApi,
         policies: Policies,
-        engines: EngineProvider,
+        engines: EngineProvider | Provers,
         dtype: str,
         *,
         now: Callable[[], float] = time.monotonic,
@@ -245,10 +257,9 @@ class Announcer:
             return
         digest = self._api.policy(version).manifest.digest()
         self._policies.ensure(version, digest)  # which checks that it is the trainer's
-        engine = self._engines.engine(version, digest)
         classes: tuple[ExactClass, ...] = ()
         try:
-            measured = engine.in_dtype(self._dtype).numeric_class()
+            measured = self._measured(version, digest)
         except UnavailableError as error:  # it does not repeat its own bits, for example
             log.error("policy %d: this machine has no exact class: %s", version, error)
         else:
@@ -257,6 +268,12 @@ class Announcer:
         listed = ClassList(policy_version=version, policy_digest=digest, classes=classes)
         self._api.announce(listed)  # an empty list withdraws an earlier announcement
         self._said = version
+
+    def _measured(self, version: int, digest: Digest) -> NumericClass:
+        if isinstance(self._engines, Provers):
+            with self._engines.using(version, digest, self._dtype) as engine:
+                return engine.numeric_class()
+        return self._engines.engine(version, digest).in_dtype(self._dtype).numeric_class()
 
 
 class Background:

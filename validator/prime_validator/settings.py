@@ -58,6 +58,8 @@ class Settings(ReplaySettings):
     exact: Literal["", "float32", "bfloat16"] = ""
     """Announce this machine's exact class for files in this dtype, so that leases may name it.
     Empty: none is announced."""
+    exact_engine: Literal["plain", "vllm"] = "plain"
+    """Whose files these are. For vLLM's, this program needs an interpreter that has vLLM."""
     pack: int = Field(default=4, ge=1, le=64)
     """Files of one policy whose rows share a prefill."""
     idle_seconds: float = Field(default=0.3, gt=0)
