@@ -52,6 +52,7 @@ from prime_validator.judging import JudgingSetup, Sessions, Validator
 from prime_validator.pool import PoolOnChain, Runs
 from prime_verify.engines import EngineProvider
 from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.provers import Provers
 
 _blocks = itertools.count(500_000)
 
@@ -291,7 +292,11 @@ def bench(backend: Backend, signer: LocalSigner, folder: Path, seed: int | None 
 
 
 def arm(
-    made: Bench, policies: Path, engines: EngineProvider, calibration: Calibration | None = None
+    made: Bench,
+    policies: Path,
+    engines: EngineProvider,
+    calibration: Calibration | None = None,
+    provers: Provers | None = None,
 ) -> Bench:
     """Lets a validator judge for real, by the policies in a folder."""
     backend = made.backend
@@ -309,6 +314,7 @@ def arm(
             made.draws,
             "test",
             calibration,
+            provers=provers,
         ),
         now=backend.now,
     )

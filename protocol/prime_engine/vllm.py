@@ -490,7 +490,9 @@ def _on_cards(folder: Path, wanted: Cards) -> tuple[int, int]:
 
 def _attention(model: torch.nn.Module) -> str:
     """Returns vLLM's attention kernels in `model`, each with its version where it has several."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "get_attn_backend")]
+    layers: list[Any] = [
+        module for module in model.modules() if hasattr(module, "get_attn_backend")
+    ]
     names = {
         f"{layer.get_attn_backend().get_name()} "
         f"{getattr(layer.impl, 'vllm_flash_attn_version', None) or ''}".strip()

@@ -75,21 +75,20 @@ def test_another_process_is_of_the_same_class_and_8_bit_weights_are_not(
     assert found["exit"] == 0
     exact = found["exact"]
     assert all(exact["same_class"])
-    assert not exact["liar_of_class"]
     names = {"vllm", "dtype", "device", "chunk", "attention", "tensor parallel", "block size"}
     assert names <= set(exact["facts"])
     assert exact["facts"]["engine"] == "vllm/1"
+    assert len(found["8_bits"]) == 26
+    assert all(found["8_bits"]), "equal facts, another fingerprint, other digests of all rows"
 
 
 def test_a_validator_with_vllm_repeats_the_proof_passes_of_vllm_s_files(
     found: dict[str, Any],
 ) -> None:
-    """8-bit weights in the proof pass alone, which the statistics cannot see."""
-    reason, rows, mismatches, detail = found["exact"]["honest"]
-    assert (reason, rows, mismatches) == ("NONE", 4, 0), detail
-    reason, rows, mismatches, detail = found["exact"]["lied"]
-    assert (reason, rows, mismatches) == ("WRONG_PROOF_PASS", 4, 4), detail
-    assert "vllm 0." in detail, "whoever cannot repeat it learns what it takes"
+    exact = found["exact"]
+    assert exact["reason"] == "NONE"
+    assert exact["statistics"]["exact_rows"] == 4
+    assert exact["statistics"]["exact_mismatches"] == 0
 
 
 def test_a_process_group_that_it_joined_outlives_it(found: dict[str, Any]) -> None:

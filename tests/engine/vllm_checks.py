@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +25,7 @@ from prime_core import encoding
 from prime_core.draws import SaltOpening
 from prime_core.errors import PrimeError
 from prime_core.ids import ZERO_DIGEST
+from prime_core.proof_form import PROOF_WINDOW
 from prime_core.run import RunDefinition
 from prime_engine.base import GenerationRequest, ReplayRequest
 from prime_engine.batch import finish
@@ -39,9 +41,8 @@ from prime_verify import build
 from prime_verify.case import Case
 from prime_verify.cli import OneEngine
 from prime_verify.engines import load_engine
-from prime_verify.proofs.thresholds import ProvenClass, shipped
+from prime_verify.proofs import exact
 from prime_verify.provers import Provers
-from prime_verify.rollout_file import write_rollout_file
 from prime_verify.setups import HonestFile, synthetic_lease, synthetic_run
 from prime_verify.verify import verify_file
 
@@ -122,66 +123,50 @@ def in_8_bits(folder: Path, scratch: Path) -> Path:
 
 
 def another_process(trained: Path, scratch: Path) -> None:
-    """A node of the same class: a file whose proof pass is honest, and one by 8-bit weights. Both
-    are decoded honestly."""
-    engine: Any = load_engine(trained, engine="vllm")
+    """A node: its exact class, and a file of it."""
+    engine = load_engine(trained, engine="vllm")
     own = engine.numeric_class()
-    lease, lied = (exact_lease(number, own.digest()) for number in (1, 2))
-    environment = environment_for(RUN)
-    honest = build.build_rollout_file(lease.signed, lease.lease_digest, RUN, engine, environment)
-    plan = build.plan_rows(
-        lied.signed.lease,
-        lied.lease_digest,
-        RUN,
-        environment,
-        engine.tokenizer,
-        lied.signed.opening,
-    )
-    made, proofs = build.generate_proved(lied.lease_digest, plan, RUN, engine)
-    described = build.metadata_of(lied.lease_digest, engine, RUN, own.digest())
-    rewards = build.grade_rows(plan, made, environment, engine.tokenizer)
-    engine.close()
-    liar = load_engine(in_8_bits(trained, scratch / "int8"), engine="vllm")
-    made, digests = build.prove_exactly(lied.lease_digest, plan, RUN, liar, made)
-    rows = build.assemble_rows(lied.signed, plan, made, rewards, proofs, digests)
-    (scratch / "honest.parquet").write_bytes(honest)
-    (scratch / "lied.parquet").write_bytes(write_rollout_file(rows, described))
-    classes = [[dict(one.facts), one.fingerprint] for one in (own, liar.numeric_class())]
-    (scratch / "classes.json").write_text(json.dumps(classes))
+    lease, environment = exact_lease(1, own.digest()), environment_for(RUN)
+    made = build.build_rollout_file(lease.signed, lease.lease_digest, RUN, engine, environment)
+    (scratch / "file").write_bytes(made)
+    (scratch / "class").write_text(json.dumps([dict(own.facts), own.fingerprint]))
 
 
 def judged(scratch: Path, plain: Any, engine: Any) -> dict[str, Any]:
-    """What a validator with these two engines finds of the other process's files."""
-    (facts, fingerprint), (_, of_liar) = json.loads((scratch / "classes.json").read_text())
+    """What a validator with these two engines finds of the other process's file."""
+    facts, fingerprint = json.loads((scratch / "class").read_text())
     theirs, own = NumericClass(facts, fingerprint), engine.numeric_class()
-    proven = ProvenClass(key=theirs.key, rows=10_000, providers=3, longest=256)
-    calibration = shipped().model_copy(update={"proven": (proven,)})
-
-    provers = OneProver(scratch, load=load_engine)
+    lease, provers = exact_lease(1, theirs.digest()), OneProver(scratch, load=load_engine)
     provers.loaded = engine
-    found: dict[str, Any] = {
+    finding = verify_file(
+        Case(
+            (scratch / "file").read_bytes(),
+            lease.signed,
+            lease.lease_digest,
+            RUN,
+            environment_for(RUN),
+            OneEngine(plain),
+            draw_secret=ZERO_DIGEST,
+            submission_digest=lease.lease_digest,
+            provers=provers,
+        )
+    )
+    return {
         "facts": facts,
         "same_class": [theirs == own, theirs.digest() == own.digest()],
-        "liar_of_class": of_liar == fingerprint,
+        "reason": finding.reason.name,
+        "statistics": finding.statistics,
     }
-    for number, name in enumerate(("honest", "lied"), start=1):
-        lease = exact_lease(number, theirs.digest())
-        finding = verify_file(
-            Case(
-                (scratch / f"{name}.parquet").read_bytes(),
-                lease.signed,
-                lease.lease_digest,
-                RUN,
-                environment_for(RUN),
-                OneEngine(plain),
-                draw_secret=ZERO_DIGEST,
-                submission_digest=lease.lease_digest,
-                calibration=calibration,
-                provers=provers,
-            )
-        )
-        found[name] = [finding.reason.name, finding.statistics["exact_rows"]]
-        found[name] += [finding.statistics["exact_mismatches"], finding.detail]
+
+
+def row_digests(engine: Any, made: Any) -> list[bytes]:
+    """What files of an exact class commit to for these rows."""
+    found = []
+    for request, generation in zip(REQUESTS, made, strict=True):
+        row = generation.output_tokens
+        parts = engine.proof_pass(request.prompt_tokens, row, 0.9)
+        keys = [bytes([n + 1]) for n in range(-(-len(row) // PROOF_WINDOW))]
+        found.append(exact.commit(parts, np.arange(len(row)), keys).digests)
     return found
 
 
@@ -282,20 +267,26 @@ def main() -> None:
     found["exit"] = node.exitcode
     with ThreadPoolExecutor(1) as thread:  # as where a validator judges several files
         found["exact"] = thread.submit(judged, scratch, plain, engine).result()
+    own, digests = engine.numeric_class(), row_digests(engine, made)
     engine.close()
     # the next policy, in the same process, which has a process group as a trainer does
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     trainers = dist.new_group(backend="gloo")
-    newer: Any = load_engine(scratch / "mlp.down_proj", engine="vllm")
-    newer_plain = load_engine(scratch / "mlp.down_proj")
+    folder = in_8_bits(trained, scratch / "int8")
+    newer: Any = load_engine(folder, engine="vllm")
+    newer_plain = load_engine(folder)
     found["newer"] = [
         a.output_tokens == b.output_tokens
         for a, b in zip(
             newer.generate(REQUESTS, 0.9), newer_plain.generate(REQUESTS, 0.9), strict=True
         )
     ]
+    other_class = newer.numeric_class()
+    found["8_bits"] = [other_class.key == own.key, other_class.fingerprint != own.fingerprint]
+    pairs = zip(row_digests(newer, made), digests, strict=True)
+    found["8_bits"] += [one != other for one, other in pairs]
     newer.close()
     found["group"] = dist.is_initialized() and dist.get_backend(trainers)
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ import torch
 from vllm_checks import altered, refusal
 
 from prime_engine.base import GenerationRequest
+from prime_engine.batch import finish
 from prime_engine.sizing import Cards
 from prime_verify.engines import load_engine
 
@@ -56,6 +57,15 @@ def main() -> None:
     found["states_equal"] = min(
         float((a.states == b.states).mean()) for a, b in zip(made, own, strict=True)
     )
+    rows = engine.add(REQUESTS, 0.9)
+    engine.step()
+    row = REQUESTS[0].prompt_tokens, own[0].output_tokens
+    (one,), (two,) = (list(prover.proof_pass(*row, 0.9)) for prover in (engine, plain))
+    found["proof_gap"] = float(abs(one[0] - two[0]).max())
+    found["rows_go_on"] = [
+        a.output_tokens == b.output_tokens for a, b in zip(finish(engine, rows), own, strict=True)
+    ]
+    found["split"] = engine.facts()["tensor parallel"]
     from prime_engine.policy_weights import require_policy
 
     for tensor in ("mlp.down_proj", "self_attn.v_proj", "mlp.up_proj"):

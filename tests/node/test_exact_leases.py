@@ -35,6 +35,7 @@ from prime_orchestrator.api.validators import LIVE_SECONDS
 from prime_orchestrator.store import leases, schema, submissions
 from prime_validator.run import Announcer
 from prime_verify.engines import FolderEngines, load_engine
+from prime_verify.provers import Provers
 from prime_verify.rollout_file import read_rollout_file
 
 MODEL = Path(__file__).parents[2] / "devnet" / "model"
@@ -184,6 +185,26 @@ def test_a_file_of_an_exact_lease_is_paid_by_statistics_if_no_machine_of_the_cla
     assert other.judge_next() is not None
     assert party.world.submissions()[0]["status"] == "accepted"
     assert party.records() == []
+
+
+@pytest.mark.slow
+def test_a_validator_repeats_proof_passes_by_another_engine_than_the_one_that_judges(
+    party: Party,
+) -> None:
+    """As one whose interpreter has vLLM; the plain engine stands in for it."""
+    provers = Provers(party.policies, load=lambda folder, dtype: load_engine(folder, dtype=dtype))
+    engines = FolderEngines(party.policies, lambda folder: load_engine(folder, batch_rows=2))
+    judge = arm(party.judge, party.policies, _OtherClass(engines), provers=provers)
+    assert judge.validator is not None
+    party.live()
+    Announcer(judge.api, judge.validator._policies, provers, "float32").tick()
+    assert party.make_file().numeric_class() == party.engine().numeric_class().digest()
+    assert judge.judge_next() is not None
+    assert party.world.submissions()[0]["status"] == "accepted"
+    ((files, mismatched, compared, _),) = party.records()
+    assert (files, mismatched) == (1, 0)
+    assert compared > 0
+    provers.close()
 
 
 class _OtherClass:

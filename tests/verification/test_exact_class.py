@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from prime_core.draws import SaltOpening
-from prime_core.errors import UnavailableError
+from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Outcome, Reason
 from prime_engine.exact import PROOF_CHUNK, NumericClass
@@ -29,6 +29,7 @@ from prime_verify.calibrate import HonestFile, synthetic_run
 from prime_verify.engines import load_engine
 from prime_verify.proofs.sampling_torch import gumbel
 from prime_verify.proofs.thresholds import Calibration, ProvenClass, shipped
+from prime_verify.provers import Provers, provers_here
 from prime_verify.rollout_file import read_rollout_file, write_rollout_file
 
 TRAINED = Path(__file__).parents[2] / "devnet" / "model"
@@ -277,6 +278,15 @@ def test_a_pass_over_several_chunks_is_that_of_one_prefill_up_to_rounding(tmp_pa
     chosen = scaled.gather(1, torch.tensor(output)[:, None])[:, 0]
     np.testing.assert_allclose(states, expected.numpy(), atol=1e-4)
     np.testing.assert_allclose(logprobs, chosen.numpy(), atol=1e-4)
+
+
+def test_without_vllm_its_proof_passes_are_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prime_verify.provers.has_vllm", lambda: False)
+    with pytest.raises(UserError, match="only by an interpreter that has vLLM"):
+        Provers(TRAINED)
+    assert provers_here(TRAINED, device="cpu") is None, "an auditor judges by statistics"
 
 
 def test_the_salt_binds_the_class() -> None:
