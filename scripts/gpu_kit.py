@@ -884,6 +884,13 @@ def vllm(kit: Kit) -> None:
             }
         with kit.record("host") as values:
             values |= _profile(lambda: timed(True))
+        with kit.record("proof_pass") as values:
+            found = running.numeric_class()  # raises if it does not repeat its bits
+            values |= {"facts": dict(found.facts), "fingerprint": found.fingerprint}
+            start = time.perf_counter()
+            for request, row in zip(requests, made, strict=True):
+                list(running.proof_pass(request.prompt_tokens, row.output_tokens, 0.9))
+            values["tokens_s"] = rows * length / (time.perf_counter() - start)
         with kit.record("swap") as values:
             cuda = kit.device.startswith("cuda")
             _swap(running, folder, Path(name) / "other", values, cuda=cuda)

@@ -328,8 +328,8 @@ class SharedEngine:
     def proof_pass(
         self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], temperature: float
     ) -> Iterator[ProofPart]:
-        """The batch goes on between two parts. The plain engine prefills the whole row before the
-        first, and the batch waits for that."""
+        """The batch goes on between two parts. The engines prefill the whole row before the first,
+        and the batch waits for that."""
         parts = self.engine.proof_pass(prompt_tokens, output_tokens, temperature)
         while (part := self._thread.run(lambda: next(parts, None))) is not None:
             yield part

