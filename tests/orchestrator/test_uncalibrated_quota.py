@@ -3,30 +3,48 @@ the public pages say."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from observations import table_of
 from orchestrator_world import MakeWorld, Session, World
 from test_dropped_leases import owned
 from test_lease_slots import BOTH, ask
 from test_lease_slots import store as store
+from typer.testing import CliRunner
 
 from prime_core.calibration import CalibrationSignature
-from prime_core.ids import Address
+from prime_core.encoding import sha256
+from prime_core.errors import UserError
+from prime_core.ids import ZERO_ADDRESS, ZERO_DIGEST, Address, Digest
 from prime_core.messages import NodeInfo
 from prime_core.node import Gpu, Hardware
 from prime_core.storage.base import put_object
 from prime_core.task import Task
-from prime_core.verdict import Reason
+from prime_core.verdict import (
+    Law,
+    Opinion,
+    Outcome,
+    Reason,
+    SignedOpinion,
+    Verdict,
+    VerdictTable,
+    reason_digest,
+)
+from prime_orchestrator.cli.calibrate import app
 from prime_orchestrator.manager import uncalibrated
 from prime_orchestrator.manager.uncalibrated import OUTSIDE, SECONDS, WINDOW
-from prime_orchestrator.store import drift, leases, nodes, schema
+from prime_orchestrator.store import drift, leases, meta, nodes, schema
+from prime_verify import observed
 from prime_verify.proofs.thresholds import (
     LEAST_LIE_SETS,
     LIES,
     STATISTICS,
     Calibration,
     FoundLies,
+    load,
     shipped,
 )
 
@@ -270,6 +288,90 @@ def test_the_quota_is_read_once_a_minute_and_for_a_new_node_at_once(
     later(world)
     ask(world, new)
     assert len(reads) == 3
+
+
+def observed_file(world: World, session: Session, table: VerdictTable, judged_by: Digest) -> None:
+    """The node's file of an unmeasured card is accepted with this table."""
+    digest = world.hand_in(session, str(world.clock()).encode())
+    world.clock.advance(1)
+    names = dict.fromkeys(Law.model_fields, ZERO_DIGEST)
+    law = Law(**names | {"verification_class": judged_by})
+    objects = world.backend.objects
+    opinion = Opinion(
+        pool=1, submission=digest, law=law.struct_hash(), outcome=int(Outcome.ACCEPTED),
+        reason=reason_digest(Reason.NONE), table=put_object(objects, table.canonical()),
+        evidence=ZERO_DIGEST, judged_at=1,
+    )  # fmt: skip
+    signed = SignedOpinion(
+        opinion=opinion, law=law, validator=ZERO_ADDRESS, signature="0x" + "00" * 65
+    )
+    verdict = Verdict(outcome=int(Outcome.ACCEPTED), opinions=(signed,))
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.submissions.update()
+            .where(schema.submissions.c.digest == digest)
+            .values(status="accepted", verdict=put_object(objects, verdict.canonical()))
+        )
+        drift.add(connection, session.account.address, table.setup, {"sketch": 0.1})
+
+
+def test_observations_of_the_store_propose_limits_by_provider(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider's nodes count together. One whose files are often outside counts for nothing."""
+    monkeypatch.setattr(observed, "LEAST_ROWS", 128)
+    both = [member(world, number, owner=7) for number in (1, 2)]
+    others = [member(world, number, owner=number + 5) for number in (3, 4, 5)]
+    ours, foreign = shipped().digest(), Digest(sha256(b"another"))
+    for number, session in enumerate([*both, others[0], others[0], others[2], others[2]]):
+        observed_file(world, session, table_of(number), ours)
+    observed_file(world, others[1], table_of(20), foreign)
+    ended(world, others[2], Reason.UNCALIBRATED)
+    with world.backend.store.begin() as connection:
+        connection.execute(
+            schema.submissions.update()
+            .where(schema.submissions.c.reason == int(Reason.UNCALIBRATED))
+            .values(verdict=ZERO_DIGEST)
+        )
+        meta.put(connection, meta.SERVES, "31337/0xPools/1")
+        found, left_out = uncalibrated.observations(
+            connection, world.backend.objects, shipped(), "NVIDIA H200 NVL"
+        )
+        assert uncalibrated.observations(connection, world.backend.objects, shipped(), L4) == (
+            {},
+            [],
+        )
+    assert sorted(map(len, found.values())) == [2, 2]
+    assert left_out[0].endswith(": 1 of 3 files were outside the widest limits")
+    assert left_out[1] == "1 files that another calibration judged (--keep names it)"
+
+    url = world.backend.store.engine.url.render_as_string(hide_password=False)
+    out = tmp_path / "proposal.json"
+    objects = str(tmp_path / "objects")
+    words = ["--from-observations", H200, "--out", str(out), "--database", url]
+    words += ["--objects", objects]
+
+    def said(*more: str) -> str:
+        return (
+            CliRunner()
+            .invoke(app, [*words, *more], catch_exceptions=False, standalone_mode=False)
+            .stdout
+        )
+
+    with pytest.raises(UserError, match=r"2 provider.s. with .* 3 are needed; provider 0x"):
+        said()
+    assert not out.exists()
+    observed_file(world, others[1], table_of(21), ours)
+    observed_file(world, others[1], table_of(22), ours)
+    text = said()
+    assert f"plain/1 bfloat16 on {H200}: 384 rows in 6 files of 3 providers" in text
+    assert "It accuses no one. Next, on a machine with such a card: orchestrator calibrate" in text
+    assert json.loads(said("--json"))["digest"] == sha256(out.read_bytes())
+    made = load(out)
+    assert made.signed is None
+    assert not made.covers(H200)
+    with pytest.raises(UserError, match="neither measured nor signed"):
+        said("--model", "x")
 
 
 def test_a_malformed_setup_is_no_card(world: World) -> None:

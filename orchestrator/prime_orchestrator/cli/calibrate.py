@@ -7,7 +7,8 @@ shadow: measured, never slashed, never paid.
 
 Limits of a card accuse only if they find known lies, which are measured with them, and if another
 party signed too (--second). Without that its files are judged like those of any card without
-limits.
+limits. For such a card `--from-observations` proposes limits (prime_verify.observed), which a
+measurement on it has to confirm.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from prime_core.command_line import Json, PasswordFd, PasswordFile, command
 from prime_core.deployment import Deployment
 from prime_core.errors import UnavailableError, UserError
 from prime_core.given import write_given
+from prime_core.known_cards import is_gpu
 from prime_core.logs import log_to_stderr
 from prime_core.storage.base import put_object
 from prime_core.storage.directory import DirectoryStore
+from prime_orchestrator.cli.storage import StoreOptions, with_database
 from prime_verify.engines import ENGINES
 
 if TYPE_CHECKING:
@@ -39,7 +42,9 @@ app = command()
 
 
 @app.command()
+@with_database
 def calibrate(
+    options: StoreOptions,
     out: Annotated[Path, typer.Option(help="Calibration to write (JSON).")],
     model: Annotated[
         list[Path] | None, typer.Option(help="Folder of a model to measure with; repeat for more.")
@@ -74,8 +79,19 @@ def calibrate(
         Path | None,
         typer.Option(help="Calibration measured before, elsewhere, say: only sign it."),
     ] = None,
+    from_observations: Annotated[
+        str | None,
+        typer.Option(
+            help="Card without limits (NVIDIA H200, say): propose limits from what validators "
+            "measured of the pool's accepted files. --keep names the run's calibration."
+        ),
+    ] = None,
     objects: Annotated[
-        Path | None, typer.Option(help="Folder of the pool's object store, to put it there too.")
+        Path | None,
+        typer.Option(
+            help="Folder of the pool's object store, to put it there too (--from-observations: to "
+            "read from)."
+        ),
     ] = None,
     deployment: Annotated[
         Path | None, typer.Option(help="Deployment JSON, to sign for its network.")
@@ -101,6 +117,15 @@ def calibrate(
         )
     if (sign is not None or second) and wallet is None:
         raise UserError("no key is given to sign it", hint="give --wallet and --deployment")
+    if from_observations is not None:
+        if wallet is not None or model or sign is not None:
+            raise UserError(
+                "limits from observations are a proposal, which is neither measured nor signed",
+                hint="give --from-observations without --model, --sign and --wallet",
+            )
+        _try_to_write(out)
+        _propose(options, objects, from_observations, keep, out, as_json)
+        return
     domain = Deployment.load(deployment).domain_of(CalibrationStatement) if deployment else None
     signer = None
     if wallet is not None:
@@ -150,6 +175,53 @@ def calibrate(
     if found.second:
         typer.echo(f"signed by {found.second.signer} too")
     typer.echo(f"digest {found.digest()} → {out} (for the run definition: calibration = …)")
+
+
+def _propose(
+    options: StoreOptions,
+    objects: Path | None,
+    card: str,
+    keep: Path | None,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Writes the limits that the pool's observations propose for `card`, and says what is next."""
+    from prime_orchestrator.manager.uncalibrated import observations
+    from prime_orchestrator.store import backup
+    from prime_verify.observed import propose
+    from prime_verify.proofs.thresholds import load, shipped
+
+    base = load(keep) if keep else shipped()
+    with options.pool({"objects": objects} if objects else {}) as (settings, store):
+        kept = settings.open_objects("", backup.place(store))
+        with store.read() as connection:
+            tables, left_out = observations(connection, kept, base, card)
+    try:
+        found = propose(base, card, tables)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *left_out]), hint=error.hint) from error
+    left_out += found.lacking
+    write_given(out, found.calibration.canonical())
+    if as_json:
+        written = {"proposal": str(out), "digest": found.calibration.digest()}
+        typer.echo(json.dumps(written | {"outside": found.outside, "left_out": left_out}))
+        return
+    new = found.calibration.setups[len(base.setups) :]
+    for setup, providers in zip(new, found.providers, strict=True):
+        typer.echo(
+            f"{setup.engine} {setup.dtype} on {setup.device}: {setup.rows} rows in {setup.files} "
+            f"files of {providers} providers"
+        )
+    for provider, files in found.outside.items():
+        typer.echo(f"provider {provider}: {files} accepted files are outside the proposed limits")
+    for reason in left_out:
+        typer.echo(f"left out: {reason}")
+    on = "cuda" if is_gpu(base.replay_device) else "cpu"
+    typer.echo(
+        f"proposal → {out}. It accuses no one. Next, on a machine with such a card: orchestrator "
+        f"calibrate --device cuda --replay-device {on} --model POLICY --keep {out} --out NEW.json, "
+        "which measures the card and known lies; then two parties sign NEW.json (--sign, --second)"
+    )
 
 
 def _measured(

@@ -14,6 +14,8 @@ A node that declares another device than its files state is found by its first a
 can gain the files of the leases that it held until then, once a provider. `shown` lasts until the
 run has a calibration of the card. A provider of whose node OUTSIDE of the newest WINDOW files were
 outside the widest limits has no place as long as these files are in the table.
+
+What validators measured of accepted files can propose limits (`observations`).
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from prime_core.errors import PrimeError
+from prime_core.errors import MalformedError, NotFoundError, PrimeError
 from prime_core.ids import ZERO_DIGEST, Address, Digest
-from prime_core.known_cards import is_gpu
+from prime_core.known_cards import family_of, is_gpu
 from prime_core.node import Hardware
 from prime_core.run import RunDefinition
 from prime_core.storage.base import ObjectStore
-from prime_core.verdict import Reason
+from prime_core.verdict import MAX_TABLE_BYTES, Reason, Verdict, VerdictTable
 from prime_orchestrator.context import read_object
 from prime_orchestrator.store import Connection, drift, nodes, submissions
 from prime_orchestrator.store.nodes import NodeRow
@@ -41,6 +43,11 @@ SHARE = 10
 OUTSIDE, WINDOW = 4, 32
 SECONDS = 60.0
 """The quota is read again after this time, and at once if a new node asks."""
+MOST_OBSERVED = 200
+"""Newest judged files of a node that propose limits."""
+CUT_OFF = 100
+"""Of a provider with more than one file outside the widest limits in so many, accepted files say
+too little of the card: they propose nothing."""
 _ADVICE = (
     "use a card that the run's calibration lists, work without pay (prime-node join --shadow), or "
     "ask the pool's operator to measure this one (orchestrator calibrate)"
@@ -72,6 +79,55 @@ def shown(connection: Connection, calibration: Calibration) -> dict[Address, str
         if device and is_gpu(device) and calibration.setup(engine, dtype, device) is None:
             found[node] = device
     return found
+
+
+def observations(
+    connection: Connection, objects: ObjectStore, calibration: Calibration, card: str
+) -> tuple[dict[Address, list[VerdictTable]], list[str]]:
+    """Returns by provider the tables of accepted files of nodes that showed a card of the family of
+    `card`, as far as they were judged by `calibration`; and a phrase for what is left out. Tables
+    that are gone or do not parse are left out, too."""
+    cards = {
+        node: device
+        for node, device in shown(connection, calibration).items()
+        if family_of(device) == family_of(card)
+    }
+    found: dict[Address, list[VerdictTable]] = {}
+    counts: dict[Address, list[int]] = {}
+    foreign = 0
+    for node, row in nodes.those(connection, cards).items():
+        owner = row.provider or node
+        files = [
+            one
+            for one in submissions.newest(connection, submissions.Wanted(node=node), MOST_OBSERVED)
+            if one.verdict is not None and not one.shadow
+        ]
+        outside = sum(one.reason == Reason.UNCALIBRATED for one in files)
+        count = counts.setdefault(owner, [0, 0])
+        count[0], count[1] = count[0] + outside, count[1] + len(files)
+        for one in files:
+            if one.status != "accepted" or one.verdict is None:
+                continue
+            try:
+                verdict = Verdict.model_validate_json(read_object(objects, one.verdict))
+                said = verdict.deciding
+                if said.law.verification_class != calibration.digest():
+                    foreign += 1
+                    continue
+                raw = read_object(objects, Digest(said.opinion.table), MAX_TABLE_BYTES)
+                found.setdefault(owner, []).append(VerdictTable.model_validate_json(raw))
+            except (NotFoundError, MalformedError, ValueError) as error:
+                log.warning("the verdict of file %s is left out: %s", one.digest, error)
+    left_out = []
+    for owner, (outside, judged) in counts.items():
+        if outside * CUT_OFF > judged and owner in found:
+            del found[owner]
+            left_out.append(
+                f"provider {owner}: {outside} of {judged} files were outside the widest limits"
+            )
+    if foreign:
+        left_out.append(f"{foreign} files that another calibration judged (--keep names it)")
+    return found, left_out
 
 
 def _of_providers(connection: Connection, cards: Mapping[Address, str]) -> dict[Address, str]:
