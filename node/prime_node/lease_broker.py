@@ -55,6 +55,9 @@ SHORTEST_PAUSE, SLOWEST_ASKING, LONGEST_PAUSE = 0.3, 2.0, 10.0
 """Seconds between lease requests. The pause grows from the first to the second value, or is what
 the orchestrator asks for if that is longer (at most a minute). The third applies while this node
 cannot take a lease and sends no request."""
+WAITING_SECONDS = 60.0
+"""While unpaid work stops this node, it asks this often whether an open lease of its own waits at
+the orchestrator. It knows its leases, but for those that it gave back or lost in a crash."""
 CLOCK_SECONDS = 30.0
 """Tolerance for the manager's clock being ahead of ours when a lease's length is checked."""
 MOST_FAILURES = 2
@@ -199,6 +202,8 @@ class LeaseBroker:
         self._closed = False
         self._most_slots = min(most_slots or MOST_SLOTS, MOST_SLOTS)
         self._slots = 1
+        self._none_waits_until = 0.0
+        """No open lease of this node waits at the orchestrator until then (Unix seconds)."""
         self._failures: dict[Digest, int] = {}
         """Number of rejected files by lease, for the latest leases that have any."""
         self.trouble = ""
@@ -348,12 +353,13 @@ class LeaseBroker:
         """Returns why no new lease is taken because of unpaid work; empty if one may be, or if an
         open lease of this node outside `busy` waits at the orchestrator."""
         why = self.unpaid.why_not() if self.unpaid is not None else ""
-        if not why:
-            return ""
+        if not why or 0 < self._none_waits_until - self._now() <= WAITING_SECONDS:
+            return why
         waits = any(
             one.status == "open" and one.deadline > self._now() and one.digest not in busy
             for one in self._api.leases(self._signer.address)
         )
+        self._none_waits_until = 0.0 if waits else self._now() + WAITING_SECONDS
         return "" if waits else why
 
     def _objection(self, signed: SignedLease, digest: Digest, *, working: bool) -> str:
@@ -543,6 +549,7 @@ class LeaseBroker:
 
     def _give_back(self, lease_digest: Digest, reason: str) -> None:
         self._open.remove(lease_digest)
+        self._none_waits_until = 0.0
         about = fields(
             kind="lease", status="returned", lease=lease_digest, node=self._signer.address,
             reason=reason,

@@ -17,7 +17,14 @@ from prime_core.messages import LeaseAnswer, LeaseRequest
 from prime_core.settlement import is_short
 from prime_core.verdict import Reason
 from prime_orchestrator.api.leasing import lease
-from prime_orchestrator.manager.funding import CHECK_SECONDS, Funding, funding, owed_by
+from prime_orchestrator.manager.funding import (
+    CHECK_SECONDS,
+    LONGEST_REST,
+    REST,
+    Funding,
+    funding,
+    owed_by,
+)
 from prime_orchestrator.store import schema, slashes
 from prime_orchestrator.store.slashes import SlashRow
 
@@ -40,6 +47,16 @@ def compared(world: World) -> Funding:
 
 def asked(world: World) -> LeaseAnswer:
     return lease(world.mgr.backend, HONEST.address, LeaseRequest(policy_version=0))
+
+
+def test_comparisons_that_take_long_are_made_less_often() -> None:
+    found = Funding(owed=0, money=0, at=100.0, took=2.0)
+    assert not found.due(100.0 + CHECK_SECONDS)
+    assert found.due(100.0 + 2.0 * REST)
+    assert found.due(99.0), "the clock was set back"
+    assert found.model_copy(update={"took": 0.0}).due(100.0 + CHECK_SECONDS)
+    stepped = found.model_copy(update={"took": 1e6})
+    assert stepped.due(100.0 + LONGEST_REST), "the clock was stepped while it was summed"
 
 
 def test_leases_stop_while_the_pool_owes_more_than_its_money_and_go_on_once_it_is_funded(

@@ -23,6 +23,7 @@ from prime_core.messages import FileEnding, RewardInfo
 from prime_core.rollout import CONVERSATION_SCHEMA
 from prime_core.verdict import Reason
 from prime_node import config
+from prime_node.api import NodeApi
 from prime_node.bridge_messages import Abandon, LeaseWish
 from prime_node.link import Link
 from prime_node.overview import overview
@@ -123,17 +124,21 @@ def test_what_is_owed_is_counted_in_the_file_and_not_by_the_worker(
 
 
 def test_no_lease_is_asked_for_above_the_limit_and_work_resumes_when_paid(
-    kit: Kit, caplog: pytest.LogCaptureFixture
+    kit: Kit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpaid, chain = limited(kit, Backing(0, 10 * ETHER), limit=WORTH - 1)
     received_at = delivered(kit)
     leases = len(kit.world.leases())
     assert unpaid.owed() == WORTH
+    looked: list[str] = []
+    real = NodeApi.leases
+    monkeypatch.setattr(NodeApi, "leases", lambda api, node: looked.append(node) or real(api, node))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             offer = asked(kit)
             assert offer.lease is None
             assert "more than --max-unpaid" in offer.reason
+    assert looked == [NODE.address], "no lease of its own waits, and none is given meanwhile"
     assert len(kit.world.leases()) == leases, "the orchestrator gave none"
     warnings = [line for line in caplog.messages if "no new lease is taken" in line]
     assert len(warnings) == 1, "said once"

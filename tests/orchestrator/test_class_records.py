@@ -106,9 +106,10 @@ def test_an_account_has_the_classes_that_it_announced_last(either_store: Store) 
         exact_classes.join(connection, TWO, 5, [first], now=1.0, oldest=0)
         assert {*exact_classes.of_policy(connection, 5, NUMERIC.key)} == {first, second}
         assert exact_classes.of_policy(connection, 6, NUMERIC.key) == []
-        assert exact_classes.members(connection, [first, second]) == {
+        assert exact_classes.members(connection, [first, second], [ONE, TWO]) == {
             first: frozenset({ONE, TWO}), second: frozenset({ONE}),
         }  # fmt: skip
+        assert exact_classes.members(connection, [first], [TWO]) == {first: frozenset({TWO})}
         exact_classes.join(connection, ONE, 5, [second], now=2.0, oldest=0)
         exact_classes.join(connection, TWO, 7, [second], now=2.0, oldest=6)
         assert exact_classes.of_accounts(connection, [ONE, TWO]) == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from prime_orchestrator.api.status import status
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.manager import reviews, standing
 from prime_orchestrator.store import archive, evaluations, groups, leases, submissions
+from prime_orchestrator.store.evaluations import EvaluationRow
 from prime_verify.build import problem_indices
 
 __all__ = ["pool", "store"]
@@ -227,6 +229,22 @@ def test_a_withdrawn_file_takes_its_results_along(pool: Pool) -> None:
         assert row is not None
         assert reviews.withdraw(connection, world.backend.context, row)
     assert listed(pool)[0]["answered"] == 0
+
+
+def test_what_a_large_ended_evaluation_showed_is_read_once_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(evaluations, "info", lambda _, row: read.append(row.id) or object())
+    connection: Any = None
+    kept = evaluations.KeptInfos()
+    many, few = (EvaluationRow(number, 0, number, 0.0, 1.0) for number in (1000, 100))
+    goes_on = replace(many, id=1, ended_at=None)
+    for row in (many, few, goes_on):
+        first = kept.of(connection, row, 100.0)
+        assert (kept.of(connection, row, 100.0) is first) == (row is many)
+    kept.of(connection, many, 100.0 + evaluations.KEPT_SECONDS * 1000)
+    assert read == [1000, 100, 100, 1, 1, 1000]
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_sentence(pool: Pool) -> None:

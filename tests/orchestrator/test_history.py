@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from prime_core import encoding
 from prime_core.ids import Address, address
 from prime_orchestrator.api import metrics
-from prime_orchestrator.api.metrics import _drift
+from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts, _drift
 from prime_orchestrator.manager.history import (
     FULL_EVERY,
     LEAST_FILES,
@@ -105,8 +107,18 @@ def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(
         drift.add(connection, NODE, SETUP, {"sketch": 0.5, "sign": 0.0})
         drift.add(connection, NODE, SETUP, {"sketch": 0.25, "sign": 0.5})
         drift.add(connection, OTHER, SETUP, {"sketch": 1.0})
+    backend: Any = SimpleNamespace(now=lambda: 100.0)
+    collector = PoolMetrics(backend, RequestCounts())
     with store.read() as connection:
         rows, totals = drift.every(connection), drift.totals(connection)
+        first = collector._kept_drifts(connection)
+        assert collector._kept_drifts(connection) is not first, "few sums are read each time"
+        monkeypatch.setattr(metrics, "FEW_SUMS", len(rows) - 1)
+        kept = collector._kept_drifts(connection)
+        assert kept == first
+        assert collector._kept_drifts(connection) is kept
+        backend.now = lambda: 100.0 + metrics.DRIFT_SECONDS * len(rows)
+        assert collector._kept_drifts(connection) is not kept
     store.close()
     found = {(row.node, row.statistic): (row.files, row.total, row.squares) for row in rows}
     assert found[NODE, "sketch"] == (2, 0.75, 0.3125)

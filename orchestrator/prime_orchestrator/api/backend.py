@@ -30,6 +30,7 @@ from prime_orchestrator.manager.standing import LEASE_SLOTS, Slots
 from prime_orchestrator.manager.targets import KeptDifficulties
 from prime_orchestrator.manager.uncalibrated import KeptQuota
 from prime_orchestrator.store import Store
+from prime_orchestrator.store.evaluations import KeptInfos
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Backend:
     idle: IdleCount = field(default_factory=IdleCount)
     medians: Medians = field(default_factory=Medians)
     difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)
+    evaluations: KeptInfos = field(default_factory=KeptInfos)
 
     @cached_property
     def names(self) -> frozenset[str]:

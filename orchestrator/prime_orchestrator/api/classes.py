@@ -145,8 +145,8 @@ def held_by_enough(
         return frozenset()
     live = jobs.live(connection, now - LIVE_SECONDS) & {*named}
     least = min(OPINIONS, len(named))
-    found = exact_classes.members(connection, digests)
-    return frozenset(one for one in digests if len(found[one] & live) >= least)
+    found = exact_classes.members(connection, digests, live)
+    return frozenset(one for one in digests if len(found[one]) >= least)
 
 
 def _check_policy(connection: Connection, version: int, digest: Digest) -> None:

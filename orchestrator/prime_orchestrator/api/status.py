@@ -138,7 +138,7 @@ def status(backend: Backend) -> Status:
             compute_share=submissions.mean_compute_share(connection),
             targets=targets.shares_of(connection, run, now),
             evaluations=tuple(
-                evaluations.info(connection, row)
+                backend.evaluations.of(connection, row, now)
                 for row in reversed(evaluations.newest(connection, MAX_EVALUATIONS))
             ),
             activity=activity,

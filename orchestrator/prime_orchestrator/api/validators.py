@@ -297,7 +297,7 @@ def assign_files(
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
     named = {one.numeric for one in lists.values() if one.numeric is not None}
-    provers = exact_classes.members(connection, named) if named else {}
+    provers = exact_classes.members(connection, named, able) if named else {}
     first: dict[Digest, int] = {}
     given: list[tuple[Digest, Address]] = []
     for job in short:

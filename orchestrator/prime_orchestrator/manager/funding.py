@@ -28,18 +28,28 @@ from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)
 CHECK_SECONDS = 15.0
+REST, LONGEST_REST = 20, 600.0
+"""The next comparison waits REST times as long as the last one took, at most LONGEST_REST seconds:
+it reads all unsettled files, which takes seconds where there are a million."""
 _FUNDING = "funding"
 """Key in `meta`: JSON of Funding."""
 
 
 class Funding(BaseModel):
-    """What the pool owes and what it can pay with, in wei, as compared at `at` (Unix seconds)."""
+    """What the pool owes and what it can pay with, in wei, as compared at `at` (Unix seconds).
+    `took`: seconds that it took to sum what the pool owes."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     owed: int
     money: int
     at: float
+    took: float = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to compare again; a clock that was set back makes it so."""
+        rest = max(CHECK_SECONDS, min(REST * self.took, LONGEST_REST))
+        return not 0 <= now - self.at < rest
 
     def objection(self) -> str:
         """Returns why no lease is given; empty if leases are given."""
@@ -65,19 +75,20 @@ def compare_funding(
     planted: Collection[Address],
     now: Callable[[], float],
 ) -> None:
-    """Compares what the pool owes with its money every CHECK_SECONDS, and logs a change. `planted`:
+    """Compares what the pool owes with its money when it is due, and logs a change. `planted`:
     nodes that are not paid. Raises UnavailableError if the chain cannot be read."""
     moment = now()
     with store.read() as connection:
         before, clock = funding(connection), chain_clock(connection)
-        if clock is None or (before is not None and 0 <= moment - before.at < CHECK_SECONDS):
+        if clock is None or (before is not None and not before.due(moment)):
             return
         owed = owed_by(connection, context, planted)
+    took = max(0.0, now() - moment)
     if not has_state(rewards.client, clock.block):
         return  # still catching up
     pool = context.pool
     money = rewards.funds(pool, clock.block).free + rewards.bond_of(pool, clock.block)
-    found = Funding(owed=owed, money=money, at=moment)
+    found = Funding(owed=owed, money=money, at=moment, took=took)
     with store.begin() as connection:
         meta.put(connection, _FUNDING, found.model_dump_json())
     why = found.objection()

@@ -820,7 +820,8 @@ def _note_class(
     numeric = None if name is None else exact_classes.get(connection, name)
     if numeric is None:
         return None
-    able = exact_classes.members(connection, [numeric.digest])[numeric.digest]
+    authors = [one.validator for one in found]
+    able = exact_classes.members(connection, [numeric.digest], authors)[numeric.digest]
     agreed = [
         one for one in found
         if one.outcome is outcome and one.exact_rows and one.validator in able

@@ -142,11 +142,13 @@ def of_accounts(
 
 
 def members(
-    connection: Connection, digests: Collection[Digest]
+    connection: Connection, digests: Collection[Digest], among: Collection[Address]
 ) -> dict[Digest, frozenset[Address]]:
-    """Returns the accounts that announced each of these classes."""
+    """Returns those of the accounts `among` that announced each of these classes."""
     found: dict[Digest, set[Address]] = {digest: set() for digest in digests}
-    query = sa.select(_members.digest, _members.account).where(_members.digest.in_(list(digests)))
+    query = sa.select(_members.digest, _members.account).where(
+        _members.digest.in_(list(digests)), _members.account.in_(list(among))
+    )
     for digest, account in connection.execute(query):
         found[Digest(digest)].add(Address(account))
     return {digest: frozenset(accounts) for digest, accounts in found.items()}

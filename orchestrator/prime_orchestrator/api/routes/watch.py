@@ -77,6 +77,7 @@ class StatusFeed:
 def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRouter:
     """The routes, bound to one pool."""
     routes = APIRouter()
+    collector = metrics.PoolMetrics(backend, requests)
 
     @routes.get("/readyz")
     @routes.get("/healthz")
@@ -89,8 +90,7 @@ def router(backend: Backend, feed: StatusFeed, requests: RequestCounts) -> APIRo
     @routes.get("/metrics", response_class=PlainTextResponse)
     def prometheus() -> Response:
         """Metrics in Prometheus' text format."""
-        text = generate_latest(metrics.PoolMetrics(backend, requests))
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+        return Response(generate_latest(collector), media_type=metrics.CONTENT_TYPE)
 
     @routes.get("/v1/status", responses={200: {"model": Status}})
     async def now() -> Response:
