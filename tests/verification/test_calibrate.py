@@ -6,6 +6,8 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from prime_core import encoding
 from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_envs.registry import environment_for
-from prime_verify import calibrate
+from prime_verify import calibrate, replay
 from prime_verify.engines import load_engine
 from prime_verify.proofs import tails, thresholds
 from prime_verify.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
@@ -74,7 +76,7 @@ def test_limits_need_enough_values_to_leave_one_in_the_tail() -> None:
 def test_lies_are_made_and_counted_where_the_limits_find_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "LENGTHS", (5, 24))
+    monkeypatch.setattr(calibrate, "LENGTHS", (3, 8))
     monkeypatch.setattr(calibrate, "LIES", ("int4",))
     monkeypatch.setattr(calibrate, "LEAST_LIE_SETS", FILE_ROWS)
     model = calibrate.tiny_models(tmp_path)[0]
@@ -90,8 +92,51 @@ def test_lies_are_made_and_counted_where_the_limits_find_them(
     blind = shipped.model_copy(update={"row": {}, "file": {}, "long": {}})
     assert measured.found_by(blind).lies[0].found == 0
     rows, _ = measured.lies["int4"][0]
-    assert {row.tokens for row in rows} <= set(range(1, 25))
-    assert any(row.tokens > 5 for row in rows), "of the greatest length"
+    assert {row.tokens for row in rows} <= set(range(1, 9))
+    assert any(row.tokens > 3 for row in rows), "of the greatest length"
+
+
+def test_lies_are_compared_with_the_limits_that_a_kept_calibration_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So limits that observations proposed too wide accuse no one after the measurement, either."""
+    values = {name: 3 * FLOORS[thresholds.TWIN.get(name, name)] for name in STATISTICS}
+    row = replay.RowStatistics(0, 24, 1, 1.0, values, 0.0, False, 0, 0.0)
+
+    def measure(_setup: Setup, _verifiers: Any, _scale: float, into: calibrate.Measured) -> None:
+        into.engine, into.device, into.batches = "plain/1", "NVIDIA H200", {64}
+        into.rows = into.files = into.tokens = 100
+        for scope in thresholds.SCOPES:
+            for name in STATISTICS:
+                into.ratios[scope][name] = [0.01 * n for n in range(50)]
+
+    def measure_lies(_setup: Any, _verifiers: Any, _scale: Any, into: calibrate.Measured) -> None:
+        for lie in thresholds.LIES:
+            rows, sets = [row] * FILE_ROWS * thresholds.LEAST_LIE_SETS, thresholds.LEAST_LIE_SETS
+            into.add_lie(lie, rows, [thresholds.NO_REFERENCE] * sets)
+
+    monkeypatch.setattr(calibrate, "tiny_models", lambda _: [tmp_path])
+    verifier = SimpleNamespace(name="plain/1", device="cpu")
+    monkeypatch.setattr(calibrate, "load_engine", lambda *_, **__: verifier)
+    monkeypatch.setattr(calibrate, "_measure", measure)
+    monkeypatch.setattr(calibrate, "measure_lies", measure_lies)
+
+    def measured(keep: Calibration | None) -> list[str]:
+        found, _ = calibrate.calibrate(
+            [], python_of={"plain": None}, device="cuda", dtypes=("float32",), keep=keep
+        )
+        (setup,) = (one for one in found.setups if one.device == "NVIDIA H200")
+        assert {lie.sets for lie in setup.lies} == {thresholds.LEAST_LIE_SETS}
+        return setup.overlooked()
+
+    assert measured(None) == []
+    wide = dict.fromkeys(STATISTICS, _tail(9))
+    proposal = thresholds.SetupLimits(
+        engine="plain/1", dtype="float32", device="NVIDIA H200", batches=(), rows=1, files=1,
+        tokens=1, row=wide, file=wide, long=wide,
+    )  # fmt: skip
+    keep = thresholds.shipped().model_copy(update={"setups": (proposal,)})
+    assert measured(keep) == list(thresholds.LIES)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_one_provider_cannot_move_a_limit_beyond_those_of_the_others(honest: Tab
 
 
 def test_all_providers_together_cannot_propose_more_than_the_widest_limits() -> None:
-    """Neither do these limits count: they are not shown to find lies, whoever signs them."""
+    """Neither do these limits count with two signatures: they are not shown to find lies."""
     wild = {provider(number): files(number, 9.0) for number in range(1, 4)}
     bounds = limits(wide())
     assert limits(proposed(wild)) == bounds
