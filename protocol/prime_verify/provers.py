@@ -32,7 +32,8 @@ def has_vllm() -> bool:
 
 class Provers:
     """vLLM engines of the policies in `root` (see FolderEngines), one at a time, on `device`, by
-    `load(folder, dtype=…)`. Thread-safe. Raises UserError if this interpreter has no vLLM."""
+    `load(folder, dtype=…)`; all in `dtype`, if one is given. Thread-safe. Raises UserError if this
+    interpreter has no vLLM."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Provers:
         *,
         device: str = "cpu",
         threads: int | None = None,
+        dtype: str = "",
         load: Callable[..., Engine] | None = None,
     ) -> None:
         if load is None and not has_vllm():
@@ -53,6 +55,7 @@ class Provers:
         )
         self._root = root
         self._device = device
+        self._only = dtype
         self._in_use = threading.Lock()
         self._dtype = ""
         self._engines: FolderEngines | None = None
@@ -61,6 +64,7 @@ class Provers:
     def using(self, version: int, policy_digest: Digest, dtype: str) -> Iterator[Engine]:
         """Loads a policy in `dtype` and keeps it while the block runs; other callers wait. Raises
         UnavailableError if it cannot be loaded, MemoryError if there is no memory for it."""
+        dtype = self._only or dtype
         with self._in_use:
             if self._engines is None or self._dtype != dtype:
                 self._close()

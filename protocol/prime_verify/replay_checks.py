@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import get_args
 
 from prime_core import seeds
 from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Outcome, Reason
-from prime_engine.base import Engine
+from prime_engine.base import Dtype, Engine
 from prime_verify import repeats, replay
 from prime_verify.build import sketch_keys
 from prime_verify.case import Case, Measured
@@ -225,13 +227,12 @@ def _named(made: FileMetadata) -> str:
 def _of_class(case: Case) -> Iterator[Engine | None]:
     """The engine that repeats the file's proof pass, while the block runs; None if the file has
     none, or if this machine is not of its class with this policy: then statistics alone judge it.
-    What engine the file states does not matter, because a false statement must not prevent the
-    comparison."""
+    A false statement of the file's engine or dtype does not prevent the comparison."""
     made, lease = case.file.metadata, case.signed
     named, found = made.numeric_class, None
     with ExitStack() as stack:
-        if named:
-            found = _equal(named, lambda: case.engine.in_dtype(made.dtype))
+        for dtype in dict.fromkeys((made.dtype, *get_args(Dtype))) if named else ():
+            found = found or _equal(named, partial(case.engine.in_dtype, dtype))
         if named and found is None and case.provers is not None:
             policy = lease.policy_version, lease.lease.policy_digest
             using = case.provers.using(*policy, made.dtype)

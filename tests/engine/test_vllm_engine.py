@@ -66,6 +66,7 @@ def test_a_proof_pass_is_the_same_among_other_rows_which_go_on(found: dict[str, 
     assert all(found["proof_again"])
     assert 0 < found["proof_gap"] < 1e-4, "the plain engine's are close, and not of the class"
     assert all(found["rows_go_on"])
+    assert found["proof_waits"] == [True] * 4, "for room in the cache"
     assert "do not fit" in found["too_long_a_row"]
 
 

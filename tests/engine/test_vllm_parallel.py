@@ -34,7 +34,7 @@ def test_two_ranks_make_the_plain_engine_s_rows(tmp_path: Path) -> None:
     assert all(found["same_rows"])
     assert all(found["same_again"])
     assert found["logprob_gap"] < 1e-4
-    assert found["proof_gap"] < 1e-4
+    assert 0 < found["proof_gap"] < 1e-4
     assert all(found["rows_go_on"])
     assert found["split"] == "2"
     assert found["states_equal"] > 0.99  # bf16 bits; float32 sums differ in their last place

@@ -241,6 +241,17 @@ def main() -> None:
         a.output_tokens == b.output_tokens and bool((a.states == b.states).all())
         for a, b in zip(finish(engine, rows), made, strict=True)
     ]
+    # with a full cache, until one of the rows in progress has ended
+    rows = engine.add(REQUESTS[:2], 0.9)
+    engine.step()
+    blocks = engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    taken = blocks.get_new_blocks(blocks.get_num_free_blocks())
+    ((waited, _),) = engine.proof_pass(row[:5], row[5:], 0.9)
+    found["proof_waits"] = [rows.left < 2, bool((waited == logprobs[0]).all())]
+    found["proof_waits"] += [
+        a.output_tokens == b.output_tokens for a, b in zip(finish(engine, rows), made, strict=False)
+    ]
+    blocks.free_blocks(taken)
     found["too_long_a_row"] = refusal(lambda: list(engine.proof_pass(row[:5], [5] * 9999, 0.9)))
     Loaded.engines = {"vllm": engine, "plain": plain}
     of_vllm, of_plain = (

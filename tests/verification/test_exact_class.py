@@ -130,6 +130,16 @@ def test_every_file_whose_proof_pass_used_other_weights_is_rejected(
         assert found.statistics["exact_mismatches"] == found.statistics["exact_rows"]
 
 
+def test_a_false_statement_of_engine_or_dtype_does_not_prevent_the_comparison(small: Any) -> None:
+    file = _proved_by(small, 415, "float32", "old1_1e6")
+    content = read_rollout_file(file.data)
+    for stated in ({"dtype": "bfloat16"}, {"engine": "vllm/1"}):
+        metadata = replace(content.metadata, **stated)
+        other = replace(file, data=write_rollout_file(content.rows, metadata))
+        found = small.judge(other, calibration=_proven())
+        assert found.reason is Reason.WRONG_PROOF_PASS, (stated, found)
+
+
 def test_a_class_that_is_not_proven_never_accuses(small: Any) -> None:
     file = _proved_by(small, 420, "float32", "old1_1e6")
     found = small.judge(file)

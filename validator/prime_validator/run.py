@@ -146,7 +146,10 @@ def run(settings: Settings) -> None:
         provers = None
         if settings.exact_engine == "vllm":
             provers = Provers(
-                policies.folder.root, device=settings.device, threads=settings.threads
+                policies.folder.root,
+                device=settings.device,
+                threads=settings.threads,
+                dtype=settings.exact,
             )
             stack.callback(provers.close)
         setup = JudgingSetup(
