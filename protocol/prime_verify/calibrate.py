@@ -2,7 +2,8 @@
 
     generate   honest files of every setup (setups.py), as a worker builds them
     replay     all of their rows, as a validator does
-    fit        each statistic's distribution over rows, and over sets of FILE_ROWS rows (tails.py)
+    fit        each statistic's distribution over rows, over sets of FILE_ROWS rows, and over
+               sets of fewer rows with so many tokens (tails.py)
     lies       on cards: rows made with altered weights, and how many of them the limits find
 
 Tiny random models are used in addition to the given ones. It takes minutes on one core. The result
@@ -32,17 +33,21 @@ from prime_verify.build import plan_rows
 from prime_verify.engines import load_engine
 from prime_verify.proofs import tails
 from prime_verify.proofs.thresholds import (
+    FEW_TOKENS,
     FILE_ROWS,
     LEAST_LIE_SETS,
     LIES,
+    MAXIMA,
     SCOPES,
     STATISTICS,
     Calibration,
+    FewRows,
     FoundLies,
     Reference,
     Scope,
     SetupLimits,
     chance_of_one,
+    counted,
     explained,
     least_ratio,
     wider,
@@ -92,6 +97,9 @@ class Measured:
     ratios: dict[Scope, dict[str, list[float]]] = field(
         default_factory=lambda: {scope: defaultdict(list) for scope in SCOPES}
     )
+    few: dict[int, dict[str, list[float]]] = field(
+        default_factory=lambda: {tokens: defaultdict(list) for tokens in FEW_TOKENS}
+    )
     batches: set[int] = field(default_factory=set)
     device: str = ""
     engine: str = ""
@@ -102,26 +110,47 @@ class Measured:
         default_factory=lambda: defaultdict(list)
     )
 
-    def add(self, found: Sequence[replay.RowStatistics], references: Sequence[Reference]) -> None:
+    def add(
+        self,
+        found: Sequence[replay.RowStatistics],
+        drifts: Sequence[replay.RowStatistics],
+        reference: Reference | None = None,
+    ) -> None:
+        """Adds one file: its rows, and the drift of each (empty as of Replayed.drifts).
+        `reference`: that of all rows, where each one's drift is unknown; then nothing is learned of
+        few rows."""
         self.files += 1
         self.rows += len(found)
         self.tokens += sum(row.tokens for row in found)
-        for number, reference in enumerate(references):
-            members = found[number * FILE_ROWS :][:FILE_ROWS]
+        for start in range(0, len(found), FILE_ROWS):
+            whole = slice(start, start + FILE_ROWS)
+            members, of_set = found[whole], reference or replay.reference_of(drifts[whole])
             together = replay.combine(members)
             for name in STATISTICS:
-                scale = explained(name, reference.row)
+                scale = explained(name, of_set.row)
                 self.ratios["row"][name] += [row.values[name] / scale for row in members]
                 for scope in replay.file_scopes(members):
-                    ratio = together[name] / explained(name, reference.file)
+                    ratio = together[name] / explained(name, of_set.file)
                     self.ratios[scope][name].append(ratio)
+        if reference is not None:
+            return
+        for tokens, ratios in self.few.items():
+            for few in few_rows([row.tokens for row in found], tokens):
+                together, of_set = replay.combine(found[few]), replay.reference_of(drifts[few])
+                for name in STATISTICS:
+                    if name not in MAXIMA:
+                        ratios[name].append(together[name] / explained(name, of_set.file))
 
     def add_lie(
-        self, lie: str, found: Sequence[replay.RowStatistics], references: Sequence[Reference]
+        self,
+        lie: str,
+        found: Sequence[replay.RowStatistics],
+        drifts: Sequence[replay.RowStatistics],
     ) -> None:
-        """Adds the rows of a file that was made with a lie."""
-        for number, reference in enumerate(references):
-            self.lies[lie].append((found[number * FILE_ROWS :][:FILE_ROWS], reference))
+        """Adds the rows of a file that was made with a lie, and the drift of each."""
+        for start in range(0, len(found), FILE_ROWS):
+            whole = slice(start, start + FILE_ROWS)
+            self.lies[lie].append((found[whole], replay.reference_of(drifts[whole])))
 
     def found_by(self, setup: SetupLimits) -> SetupLimits:
         """Returns the limits with what they find of the lies that were measured."""
@@ -142,33 +171,59 @@ class Measured:
         )
 
 
+def few_rows(lengths: Sequence[int], tokens: int) -> list[slice]:
+    """Disjoint sets of consecutive rows, each as small as has `tokens` tokens (as counted) and
+    smaller than FILE_ROWS; none for rows of which FILE_ROWS have fewer tokens."""
+    found, start = [], 0
+    for end in range(1, len(lengths) + 1):
+        if sum(map(counted, lengths[start:end])) >= tokens:
+            found.append(slice(start, end))
+            start = end
+        elif end - start == FILE_ROWS - 1:
+            start = end
+    return found
+
+
 def replay_rows(
     honest: HonestFile, run: RunDefinition, environment: Environment, verifier: Engine
-) -> tuple[list[replay.RowStatistics], list[Reference]]:
+) -> tuple[list[replay.RowStatistics], list[replay.RowStatistics]]:
     """Returns the statistics of all rows of a file, as a validator's engine measures them, and the
-    reference drift of each set of FILE_ROWS rows (none if the file's dtype is the verifier's)."""
+    drift of each that the file's dtype explains (none if it is the verifier's)."""
     file = read_rollout_file(honest.data)
     plan = plan_rows(honest.signed.lease, honest.lease_digest, run, environment, verifier.tokenizer)
     claimed = replay.ClaimedRows(honest.lease_digest, plan, file.rows)
-    found, references = [], []
+    found, drifts = [], []
     for start in range(0, len(file.rows), FILE_ROWS):
         numbers = range(start, start + FILE_ROWS)
         same_dtype = verifier.in_dtype(file.metadata.dtype)
         replays = replay.Replayed(verifier, run, claimed, numbers, same_dtype)
         found += replays.measure()
-        references.append(replays.reference())
-    return found, references
+        drifts += replays.drifts()
+    return found, drifts
 
 
 def limits_of(dtype: str, measured: Measured) -> SetupLimits:
-    """The limits of a setup that generates in `dtype`, from its honest rows and files."""
+    """The limits of a setup that generates in `dtype`, from its honest rows and files. Those of few
+    rows are no tighter than those of more tokens, or of whole files, which more models may have."""
 
-    def fit(scope: Scope) -> dict[str, tails.Tail]:
+    def fit(scope: Scope, ratios: dict[str, list[float]]) -> dict[str, tails.Tail]:
         return {
             name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
-            for name, found in measured.ratios[scope].items()
+            for name, found in ratios.items()
             if len(found) >= LEAST_VALUES
         }
+
+    file = fit("file", measured.ratios["file"])
+    few: list[FewRows] = []
+    least = file
+    for tokens in sorted(measured.few, reverse=True):
+        of = fit("few", measured.few[tokens])
+        for name in of.keys() & least.keys():  # a mean of fewer tokens scatters more
+            limit = max(of[name].limit, least[name].limit)
+            of[name] = of[name].model_copy(update={"limit": limit})
+        if of:
+            few.insert(0, FewRows(tokens=tokens, of=of))
+        least = least | of
 
     return SetupLimits(
         engine=measured.engine,
@@ -178,9 +233,10 @@ def limits_of(dtype: str, measured: Measured) -> SetupLimits:
         rows=measured.rows,
         files=measured.files,
         tokens=measured.tokens,
-        row=fit("row"),
-        file=fit("file"),
-        long=fit("long"),
+        row=fit("row", measured.ratios["row"]),
+        file=file,
+        long=fit("long", measured.ratios["long"]),
+        few=tuple(few),
     )
 
 

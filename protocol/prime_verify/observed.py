@@ -34,7 +34,6 @@ from prime_verify.calibrate import Measured, limits_of
 from prime_verify.proofs.activations import windows_of
 from prime_verify.proofs.tails import MICRO, Tail
 from prime_verify.proofs.thresholds import (
-    FILE_ROWS,
     FLOORS,
     SCOPES,
     STATISTICS,
@@ -196,8 +195,7 @@ def _seen(
 def _measured(engine: str, card: str, files: Sequence[Seen]) -> Measured:
     measured = Measured(engine=engine, device=card)
     for one in files:
-        sets = -(-len(one.rows) // FILE_ROWS)
-        measured.add(one.rows, [one.reference] * sets)
+        measured.add(one.rows, (), one.reference)
     return measured
 
 

@@ -35,16 +35,17 @@ from prime_verify.proofs.thresholds import (
     LOGPROB_CAP,
     LONG_TOKENS,
     MARGIN_CAP,
+    MAXIMA,
     NO_REFERENCE,
     SIGNIFICANCE,
     TWIN,
     Limits,
     Reference,
     Scope,
+    counted,
 )
 from prime_verify.rollout_file import FileRow
 
-_MAXIMA = frozenset({"margin_max", "logprob_max"})
 _BY_WINDOW = frozenset({"exponent", "sign", "mantissa", "sketch", "twin_mantissa", "twin_sketch"})
 _SAMPLING = frozenset({"margin_mean", "margin_max", "twin_margin"})
 _STATES = frozenset({"exponent", "sign", "mantissa", "sketch", "twin_mantissa", "twin_sketch"})
@@ -248,7 +249,11 @@ class Replayed:
 
     def reference(self) -> Reference:
         """Drift between the two replays, which the file's dtype alone explains; NO_REFERENCE if
-        they are the same engine.
+        they are the same engine."""
+        return reference_of(self.drifts())
+
+    def drifts(self) -> list[RowStatistics]:
+        """The drift between the two replays of each row; empty if they are the same engine.
 
         Margins: a claimed token's margin is at most the difference between the two engines'
         contrasts, so the largest difference stands in for `margin_max`. A difference δ flips a
@@ -256,7 +261,7 @@ class Replayed:
         per unit (Gumbel noise), so the mean of δ²/2 stands in for `margin_mean`.
         """
         if self._same_dtype is self._own:
-            return NO_REFERENCE
+            return []
         rows = []
         for i, other in enumerate(self._same_dtype.replays):
             values = self._compare(self._same_dtype_claim(i), self._own, i)
@@ -265,11 +270,7 @@ class Replayed:
             values["margin_max"] = float(drift.max())
             tokens, windows = len(other.logprobs), len(self._keys[i])
             rows.append(RowStatistics(i, tokens, windows, 1.0, values, 0.0, False, 0, 0.0))
-        together = combine(rows)
-        worst = {name: max(row.values[name] for row in rows) for name in rows[0].values}
-        # A row may be one token long, so its means are compared with the largest drift of a token.
-        worst["margin_mean"], worst["logprob_mean"] = worst["margin_max"], worst["logprob_max"]
-        return Reference(row=worst, file=together)
+        return rows
 
     def _compare(self, claim: _Claim, side: _Side, i: int) -> dict[str, float]:
         match = activations.verify(claim.proofs, side.windows[i])
@@ -309,6 +310,17 @@ def _numbers(replay: Replay) -> bool:
     return finite and not any(np.isnan(values).any() for values in found)
 
 
+def reference_of(drifts: Sequence[RowStatistics]) -> Reference:
+    """The reference of rows of one file, from each one's drift between two replays; NO_REFERENCE
+    if there are none."""
+    if not drifts:
+        return NO_REFERENCE
+    worst = {name: max(row.values[name] for row in drifts) for name in drifts[0].values}
+    # A row may be one token long, so its means are compared with the largest drift of a token.
+    worst["margin_mean"], worst["logprob_mean"] = worst["margin_max"], worst["logprob_max"]
+    return Reference(row=worst, file=combine(drifts))
+
+
 def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
     """Statistics of all replayed rows together: maxima, or means weighted by windows or tokens.
     Adds `tokens`, `equal` and `tail_probability` to the judged statistics."""
@@ -317,7 +329,7 @@ def combine(rows: Sequence[RowStatistics]) -> dict[str, float]:
     result: dict[str, float] = {}
     for name in rows[0].values:
         values = np.array([row.values[name] for row in rows])
-        if name in _MAXIMA:
+        if name in MAXIMA:
             result[name] = float(values.max())
         else:
             weights = windows if name in _BY_WINDOW else tokens
@@ -337,13 +349,19 @@ def file_scopes(rows: Sequence[RowStatistics]) -> tuple[Scope, ...]:
     return ("file", "long") if sum(row.tokens for row in rows) >= LONG_TOKENS else ("file",)
 
 
+def few_tokens(rows: Sequence[RowStatistics]) -> int:
+    """Their tokens, as counted among fewer than FILE_ROWS rows; 0 if they are more."""
+    return sum(counted(row.tokens) for row in rows) if len(rows) < FILE_ROWS else 0
+
+
 def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     """The attack that the replayed rows show beyond the limits, or None.
 
     States are judged before sampling, because different weights also change the sampled tokens.
     """
     together = combine(rows)
-    file_excess = {name for scope in file_scopes(rows) for name in limits.exceeded(together, scope)}
+    scopes = _scopes(rows)
+    file_excess = {name for scope in scopes for name in limits.exceeded(together, scope)}
     row_excess = {row.number: limits.exceeded(row.values, "row") for row in rows}
     bad = [row for row in rows if row_excess[row.number]] or list(rows)
     excess = file_excess.union(*row_excess.values())
@@ -375,6 +393,11 @@ def accuse(rows: Sequence[RowStatistics], limits: Limits) -> Accusation | None:
     return None
 
 
+def _scopes(rows: Sequence[RowStatistics]) -> tuple[Scope, ...]:
+    """The scopes whose limits apply to all rows together."""
+    return file_scopes(rows) or ("few",)
+
+
 def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits: Limits) -> float:
     """Probability that an honest file reaches the most unlikely of these statistics."""
     chances = [
@@ -384,7 +407,7 @@ def _chance(rows: Sequence[RowStatistics], together: Mapping[str, float], limits
     ]
     chances += [
         limits.honest_chance(name, together[name], scope, 1)
-        for scope in file_scopes(rows)
+        for scope in _scopes(rows)
         for name in limits.exceeded(together, scope)
     ]
     return min(chances, default=1.0)

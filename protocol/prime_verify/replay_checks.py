@@ -18,7 +18,7 @@ from typing import get_args
 
 from prime_core import seeds
 from prime_core.errors import MalformedError, UnavailableError, UserError
-from prime_core.ids import ZERO_DIGEST
+from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Dtype, Engine
 from prime_verify import repeats, replay
@@ -28,6 +28,7 @@ from prime_verify.engines import EngineProvider
 from prime_verify.finding import Finding, RulingError
 from prime_verify.proofs import exact
 from prime_verify.proofs.thresholds import (
+    LEAST_TOKENS,
     STATISTICS,
     Calibration,
     Limits,
@@ -68,7 +69,9 @@ def check_replay(case: Case) -> None:
     with _failing("replay", numbers):
         replays = replayed(engine)
         found = tuple(replays.measure())
-        limits = None if setup is None else setup.limits(replays.reference())
+        limits = None
+        if setup is not None:
+            limits = setup.limits(replays.reference(), replay.few_tokens(found))
     statistics = replay.combine(found)
     statistics["compute_share"] = _compute_share(file, numbers, engine)
     case.finding = replace(
@@ -145,12 +148,27 @@ def _failing(what: str, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _drawn(case: Case, *, whole: bool) -> list[int]:
-    """Numbers of the rows to replay: all if `whole`, or if one of them is repeated."""
-    rows = len(case.file.rows)
+    """Numbers of the rows to replay: all if `whole`, or if one of them is repeated. In a file of
+    another dtype than the replay's they have LEAST_TOKENS tokens at least."""
+    file = case.file
+    rows = len(file.rows)
     count = max(case.run.least_drawn(rows), case.draw_count or 0)
     if whole or case.finding.repeated:
         count = rows
-    return seeds.drawn_rows(case.draw_secret, case.submission_digest, rows, count)
+    least = LEAST_TOKENS if file.metadata.dtype != case.engine.dtype else 0
+    lengths = [len(row.places) for row in file.rows]
+    return draw(case.draw_secret, case.submission_digest, lengths, count, least)
+
+
+def draw(
+    secret: Digest, submission: Digest, lengths: Sequence[int], count: int, least: int
+) -> list[int]:
+    """Draws `count` of the rows with these lengths in tokens, and further ones until they have
+    `least` tokens together or are all. More rows include those of a smaller count."""
+    numbers = seeds.drawn_rows(secret, submission, len(lengths), count)
+    while len(numbers) < len(lengths) and sum(lengths[number] for number in numbers) < least:
+        numbers = seeds.drawn_rows(secret, submission, len(lengths), len(numbers) + 1)
+    return numbers
 
 
 @dataclass(frozen=True)

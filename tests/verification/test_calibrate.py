@@ -22,14 +22,19 @@ from prime_verify.engines import load_engine
 from prime_verify.proofs import tails, thresholds
 from prime_verify.proofs.tails import MICRO, QUANTILES, SAFETY, Tail
 from prime_verify.proofs.thresholds import (
+    FEW_TOKENS,
     FILE_ROWS,
     FLOORS,
+    NO_REFERENCE,
     STATISTICS,
     UNSUSPECTED,
     Calibration,
+    FewRows,
     Limits,
     Reference,
+    counted,
 )
+from prime_verify.replay import Accusation, RowStatistics, accuse, few_tokens
 from prime_verify.setups import Job, Setup, fitting, generate, run_of, synthetic_run
 
 
@@ -112,8 +117,7 @@ def test_lies_are_compared_with_the_limits_that_a_kept_calibration_widened(
 
     def measure_lies(_setup: Any, _verifiers: Any, _scale: Any, into: calibrate.Measured) -> None:
         for lie in thresholds.LIES:
-            rows, sets = [row] * FILE_ROWS * thresholds.LEAST_LIE_SETS, thresholds.LEAST_LIE_SETS
-            into.add_lie(lie, rows, [thresholds.NO_REFERENCE] * sets)
+            into.add_lie(lie, [row] * FILE_ROWS * thresholds.LEAST_LIE_SETS, [])
 
     monkeypatch.setattr(calibrate, "tiny_models", lambda _: [tmp_path])
     verifier = SimpleNamespace(name="plain/1", device="cpu")
@@ -193,7 +197,7 @@ def test_measured_on_two_machines_a_setup_has_the_wider_limits_of_both() -> None
         of = {name: _tail(value) for name, value in limit.items()}
         return thresholds.SetupLimits(
             engine="plain/1", dtype="float32", device="cpu", batches=(batch,), rows=3, files=2,
-            tokens=1, row=of, file=of, long=of,
+            tokens=1, row=of, file=of, long=of, few=(FewRows(tokens=64 * batch, of=of),),
         )  # fmt: skip
 
     here = measured({"sketch": 2, "mantissa": 1}, 64)
@@ -204,6 +208,9 @@ def test_measured_on_two_machines_a_setup_has_the_wider_limits_of_both() -> None
                 "sketch": 2, "mantissa": 3, "sign": 1,
             }  # fmt: skip
         assert (both.batches, both.rows, both.files, both.tokens) == ((1, 64), 6, 4, 2)
+        assert both.few == (*there.few, *here.few), "by ascending tokens"
+    wider = thresholds.wider(here, here.model_copy(update={"few": there.few[:0]}))
+    assert wider.few == here.few
 
 
 def test_lengths_that_a_model_has_no_positions_for_are_left_out(tmp_path: Path) -> None:
@@ -221,9 +228,9 @@ def test_files_made_as_on_an_older_cpu_are_asked_of_a_process_of_their_own(tmp_p
     assert older.words == "plain float32 on cpu, ONEDNN_MAX_CPU_ISA=AVX2"
     ((_, length, file),) = generate(older, [Job(model, 1, 1)], (3,))
     run = run_of(Job(model, 1, 1), length)
-    found, references = calibrate.replay_rows(file, run, environment_for(run), load_engine(model))
+    found, drifts = calibrate.replay_rows(file, run, environment_for(run), load_engine(model))
     assert len(found) == FILE_ROWS == run.rows_per_lease
-    assert references == [thresholds.NO_REFERENCE]
+    assert drifts == []
 
 
 def _tail(limit: float, largest: float = 0.0) -> Tail:
@@ -247,6 +254,77 @@ def test_limits_are_the_explained_drift_times_the_limit_ratio() -> None:
     assert limits.of["long"] == {"sketch": pytest.approx(0.5 * explained)}
     assert limits.honest["sketch"] == pytest.approx(UNSUSPECTED * 0.25 * explained)
     assert limits.of["file"]["mantissa"] == FLOORS["mantissa"]
+
+
+def _rows(count: int, tokens: int, sketch: float) -> list[RowStatistics]:
+    values = dict.fromkeys(STATISTICS, 0.0) | {"sketch": sketch * FLOORS["sketch"]}
+    return [RowStatistics(i, tokens, 1, 1.0, values, 0.0, False, 0, 0.0) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "drift", "found"),
+    [
+        (1, 63, 1.9, False),  # fewer tokens than any set that was measured
+        (1, 64, 1.9, True),
+        (2, 32, 1.5, False),
+        (2, 128, 1.5, True),
+        (2, 128, 1.25, False),
+        (7, 32, 1.5, False),
+        (1, 5000, 1.5, False),  # one row counts for no more tokens than were measured
+    ],
+)
+def test_a_drift_that_no_row_shows_alone_is_found_in_few_rows(
+    rows: int, tokens: int, drift: float, found: bool
+) -> None:
+    of = {limit: {"sketch": _tail(limit)} for limit in (1.2, 1.3, 1.6, 2)}
+    old = thresholds.SetupLimits(
+        engine="plain/1", dtype="bfloat16", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
+        row=of[2], file=of[1.2],
+    )  # fmt: skip
+    few = (FewRows(tokens=64, of=of[1.6]), FewRows(tokens=256, of=of[1.3]))
+    new = old.model_copy(update={"few": few})
+    replayed = _rows(rows, tokens, drift)
+
+    def accusation(setup: thresholds.SetupLimits) -> Accusation | None:
+        return accuse(replayed, setup.limits(NO_REFERENCE, few_tokens(replayed)))
+
+    assert accusation(old) is None, "older calibrations judge few rows alone"
+    assert (accusation(new) is not None) == found
+    assert few_tokens(_rows(FILE_ROWS, tokens, drift)) == 0, "a file's limits are its own"
+
+
+def test_limits_of_few_rows_are_no_tighter_than_those_of_more_tokens_or_files() -> None:
+    """Of 256 tokens, fewer than ten sets were measured; of 512, by chance narrower ones than a file
+    has, and of 128 narrower ones than of 512."""
+    measured = calibrate.Measured(batches={64}, device="cpu", engine="plain/1")
+    measured.rows = measured.files = measured.tokens = 100
+    drawn = np.random.default_rng(0).exponential(0.1, 100)
+    measured.ratios["file"] = {"sketch": list(0.5 + drawn), "sign": list(drawn)}
+    spread = {64: 0.5, 128: 0.02, 256: 9.0, 512: 0.1}
+    for tokens, scale in spread.items():
+        values = drawn[:9] if tokens == 256 else drawn
+        measured.few[tokens] = {"sketch": list(0.2 + 10 * scale * values), "margin_mean": [0.0]}
+    found = calibrate.limits_of("bfloat16", measured)
+    assert [one.tokens for one in found.few] == [64, 128, 512]
+    limits = [one.of["sketch"].limit for one in found.few] + [found.file["sketch"].limit]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] > limits[1] == limits[2] >= limits[3] > MICRO
+    assert all(one.of.keys() == {"sketch"} for one in found.few), "no statistic of too few sets"
+
+
+@given(st.lists(st.integers(1, 400), max_size=40), st.sampled_from(FEW_TOKENS))
+def test_few_rows_are_measured_in_the_smallest_sets_with_so_many_tokens(
+    lengths: list[int], tokens: int
+) -> None:
+    end = 0
+    for one in calibrate.few_rows(lengths, tokens):
+        assert end <= one.start < one.stop <= len(lengths)
+        end = one.stop
+        counts = [counted(length) for length in lengths[one]]
+        assert len(counts) < FILE_ROWS
+        assert sum(counts) >= tokens > sum(counts[:-1])
+    left = [lengths[start : start + FILE_ROWS - 1] for start in range(end, len(lengths))]
+    assert all(sum(map(counted, one)) < tokens for one in left)
 
 
 def test_a_statistic_that_was_not_measured_is_not_judged() -> None:
@@ -301,7 +379,9 @@ def test_the_chances_of_all_statistics_and_rows_add_up_to_the_aim() -> None:
     rows = thresholds.ROWS_OF_A_FILE * len(STATISTICS) * thresholds.chance_of_one("row")
     file = len(STATISTICS) * thresholds.chance_of_one("file")
     long = len(STATISTICS) * thresholds.chance_of_one("long")
+    few = len(STATISTICS) * thresholds.chance_of_one("few")
     assert rows + file + long == pytest.approx(thresholds.AIM)
+    assert rows + few == pytest.approx(thresholds.AIM), "few rows are not judged as a file too"
 
 
 def test_a_nan_exceeds_every_limit() -> None:
@@ -329,8 +409,13 @@ def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
     assert json.loads(shipped.canonical())["version"] == 3
 
 
+SHIPPED_DIGEST = "0x69a9be3caa59ebf5526c5fa2f908e0b24a4202ce5564cd612667459b8f0a5ce1"
+"""Of the calibration that pools without one of their own are judged by since protocol 1."""
+
+
 def test_an_older_object_keeps_its_name_and_is_taken_for_a_cpus() -> None:
     shipped = thresholds.shipped()
+    assert shipped.digest() == SHIPPED_DIGEST, "a new field changes no object that lacks it"
     assert "replay_device" in shipped.model_fields_set
     older = json.loads(shipped.canonical())
     del older["replay_device"]
@@ -379,7 +464,7 @@ def test_the_chance_for_a_file_counts_its_rows_and_all_statistics() -> None:
         engine="plain/1", dtype="float32", device="cpu", batches=(64,), rows=1, files=1, tokens=1,
         row=dict.fromkeys(STATISTICS, tail), file=dict.fromkeys(STATISTICS, tail),
     )  # fmt: skip
-    limits = setup.limits(thresholds.NO_REFERENCE)
+    limits = setup.limits(NO_REFERENCE)
     at_limit = limits.honest_chance("sketch", limits.of["row"]["sketch"], "row", 16)
     assert at_limit == pytest.approx(16 * len(STATISTICS) * 1e-9, rel=0.01)
     assert Limits(of={"row": FLOORS}).honest_chance("sign", 1, "row", 1) == 1

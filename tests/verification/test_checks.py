@@ -11,11 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from prime_core import encoding, seeds
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import MANAGERS_OWN, Reason
 from prime_verify.case import Case
 from prime_verify.checks import CHECKS, ordered
+from prime_verify.proofs.thresholds import LEAST_TOKENS
+from prime_verify.replay_checks import draw
 from prime_verify.verify import verify_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
@@ -76,3 +81,25 @@ def test_a_judged_file_holds_its_engine_no_longer_than_its_case(world: Any, whol
         assert gone() is None
     finally:
         gc.enable()
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=24),
+    st.integers(1, 24),
+    st.sampled_from([0, LEAST_TOKENS]),
+    st.integers(0, 99),
+)
+def test_rows_are_drawn_until_they_have_enough_tokens(
+    lengths: list[int], count: int, least: int, lot: int
+) -> None:
+    """The next row is drawn by the same order, so evidence names a draw that anyone repeats."""
+    secret = encoding.sha256(bytes([lot]))
+    found = draw(secret, secret, lengths, count, least)
+    asked = seeds.drawn_rows(secret, secret, len(lengths), count)
+    assert set(asked) <= set(found)
+    assert found == seeds.drawn_rows(secret, secret, len(lengths), len(found))
+    assert sum(lengths[number] for number in found) >= least or len(found) == len(lengths)
+    if len(found) > len(asked):
+        fewer = seeds.drawn_rows(secret, secret, len(lengths), len(found) - 1)
+        assert sum(lengths[number] for number in fewer) < least
+    assert draw(secret, secret, lengths, len(found), least) == found

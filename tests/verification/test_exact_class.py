@@ -107,7 +107,7 @@ def test_honest_files_are_accepted_and_hold_the_log_probabilities_of_the_proof_p
         file = _honest(small, number, dtype)
         found = small.judge(file, secret=number, calibration=_proven())
         assert found.outcome is Outcome.ACCEPTED, found
-        assert found.statistics["exact_rows"] == len(found.rows_drawn) == 4
+        assert found.statistics["exact_rows"] == len(found.rows_drawn) >= 4
         assert found.statistics["exact_mismatches"] == 0
         row = read_rollout_file(file.data).rows[5]
         parts = _engine(dtype).proof_pass(row.prompt_tokens, row.output_tokens, 1.0)

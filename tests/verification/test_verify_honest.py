@@ -59,13 +59,20 @@ def test_honest_files_of_models_never_calibrated_are_accepted(
 
 
 @pytest.mark.slow
-def test_one_drawn_row_is_enough_for_an_honest_file(world: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_drawn_row_is_enough_for_an_honest_file_in_the_replays_own_dtype(
+    world: Any, dtype: str
+) -> None:
     run = world.run.model_copy(update={"replay_rows_micro": 1})
     lonely = type(world)(run, world.environment, world.engine)
-    for number in range(10):
-        found = lonely.judge(lonely.honest(number), secret=number)
+    engine = load_engine(TRAINED, dtype=dtype)
+    for number in range(5):
+        found = lonely.judge(lonely.honest(number, engine), secret=number)
         assert found.outcome is Outcome.ACCEPTED, found
-        assert len(found.rows_drawn) == 1
+        if dtype == "float32":
+            assert len(found.rows_drawn) == 1
+        else:
+            assert found.statistics["tokens"] >= thresholds.LEAST_TOKENS
 
 
 def test_an_accepted_file_yields_its_table_units_and_rollouts(world: Any) -> None:

@@ -68,8 +68,20 @@ dtype whose floor and reference they share. Where kernels agree, honest values a
 these."""
 STATISTICS = (*FLOORS, *TWIN)
 """Names of all judged statistics."""
+MAXIMA = frozenset({"margin_max", "logprob_max"})
+"""Statistics of which a set of rows has the largest, not the mean."""
 FILE_ROWS = 8
-"""File statistics were calibrated on this many rows; if fewer are drawn, only rows are judged."""
+"""File statistics were calibrated on this many rows. Fewer are judged alone and, together, by the
+limits of few rows."""
+LEAST_TOKENS = 64
+"""Rows of a file in another dtype than the replay's are drawn until they have so many tokens.
+Between fewer tokens the dtype may happen to cause almost no drift, and an honest row is far beyond
+limits that rest on it: 1.6 % of honest pairs of rows were, all of them with at most 8 tokens."""
+FEW_TOKENS = (LEAST_TOKENS, 128, 256, 512)
+"""Numbers of replayed tokens for which fewer than FILE_ROWS rows have limits of their means."""
+ROW_COUNTS = 160
+"""Number of tokens that a row counts for at most among few rows. Longer rows were not measured, and
+tokens of one row may drift together."""
 LONG_TOKENS = 1024
 """From this many replayed tokens on, the tighter limits of long files also apply to means."""
 MARGIN_CAP = 4.0
@@ -111,17 +123,19 @@ EXTRAPOLATION = (
     f"({LEAST_TWIN:g} for comparisons in the file's own dtype)"
 )
 
-Scope = Literal["row", "file", "long"]
-"""One row; FILE_ROWS or more rows together; the latter with at least LONG_TOKENS tokens."""
+Scope = Literal["row", "few", "file", "long"]
+"""One row; fewer than FILE_ROWS rows together; FILE_ROWS or more rows together; the latter with at
+least LONG_TOKENS tokens."""
 SCOPES: tuple[Scope, ...] = ("row", "file", "long")
+"""The scopes that every calibration has."""
 
 
 def chance_of_one(scope: Scope) -> float:
     """The share of AIM for one statistic of one row, or of one file: half goes to rows, a quarter
-    to files of any length, a quarter to long ones."""
+    to files of any length, a quarter to long ones; or both quarters to few rows."""
     if scope == "row":
         return AIM / 2 / len(STATISTICS) / ROWS_OF_A_FILE
-    return AIM / 4 / len(STATISTICS)
+    return AIM / (2 if scope == "few" else 4) / len(STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -162,13 +176,27 @@ class FoundLies(Strict):
         return self.sets >= LEAST_LIE_SETS and self.found >= FOUND_LIES * self.sets
 
 
+class FewRows(Strict):
+    """The distribution of each statistic over sets of fewer than FILE_ROWS rows that have `tokens`
+    tokens or a little more (counted by `counted`)."""
+
+    tokens: int = Field(ge=1)
+    of: dict[str, Tail]
+
+
+def counted(tokens: int) -> int:
+    """How many tokens a row of `tokens` tokens counts for among few rows."""
+    return min(tokens, ROW_COUNTS)
+
+
 class SetupLimits(Strict):
     """Honest drift of one setup, over `rows` rows in `files` files, generated in `batches` of
     these row counts.
 
     `row`, `file`, `long`: statistic → distribution of honest value / √(floor² + reference²).
-    Missing statistics were not measured and are not judged. `lies`: what these limits find of
-    known lies.
+    Missing statistics were not measured and are not judged. `few`: the same for fewer rows, by
+    ascending tokens; empty in older calibrations, by which few rows are judged alone. `lies`: what
+    these limits find of known lies.
     """
 
     engine: str
@@ -181,6 +209,7 @@ class SetupLimits(Strict):
     row: dict[str, Tail]
     file: dict[str, Tail]
     long: dict[str, Tail] = Field(default_factory=dict)
+    few: tuple[FewRows, ...] = Field(default=(), exclude_if=lambda found: not found)
     lies: tuple[FoundLies, ...] = Field(default=(), exclude_if=lambda found: not found)
 
     def overlooked(self) -> list[str]:
@@ -188,14 +217,18 @@ class SetupLimits(Strict):
         separate = {one.lie for one in self.lies if one.separate}
         return [lie for lie in LIES if lie not in separate]
 
-    def limits(self, reference: Reference) -> Limits:
-        """Limits for a file whose dtype alone causes the drift `reference`."""
+    def limits(self, reference: Reference, few_tokens: int = 0) -> Limits:
+        """Limits for a file whose dtype alone causes the drift `reference`. `few_tokens`: the
+        tokens, as counted, of fewer than FILE_ROWS rows; 0 for more rows."""
         tails: dict[Scope, Mapping[str, Tail]] = {
             "row": self.row,
             "file": self.file,
             "long": self.long,
         }
-        drifts = {"row": reference.row, "file": reference.file, "long": reference.file}
+        drifts = dict.fromkeys(("few", "file", "long"), reference.file) | {"row": reference.row}
+        filled = [one for one in self.few if one.tokens <= few_tokens]
+        if filled:
+            tails["few"] = max(filled, key=lambda one: one.tokens).of
         return Limits(
             of={
                 scope: {
@@ -218,15 +251,14 @@ def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
     machine: for each statistic, the distribution with the larger limit. What these limits find of
     lies has to be measured again."""
 
-    def of(scope: Scope) -> dict[str, Tail]:
-        here: dict[str, Tail] = getattr(one, scope)
-        there: dict[str, Tail] = getattr(other, scope)
+    def of(here: Mapping[str, Tail], there: Mapping[str, Tail]) -> dict[str, Tail]:
         return {
             name: max((tails[name] for tails in (here, there) if name in tails), key=_limit)
             for name in STATISTICS
             if name in here or name in there
         }
 
+    here, there = _few_of(one), _few_of(other)
     return SetupLimits(
         engine=one.engine,
         dtype=one.dtype,
@@ -235,10 +267,18 @@ def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
         rows=one.rows + other.rows,
         files=one.files + other.files,
         tokens=one.tokens + other.tokens,
-        row=of("row"),
-        file=of("file"),
-        long=of("long"),
+        row=of(one.row, other.row),
+        file=of(one.file, other.file),
+        long=of(one.long, other.long),
+        few=tuple(
+            FewRows(tokens=tokens, of=of(here.get(tokens, {}), there.get(tokens, {})))
+            for tokens in sorted(here.keys() | there.keys())
+        ),
     )
+
+
+def _few_of(setup: SetupLimits) -> dict[int, dict[str, Tail]]:
+    return {one.tokens: one.of for one in setup.few}
 
 
 def _limit(tail: Tail) -> int:
@@ -250,8 +290,7 @@ def widest(setups: Sequence[SetupLimits], factor: float = 1.0) -> SetupLimits:
     that all of them judge, the distribution with the largest limit, which is multiplied by
     `factor` ≥ 1."""
 
-    def of(scope: Scope) -> dict[str, Tail]:
-        tails: list[dict[str, Tail]] = [getattr(setup, scope) for setup in setups]
+    def of(tails: Sequence[Mapping[str, Tail]]) -> dict[str, Tail]:
         found = {
             name: max((one[name] for one in tails), key=_limit)
             for name in STATISTICS
@@ -262,6 +301,7 @@ def widest(setups: Sequence[SetupLimits], factor: float = 1.0) -> SetupLimits:
             for name, tail in found.items()
         }
 
+    few = [_few_of(setup) for setup in setups]
     return SetupLimits(
         engine=setups[0].engine,
         dtype=setups[0].dtype,
@@ -270,9 +310,14 @@ def widest(setups: Sequence[SetupLimits], factor: float = 1.0) -> SetupLimits:
         rows=sum(setup.rows for setup in setups),
         files=sum(setup.files for setup in setups),
         tokens=sum(setup.tokens for setup in setups),
-        row=of("row"),
-        file=of("file"),
-        long=of("long"),
+        row=of([setup.row for setup in setups]),
+        file=of([setup.file for setup in setups]),
+        long=of([setup.long for setup in setups]),
+        few=tuple(
+            FewRows(tokens=tokens, of=of([one[tokens] for one in few]))
+            for tokens in sorted(few[0].keys())
+            if all(tokens in one for one in few)
+        ),
     )
 
 
@@ -462,7 +507,7 @@ class Limits:
         return min(1.0, tail.chance(ratio) * trials * len(STATISTICS))
 
     def named(self) -> dict[str, float]:
-        """All limits, keyed "row.sketch", "file.sketch", "long.sketch", …"""
+        """All limits, keyed "row.sketch", "few.sketch", "file.sketch", "long.sketch", …"""
         return {
             f"{scope}.{name}": limit
             for scope, limits in self.of.items()
