@@ -158,11 +158,17 @@ def _settle(epoch: _Epoch) -> dict[str, Any]:
     paid = 0 if settled is None else sum(one.state == "paid" for one in settled.files)
     if settled is None or paid != epoch.files:
         raise FatalError(f"{paid} of {epoch.files} files were settled as paid")
-    head, pages = settled.published()
+    sizes: list[int] = []
+
+    def count(data: bytes) -> Digest:
+        sizes.append(len(data))
+        return encoding.sha256(data)
+
+    name = settled.publish(count)
     return {
         "seconds": seconds, "cpu": cpu, "epoch": settled.epoch, "root": settled.root(),
-        "object": encoding.sha256(head), "total": settled.cumulative_total,
-        "bytes": len(head) + sum(map(len, pages)), "pages": len(pages),
+        "object": name, "total": settled.cumulative_total, "bytes": sum(sizes),
+        "pages": len(sizes) - 1,
     }  # fmt: skip
 
 

@@ -96,6 +96,11 @@ class SettledFile(Strict):
         )
 
 
+_ALL_FIELDS = {*SettledFile.model_fields}
+"""Shared by the files that `settle` makes of facts that were validated before: a set of its own for
+each takes more memory than its values."""
+
+
 class SettledSlash(Strict):
     """A slash against a node of this settlement. `receipt` proves when its bad file arrived.
 
@@ -208,26 +213,38 @@ class Settlement(Strict):
         held, by submission."""
         return ()
 
+    def publish(self, put: Callable[[bytes], Digest]) -> Digest:
+        """Passes the settlement's pages (none for a short one) and then the object that a reward
+        root names to `put`, which returns their SHA-256; returns the last one's. Only one page is
+        in memory at a time. Raises MalformedError if it needs more than MAX_PAGES."""
+        return self._paged(put) if len(self.files) > PAGE_FILES else put(self._single())
+
     def published(self) -> tuple[bytes, list[bytes]]:
-        """The object that a reward root names, and its pages (none for a short settlement). Raises
-        MalformedError if it needs more than MAX_PAGES."""
-        return self._paged() if len(self.files) > PAGE_FILES else (self._single(), [])
+        """The object that a reward root names, and its pages, all in memory. Raises as `publish`
+        does."""
+        found: list[bytes] = []
+
+        def keep(data: bytes) -> Digest:
+            found.append(data)
+            return encoding.sha256(data)
+
+        self.publish(keep)
+        return found[-1], found[:-1]
 
     def _single(self) -> bytes:
         return encoding.canonical_json(self.model_dump(mode="json"))
 
-    def _paged(self) -> tuple[bytes, list[bytes]]:
+    def _paged(self, put: Callable[[bytes], Digest]) -> Digest:
         if len(self.files) > MAX_PAGES * PAGE_FILES:
             raise MalformedError(
                 f"{len(self.files)} files are too many for a settlement of {MAX_PAGES} pages"
             )
-        pages = []
+        names = []
         for start in range(0, len(self.files), PAGE_FILES):
             page = SettlementPage(files=self.files[start : start + PAGE_FILES])
-            pages.append(encoding.canonical_json(page.model_dump(mode="json")))
-        names = tuple(encoding.sha256(page) for page in pages)
-        head = self.model_copy(update={"schema_version": 2, "files": (), "pages": names})
-        return encoding.canonical_json(head.model_dump(mode="json")), pages
+            names.append(put(encoding.canonical_json(page.model_dump(mode="json"))))
+        head = self.model_copy(update={"schema_version": 2, "files": (), "pages": tuple(names)})
+        return put(encoding.canonical_json(head.model_dump(mode="json")))
 
     def canonical(self) -> bytes:
         """The object that a reward root names."""
@@ -235,13 +252,13 @@ class Settlement(Strict):
 
     def digest(self) -> Digest:
         """SHA-256 of the canonical bytes: the `object` of RewardRootPosted."""
-        return encoding.sha256(self.canonical())
+        return self.publish(encoding.sha256)
 
     def is_named(self, name: Digest) -> bool:
         """Whether `name` is this settlement's object, either as one object or as a head with
         pages: a reward root posted before settlements had pages names the former."""
         return name == self.digest() or name in (
-            encoding.sha256(self._single()), encoding.sha256(self._paged()[0])
+            encoding.sha256(self._single()), self._paged(encoding.sha256)
         )  # fmt: skip
 
     def amounts(self) -> dict[Address, int]:
@@ -574,7 +591,8 @@ def settle(
         if judged is not None and judged.judged_at <= leaf.expires:
             paid_before = leaf.submission_digest in held or not leaf.judge_price
             judges = () if paid_before else judged.judges
-        files[leaf.submission_digest] = SettledFile(
+        files[leaf.submission_digest] = SettledFile.model_construct(
+            _ALL_FIELDS,
             submission_digest=leaf.submission_digest,
             node=leaf.node,
             root_seq=leaf.root_seq,

@@ -34,7 +34,7 @@ def mgr(tmp_path: Path) -> ManagerSide:
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> io.StringIO:
     """What the programs log, as JSON, as a process of pool 1."""
     monkeypatch.setattr(logs, "_process_fields", logs.Fields(pool=1))
     text = io.StringIO()
@@ -42,7 +42,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     handler.setFormatter(logs.formatter("json"))
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [handler])
-    monkeypatch.setattr(root, "level", logging.INFO)
+    caplog.set_level(logging.INFO)
     return text
 
 

@@ -170,7 +170,7 @@ def _paid(options: StoreOptions, hours: float, chain: dict[str, object], json_ou
         said = {
             "hours": hours, "files": files, "wei": str(total), "l1_wei": str(l1),
             "wei_a_day": str(round(total * DAY_HOURS / hours)), "kinds": _sums(kinds.items()),
-            "others": _sums(by_others.items()),
+            "others": _sums(by_others.items()), "note": NOT_SEEN,
         }  # fmt: skip
         typer.echo(json.dumps(said))
         return

@@ -383,10 +383,8 @@ def _settled_before(
 def _queue(store: Store, objects: ObjectStore, settlement: Settlement, now: float) -> bool:
     """Publishes a settlement and queues its reward root. Returns False if the newest reward root is
     no longer the one that it follows, because others posted a table or the arbiter disabled it."""
-    head, pages = settlement.published()
-    for page in pages:
-        put_object(objects, page)
-    digest, root = put_object(objects, head), settlement.root()
+    digest = settlement.publish(partial(put_object, objects))
+    root = settlement.root()
     total = settlement.cumulative_total
     with store.begin() as connection:
         lock(connection, CHAIN_LOCK)  # the indexer writes reward roots
