@@ -3,9 +3,9 @@
 `connections`: held open at once by two API processes. Each one answers a request when it is opened
 and another one after all are open. Clients are two processes with 200 loopback addresses. Each API
 process has a SQLite store of its own: what is measured is the server. All other rows: see
-heartbeats.py, refusals.py, work.py, growth.py, settling.py and watching.py. A rate is 2 ÷ CPU
-seconds per operation of the API processes and PostgreSQL; the generator, validators' replay and the
-S3 server are not counted.
+heartbeats.py, refusals.py, work.py, growth.py, settling.py, takeover.py and watching.py. A rate is
+2 ÷ CPU seconds per operation of the API processes and PostgreSQL; the generator, validators' replay
+and the S3 server are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import growth, heartbeats, refusals, seats, settling, watching, work
+from bench import growth, heartbeats, refusals, seats, settling, takeover, watching, work
 from bench.form import Row
 from bench.servers import Database, Place, end, line, postgres, start, start_api
 from prime_core.errors import UserError
@@ -37,6 +37,7 @@ ROWS: dict[str, Callable[[bool, Database], list[Row]]] = {
     "upload_to_verdict_s": work.delay_rows,
     "watchers": watching.watcher_rows,
     "node_death_s": watching.death_rows,
+    "takeover_s": takeover.rows,
     "growth": growth.rows,
     "settle_files_s": settling.rows,
 }
