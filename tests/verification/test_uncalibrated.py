@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,7 @@ def test_a_proven_exact_class_accuses_on_an_unmeasured_card_too(
         def numeric_class(self) -> Any:
             return type("Class", (), {"key": "0x" + "1" * 64, "words": ""})
 
-    monkeypatch.setattr(replay_checks, "_of_class", lambda *_: OfClass())
+    monkeypatch.setattr(replay_checks, "_of_class", lambda *_: nullcontext(OfClass()))
     monkeypatch.setattr(replay_checks, "_compare_exactly", lambda *_: Differs())
     assert world.judge(lie).reason is Reason.UNCALIBRATED
     monkeypatch.setattr(Calibration, "proven_to", lambda *_: 9999)
