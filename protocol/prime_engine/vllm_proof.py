@@ -8,10 +8,16 @@
 Rows in progress keep their cache and go on afterwards. vLLM's runner is handed the states of a
 step's tokens where it would compute log-probabilities of prompts; `Capture.attach` takes its place.
 Its own are not used: they have no temperature, and it compiles their kernel on first use.
+
+No step of a proof pass replays a whole CUDA graph, as vLLM does for steps of one token a row, such
+as a chunk of one token. Such a graph was captured with the engine's longest row as the length of
+all rows, on which FlashAttention 2's split of the sums depends. Without it, attention gets the
+row's own length, and engines with other longest rows compute the same bits.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +32,8 @@ _QUEUES = ("running", "waiting", "skipped_waiting", "kv_holding_waiting")
 """Where vLLM's scheduler has its requests; not every version has all of these."""
 STATES = "_get_prompt_logprobs_dict"
 """The method of vLLM's runner that gets the states of all of a step's tokens."""
+GRAPHS = "cudagraph_dispatcher"
+"""Its attribute whose method `dispatch` chooses a step's CUDA graph."""
 
 
 class ProofPass:
@@ -65,10 +73,21 @@ class Capture:
         self.of: ProofPass | None = None
 
     def attach(self, runner: Any) -> bool:
-        """Takes the place of vLLM's log-probabilities of prompts, which no request asks for.
-        Returns False if this version has no such method."""
-        if not hasattr(runner, STATES):
+        """Takes the place of vLLM's log-probabilities of prompts, which no request asks for, and
+        of its choice of CUDA graphs. Returns False if this version has no such methods."""
+        graphs = getattr(runner, GRAPHS, None)
+        if graphs is None or not hasattr(runner, STATES):
             return False
+        dispatch = graphs.dispatch
+        if "invalid_modes" not in inspect.signature(dispatch).parameters:
+            return False
+
+        def choose(*arguments: Any, **named: Any) -> Any:
+            if self.of is not None:
+                from vllm.config import CUDAGraphMode
+
+                named["invalid_modes"] = {*(named.get("invalid_modes") or ()), CUDAGraphMode.FULL}
+            return dispatch(*arguments, **named)
 
         def take(hidden_states: Tensor, num_scheduled_tokens: Any) -> dict[str, None]:
             if self.of is not None:
@@ -76,6 +95,7 @@ class Capture:
             return {}
 
         setattr(runner, STATES, take)
+        graphs.dispatch = choose
         return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -27,6 +28,9 @@ def test_the_states_of_a_step_become_a_part_of_the_pass() -> None:
     runner = SimpleNamespace(model=SimpleNamespace(compute_logits=lambda part: part @ head))
     assert not capture.attach(runner), "such a vLLM has no proof pass"
     setattr(runner, STATES, None)
+    runner.cudagraph_dispatcher = SimpleNamespace(dispatch=lambda num_tokens: num_tokens)
+    assert not capture.attach(runner), "nor has one that cannot leave out whole graphs"
+    runner.cudagraph_dispatcher.dispatch = lambda num_tokens, invalid_modes=None: invalid_modes
     assert capture.attach(runner)
     step = getattr(runner, STATES)
     assert step(states[:3], {}) == {}, "a step of other rows"
@@ -41,6 +45,19 @@ def test_the_states_of_a_step_become_a_part_of_the_pass() -> None:
     np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
     bits = np.concatenate([rows for _, rows in found.parts])
     assert bits.tobytes() == states.numpy().tobytes()
+
+
+def test_a_proof_pass_replays_no_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(CUDAGraphMode=SimpleNamespace(FULL="full"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=config))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    capture = Capture()
+    graphs = SimpleNamespace(dispatch=lambda num_tokens, invalid_modes=None: invalid_modes)
+    assert capture.attach(SimpleNamespace(cudagraph_dispatcher=graphs, **{STATES: None}))
+    assert graphs.dispatch(num_tokens=1, invalid_modes=None) is None, "a step of other rows"
+    capture.of = ProofPass(ROW, 1.0)
+    assert graphs.dispatch(num_tokens=1, invalid_modes=None) == {"full"}
+    assert graphs.dispatch(1, invalid_modes={"other"}) == {"full", "other"}
 
 
 def test_a_chunk_of_another_size_is_refused() -> None:
