@@ -11,7 +11,7 @@ The first one measures all that the other two judge, so that each of them states
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -83,10 +83,13 @@ def check_replay(case: Case) -> None:
     case.measured = Measured(
         found, limits, lambda by: replayed(by).measure(), outside=judged_by.outside
     )
-    with _failing("the proof pass", numbers), _of_class(case) as proving:
-        if proving is None:
-            return
-        result, numeric = _compare_exactly(case, numbers, proving), proving.numeric_class()
+    result = None
+    with _failing("the proof pass", numbers), _of_class(case, numbers) as proving:
+        if proving is not None:
+            numeric = proving.numeric_class()
+            result = _compare_exactly(case, numbers, proving)
+    if result is None:
+        return
     case.finding = replace(case.finding, statistics=statistics | result.statistics())
     case.measured = replace(
         case.measured,
@@ -242,20 +245,34 @@ def _named(made: FileMetadata) -> str:
 
 
 @contextmanager
-def _of_class(case: Case) -> Iterator[Engine | None]:
-    """The engine that repeats the file's proof pass, while the block runs; None if the file has
-    none, or if this machine is not of its class with this policy: then statistics alone judge it.
-    A false statement of the file's engine or dtype does not prevent the comparison."""
-    made, lease = case.file.metadata, case.signed
-    named, found = made.numeric_class, None
-    with ExitStack() as stack:
-        for dtype in dict.fromkeys((made.dtype, *get_args(Dtype))) if named else ():
-            found = found or _equal(named, partial(case.engine.in_dtype, dtype))
-        if named and found is None and case.provers is not None:
-            policy = lease.policy_version, lease.lease.policy_digest
-            using = case.provers.using(*policy, made.dtype)
-            found = _equal(named, lambda: stack.enter_context(using))
+def _of_class(case: Case, numbers: Sequence[int]) -> Iterator[Engine | None]:
+    """The engine that repeats the proof pass of the file's rows `numbers`, while the block runs;
+    None if the file has none, or if this machine is not of its class with this policy: then
+    statistics alone judge it. So they do if `provers` hold no rows of this length, or run out of
+    memory, which ends the block without an error. A false statement of the file's engine or dtype
+    does not prevent the comparison."""
+    made, lease, engine = case.file.metadata, case.signed, case.engine
+    named = made.numeric_class
+    if not named:
+        yield None
+        return
+    found = None
+    for dtype in dict.fromkeys((made.dtype, engine.dtype, *get_args(Dtype))):
+        try:
+            found = found or _equal(named, partial(engine.in_dtype, dtype))
+        except MemoryError:
+            if dtype == made.dtype:  # in which the replay measured, too
+                raise
+    if found is not None or case.provers is None:
         yield found
+        return
+    longest = max(
+        len(case.plan[number].prompt_tokens) + len(case.file.rows[number].output_tokens)
+        for number in numbers
+    )
+    policy = lease.policy_version, lease.lease.policy_digest
+    with case.provers.of_class(named, *policy, made.dtype, longest) as prover:
+        yield prover
 
 
 def _equal(numeric_class: str, load: Callable[[], Engine]) -> Engine | None:
@@ -263,7 +280,7 @@ def _equal(numeric_class: str, load: Callable[[], Engine]) -> Engine | None:
     try:
         found = load()
         return found if found.numeric_class().digest() == numeric_class else None
-    except (UnavailableError, UserError):  # vLLM refuses a model that does not fit
+    except (UnavailableError, UserError):
         return None
 
 

@@ -10,9 +10,7 @@ import multiprocessing as mp
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,9 +173,8 @@ class OneProver(Provers):
 
     loaded: Any
 
-    @contextmanager
-    def using(self, version: int, policy_digest: str, dtype: str) -> Iterator[Any]:
-        yield self.loaded
+    def _engine(self, version: int, policy_digest: str, dtype: str) -> Any:
+        return self.loaded
 
 
 def main() -> None:

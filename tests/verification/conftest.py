@@ -22,6 +22,7 @@ from prime_verify.checks import CHECKS
 from prime_verify.engines import load_engine
 from prime_verify.finding import Finding
 from prime_verify.proofs.thresholds import Calibration
+from prime_verify.provers import Provers
 from prime_verify.rollout_file import FileRow, write_rollout_file
 from prime_verify.verify import verify_file
 
@@ -104,6 +105,7 @@ class World:
         run: RunDefinition | None = None,
         calibration: Calibration | None = None,
         on_any_card: bool = False,
+        provers: Provers | None = None,
     ) -> Finding:
         found = verify_file(
             Case(
@@ -117,6 +119,7 @@ class World:
                 submission_digest=file.lease_digest,
                 calibration=calibration,
                 on_any_card=on_any_card,
+                provers=provers,
             )
         )
         assert_its_check_gives_its_reason(found)

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from prime_core.draws import SaltOpening
+from prime_core.encoding import sha256
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST
 from prime_core.verdict import Outcome, Reason
@@ -23,6 +26,8 @@ from prime_engine.exact import PROOF_CHUNK, NumericClass
 from prime_engine.plain import PlainEngine
 from prime_engine.tiny import write_tiny_model
 from prime_engine.variants import VARIANTS
+from prime_validator.juror import PoolReplays
+from prime_validator.settings import JurorSettings
 from prime_verify import build
 from prime_verify.audit_compare import other_class
 from prime_verify.calibrate import HonestFile, synthetic_run
@@ -241,6 +246,155 @@ def test_a_validator_of_another_class_judges_by_statistics(small: Any) -> None:
     )
     own = _honest(small, 441, "float32")
     assert other_class(own.signed, small.judge(own, calibration=_proven())) == ""
+
+
+OTHER = NumericClass({"engine": "another"}, sha256(b"another"))
+
+
+class _Prover:
+    """An engine of the class OTHER in float32, and of another class in other dtypes."""
+
+    def __init__(self, dtype: str, positions: int, short_of_memory: bool) -> None:
+        self.positions = positions
+        self._dtype = dtype
+        self._short = short_of_memory
+
+    def numeric_class(self) -> NumericClass:
+        return OTHER if self._dtype == "float32" else replace(OTHER, fingerprint=ZERO_DIGEST)
+
+    def proof_pass(self, *row: Any) -> Any:
+        if self._short:
+            raise MemoryError
+        return _engine("float32").proof_pass(*row)
+
+
+class _Provers(Provers):
+    """Stands in for those of vLLM; `loads`: the dtypes in which a policy was asked for."""
+
+    def __init__(self, positions: int = 256, short: str = "") -> None:
+        super().__init__(TRAINED, load=load_engine)
+        self.loads: list[str] = []
+        self.closed = 0
+        self._positions, self._short = positions, short
+
+    def _engine(self, version: int, policy_digest: str, dtype: str) -> Any:
+        self.loads.append(dtype)
+        if self._short == "loading":
+            raise MemoryError
+        return _Prover(dtype, self._positions, self._short == "proving")
+
+    def _close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(scope="module")
+def of_other(small: Any) -> HonestFile:
+    """A float32 file of the class OTHER."""
+    file = _proved_by(small, 440, "float32", "")
+    opening = file.signed.opening.model_copy(update={"numeric_class": OTHER.digest()})
+    signed = file.signed.model_copy(update={"opening": opening})
+    content = read_rollout_file(file.data)
+    metadata = replace(content.metadata, numeric_class=OTHER.digest())
+    return replace(file, signed=signed, data=write_rollout_file(content.rows, metadata))
+
+
+def _stating(file: HonestFile, dtype: str) -> HonestFile:
+    content = read_rollout_file(file.data)
+    return replace(
+        file, data=write_rollout_file(content.rows, replace(content.metadata, dtype=dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_engine_repeats_the_proof_pass_of_files_that_state_any_dtype(
+    small: Any, of_other: HonestFile, dtype: str
+) -> None:
+    provers, file = _Provers(), _stating(of_other, dtype)
+    for loads in ([dtype, "float32"], ["float32"]):
+        provers.loads = []
+        found = small.judge(file, calibration=_proven(), provers=provers)
+        assert found.outcome is Outcome.ACCEPTED, found
+        assert found.statistics["exact_rows"] == len(found.rows_drawn)
+        assert provers.loads == list(dict.fromkeys(loads)), "a class is measured once"
+
+
+@pytest.mark.parametrize(
+    ("positions", "short", "closed"), [(8, "", 0), (256, "loading", 2), (256, "proving", 1)]
+)
+def test_statistics_judge_if_the_other_engine_holds_no_rows_of_this_length_or_lacks_memory(
+    small: Any, of_other: HonestFile, positions: int, short: str, closed: int
+) -> None:
+    provers = _Provers(positions, short)
+    found = small.judge(of_other, calibration=_proven(), provers=provers)
+    assert found.outcome is Outcome.ACCEPTED, found
+    assert "exact_rows" not in found.statistics
+    assert provers.closed == closed
+
+
+def test_a_dtype_that_the_file_does_not_state_needs_no_memory(
+    small: Any, of_other: HonestFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = PlainEngine.in_dtype
+
+    def in_dtype(self: PlainEngine, dtype: str) -> PlainEngine:
+        if dtype != self.dtype:
+            raise MemoryError
+        return usual(self, dtype)
+
+    monkeypatch.setattr(PlainEngine, "in_dtype", in_dtype)
+    found = small.judge(of_other, calibration=_proven())
+    assert found.outcome is Outcome.ACCEPTED, found
+    stated = small.judge(_stating(of_other, "bfloat16"), calibration=_proven())
+    assert stated.reason is Reason.OUT_OF_RESOURCES
+
+
+def test_a_process_has_one_engine_for_proof_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    class Engines:
+        def __init__(self, root: Path, *arguments: Any, **named: Any) -> None:
+            self._name = root.name
+
+        def engine(self, version: int, policy_digest: str) -> str:
+            if self._name not in loaded:
+                loaded.append(self._name)
+            return self._name
+
+        def close(self) -> None:
+            loaded.remove(self._name)
+
+    monkeypatch.setattr("prime_verify.provers.FolderEngines", Engines)
+    one, other = (Provers(Path(name), load=load_engine) for name in ("one", "other"))
+    for provers, name in ((one, "one"), (other, "other"), (one, "one")):
+        with provers.using(0, ZERO_DIGEST, "float32"):
+            assert loaded == [name]
+    other.close()
+    assert loaded == ["one"]
+    one.close()
+    assert loaded == []
+
+
+def test_a_juror_frees_the_engine_of_an_audit_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    provers, slash = _Provers(), SimpleNamespace(leaf=ZERO_DIGEST, pool=1)
+
+    def fails(*_arguments: Any) -> None:
+        raise UnavailableError("no source answers")
+
+    for name, made in (
+        ("read_slashes", lambda *_: [slash]), ("announced", lambda *_: {}),
+        ("open_sources", lambda *_, **__: nullcontext([])), ("read_events", lambda *_, **__: []),
+        ("audit_slash", fails),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"prime_validator.juror.{name}", made)
+    parts: Any = SimpleNamespace(provers=provers)
+    monkeypatch.setattr(PoolReplays, "_setting", lambda *_: parts)
+    settings = JurorSettings(data=tmp_path)
+    replays = PoolReplays(settings, parts, parts, parts, load_engine, now=lambda: 0.0)
+    with pytest.raises(UnavailableError):
+        replays.audit(ZERO_DIGEST, ZERO_DIGEST)
+    assert provers.closed == 1
 
 
 def test_a_file_states_the_class_of_its_lease_and_no_other(small: Any) -> None:

@@ -348,7 +348,11 @@ class PoolReplays:
             source = AnySource([HttpSource(one) for one in clients])
             events = read_events(client, deployment, contracts=("pools",), pool=slash.pool)
             setting = self._setting(slash.pool, verification_class, events, source, clients)
-            return audit_slash(slash, setting, source)
+            try:
+                return audit_slash(slash, setting, source)
+            finally:
+                if setting.provers is not None:
+                    setting.provers.close()
 
     def _setting(
         self,
