@@ -22,6 +22,7 @@ from prime_orchestrator.manager.funding import (
     LONGEST_REST,
     REST,
     Funding,
+    OwedSum,
     funding,
     owed_by,
 )
@@ -49,14 +50,26 @@ def asked(world: World) -> LeaseAnswer:
     return lease(world.mgr.backend, HONEST.address, LeaseRequest(policy_version=0))
 
 
-def test_comparisons_that_take_long_are_made_less_often() -> None:
-    found = Funding(owed=0, money=0, at=100.0, took=2.0)
-    assert not found.due(100.0 + CHECK_SECONDS)
-    assert found.due(100.0 + 2.0 * REST)
-    assert found.due(99.0), "the clock was set back"
-    assert found.model_copy(update={"took": 0.0}).due(100.0 + CHECK_SECONDS)
-    stepped = found.model_copy(update={"took": 1e6})
-    assert stepped.due(100.0 + LONGEST_REST), "the clock was stepped while it was summed"
+def test_a_sum_that_takes_long_is_kept_for_a_while_but_not_while_leases_are_stopped() -> None:
+    moment, takes, sums = 0.0, 0.1, 0
+
+    def sum_again() -> int:
+        nonlocal moment, sums
+        moment, sums = moment + takes, sums + 1
+        return sums
+
+    kept = OwedSum(clock=lambda: moment)
+    assert kept.current(sum_again, stopped=False) == 1
+    takes = 2.0
+    assert kept.current(sum_again, stopped=False) == 2, "0.1 s: it is summed each time"
+    moment += 2.0 * REST - 1
+    assert kept.current(sum_again, stopped=False) == 2
+    assert kept.current(sum_again, stopped=True) == 3
+    takes = 1000.0
+    moment += 2.0 * REST
+    assert kept.current(sum_again, stopped=False) == 4
+    moment += LONGEST_REST
+    assert kept.current(sum_again, stopped=False) == 5
 
 
 def test_leases_stop_while_the_pool_owes_more_than_its_money_and_go_on_once_it_is_funded(

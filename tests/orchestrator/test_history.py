@@ -117,7 +117,7 @@ def test_sums_are_kept_by_node_setup_and_statistic_and_become_metrics(
         kept = collector._kept_drifts(connection)
         assert kept == first
         assert collector._kept_drifts(connection) is kept
-        backend.now = lambda: 100.0 + metrics.DRIFT_SECONDS * len(rows)
+        backend.now = lambda: 100.0 + 2 * metrics.DRIFT_SECONDS * len(rows)
         assert collector._kept_drifts(connection) is not kept
     store.close()
     found = {(row.node, row.statistic): (row.files, row.total, row.squares) for row in rows}

@@ -166,6 +166,8 @@ def _answer_beats(
             death_seconds=context.run.death_seconds,
             orchestrator_up_since=now,
         )
+        if state.status != row.status:
+            log_change(row, state.status, "heartbeat")
         rows[account] = replace(
             row,
             status=state.status,

@@ -70,15 +70,16 @@ class PoolMetrics:
     def __init__(self, backend: Backend, requests: RequestCounts) -> None:
         self._backend, self._requests = backend, requests
         self._drifts: list[Metric] = []
-        self._drifts_until = -inf
+        self._drifts_at, self._drifts_for = -inf, 0.0
 
     def _kept_drifts(self, connection: Connection) -> list[Metric]:
         """Returns the metrics of drift, up to DRIFT_SECONDS a sum old."""
         now = self._backend.now()
-        if now >= self._drifts_until:
+        if not 0 <= now - self._drifts_at < self._drifts_for:
             sums = drift.every(connection)
             self._drifts = list(_drift(sums, drift.totals(connection)))
-            self._drifts_until = now + DRIFT_SECONDS * (len(sums) if len(sums) > FEW_SUMS else 0)
+            self._drifts_at = now
+            self._drifts_for = DRIFT_SECONDS * (len(sums) if len(sums) > FEW_SUMS else 0)
         return self._drifts
 
     def collect(self) -> Iterator[Metric]:

@@ -297,7 +297,8 @@ def assign_files(
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
     named = {one.numeric for one in lists.values() if one.numeric is not None}
-    provers = exact_classes.members(connection, named, able) if named else {}
+    asked = able.union(part.validator for parts in known.values() for part in parts)
+    provers = exact_classes.members(connection, named, asked) if named else {}
     first: dict[Digest, int] = {}
     given: list[tuple[Digest, Address]] = []
     for job in short:

@@ -59,7 +59,7 @@ from prime_core.gateway import (
     encode_answers,
 )
 from prime_core.ids import Address, Digest
-from prime_core.logs import log_to_stderr
+from prime_core.logs import log_to_stderr, set_process_fields
 from prime_core.run import Conversation, RunDefinition
 from prime_core.settings import BaseSettings, Urls, UserPath, needed
 from prime_core.signing import Domain, Signer
@@ -427,6 +427,7 @@ def serve(settings: Settings) -> None:
             )
         except StoppedError:
             return
+        set_process_fields(pool=pool.number)
         _check_run(run, signer.address, settings)
         store = open_store(sqlite_url(settings.database))
         records = Records(store)

@@ -11,7 +11,10 @@ The manager's loop compares them; the API reads the result.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import inf
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,28 +31,21 @@ from prime_orchestrator.store.engine import Store
 
 log = logging.getLogger(__name__)
 CHECK_SECONDS = 15.0
-REST, LONGEST_REST = 20, 600.0
-"""The next comparison waits REST times as long as the last one took, at most LONGEST_REST seconds:
+REST, LONGEST_REST = 20, 120.0
+"""A sum of what the pool owes is used REST times as long as it took, at most LONGEST_REST seconds:
 it reads all unsettled files, which takes seconds where there are a million."""
 _FUNDING = "funding"
 """Key in `meta`: JSON of Funding."""
 
 
 class Funding(BaseModel):
-    """What the pool owes and what it can pay with, in wei, as compared at `at` (Unix seconds).
-    `took`: seconds that it took to sum what the pool owes."""
+    """What the pool owes and what it can pay with, in wei, as compared at `at` (Unix seconds)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     owed: int
     money: int
     at: float
-    took: float = 0.0
-
-    def due(self, now: float) -> bool:
-        """Whether it is time to compare again; a clock that was set back makes it so."""
-        rest = max(CHECK_SECONDS, min(REST * self.took, LONGEST_REST))
-        return not 0 <= now - self.at < rest
 
     def objection(self) -> str:
         """Returns why no lease is given; empty if leases are given."""
@@ -60,6 +56,26 @@ class Funding(BaseModel):
             f"funds, {prime(self.money)}; leases go on once the manager adds funds (orchestrator "
             "pool fund) or a reward root settles what it owes"
         )
+
+
+@dataclass
+class OwedSum:
+    """What the pool owes, as last summed by this process."""
+
+    owed: int = 0
+    until: float = -inf
+    """When it is to be summed again, by `clock`."""
+    clock: Callable[[], float] = time.monotonic
+
+    def current(self, sum_again: Callable[[], int], *, stopped: bool) -> int:
+        """Returns the sum, made again if it is time or if the pool gives no leases (`stopped`)."""
+        began = self.clock()
+        if stopped or began >= self.until:
+            self.owed = sum_again()
+            ended = self.clock()
+            rest = min(REST * (ended - began), LONGEST_REST)
+            self.until = ended + rest if rest > CHECK_SECONDS else -inf
+        return self.owed
 
 
 def funding(connection: Connection) -> Funding | None:
@@ -74,25 +90,27 @@ def compare_funding(
     rewards: Rewards,
     planted: Collection[Address],
     now: Callable[[], float],
+    summed: OwedSum,
 ) -> None:
-    """Compares what the pool owes with its money when it is due, and logs a change. `planted`:
+    """Compares what the pool owes with its money every CHECK_SECONDS, and logs a change. `planted`:
     nodes that are not paid. Raises UnavailableError if the chain cannot be read."""
     moment = now()
     with store.read() as connection:
         before, clock = funding(connection), chain_clock(connection)
-        if clock is None or (before is not None and not before.due(moment)):
+        recent = before is not None and 0 <= moment - before.at < CHECK_SECONDS
+        if clock is None or recent:
             return
-        owed = owed_by(connection, context, planted)
-    took = max(0.0, now() - moment)
+        stopped = before is not None and bool(before.objection())
+        owed = summed.current(lambda: owed_by(connection, context, planted), stopped=stopped)
     if not has_state(rewards.client, clock.block):
         return  # still catching up
     pool = context.pool
     money = rewards.funds(pool, clock.block).free + rewards.bond_of(pool, clock.block)
-    found = Funding(owed=owed, money=money, at=moment, took=took)
+    found = Funding(owed=owed, money=money, at=moment)
     with store.begin() as connection:
         meta.put(connection, _FUNDING, found.model_dump_json())
     why = found.objection()
-    if bool(why) != bool(before is not None and before.objection()):
+    if bool(why) != stopped:
         log.warning("%s", why or "the pool gives leases again: its money covers what it owes")
 
 

@@ -347,6 +347,11 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
     row = slashes.get(connection, leaf)
     if proposed is None:
         if row is not None and row.propose_tx is not None:  # the proposal was retracted
+            about = fields(
+                kind="slash", status="queued", submission=leaf, node=row.node,
+                reason=Reason(row.reason).name,
+            )  # fmt: skip
+            log.warning("the proposal of the slash for %s was retracted", leaf, extra=about)
             gone = dict.fromkeys(("executable_at", "propose_tx", "execute_tx"))
             slashes.change(connection, leaf, status="queued", **gone)
             refresh_credits(connection, row.node)

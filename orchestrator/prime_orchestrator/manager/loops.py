@@ -33,7 +33,7 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.completeness import check_events
 from prime_orchestrator.manager.draws import DrawBoard, compare_acceptances, reveal_second
 from prime_orchestrator.manager.endings import void_unjudged
-from prime_orchestrator.manager.funding import compare_funding
+from prime_orchestrator.manager.funding import OwedSum, compare_funding
 from prime_orchestrator.manager.indexer import run_indexer_tick
 from prime_orchestrator.manager.judging import Judge
 from prime_orchestrator.manager.planting import Planted, reveal
@@ -84,6 +84,7 @@ class ManagerLoops:
     board: DrawBoard
     planted: Planted = field(default_factory=Planted)
     pace: Pace = field(default_factory=Pace)
+    owed: OwedSum = field(default_factory=OwedSum)
 
     def chain_tick(self) -> list[Event]:
         """Sends queued intents, then reads the chain if that is due; returns new events. The
@@ -102,8 +103,9 @@ class ManagerLoops:
         end_appointments(self.store, self.context, lambda: self.quorum, self.now)
         settle_revisions(self.store, self.contracts)
         compare_funding(
-            self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now
-        )
+            self.store, self.context, self.contracts.rewards, self.planted.accounts, self.now,
+            self.owed,
+        )  # fmt: skip
         return events + check_events(
             self.store, self.context, self.watcher, self.contracts, self.now
         )

@@ -134,10 +134,16 @@ def drop_expired(
             or (posted_at is not None and expired(posted_at, validity, clock.time))
         ]
         for submission, node in late:
-            log.error(
-                "the slash for %s was not proposed in time; ejecting %s", submission, node,
-                extra=fields(kind="slash", status="cancelled", submission=submission, node=node),
+            slash = slashes.get(connection, submission)
+            about = fields(
+                kind="slash", status="cancelled", submission=submission, node=node,
+                reason=Reason(slash.reason if slash is not None else Reason.NONE).name,
             )  # fmt: skip
+            log.error(
+                "the slash for %s was not proposed in time; ejecting %s",
+                *(submission, node),
+                extra=about,
+            )
             slashes.change(connection, submission, status="cancelled")
             refresh_credits(connection, node)
             row = nodes.get(connection, node)

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable
 
 from prime_core.ids import Digest
+from prime_core.logs import fields
 from prime_core.verdict import Reason
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager import revisions
@@ -69,7 +70,13 @@ def give_up_slashes(store: Store, context: PoolContext, now: Callable[[], float]
         for row in slashes.queued_for(connection, int(Reason.WRONG_PROOF_PASS)):
             if not _rests_on_suspect(connection, context, row.submission_digest):
                 continue
-            log.error("the slash for %s is given up: its class is suspect", row.submission_digest)
+            log.error(
+                "the slash for %s is given up: its class is suspect", row.submission_digest,
+                extra=fields(
+                    kind="slash", status="cancelled", submission=row.submission_digest,
+                    node=row.node, reason=Reason(row.reason).name,
+                ),
+            )  # fmt: skip
             slashes.change(connection, row.submission_digest, status="cancelled")
             refresh_credits(connection, row.node)
             derive_node(connection, context, row.node, now())

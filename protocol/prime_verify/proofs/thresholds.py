@@ -76,7 +76,7 @@ limits of few rows."""
 LEAST_TOKENS = 64
 """Rows of a file in another dtype than the replay's are drawn until they have so many tokens.
 Between fewer tokens the dtype may happen to cause almost no drift, and an honest row is far beyond
-limits that rest on it: 1.6 % of honest pairs of rows were, all of them with at most 8 tokens."""
+limits that rest on it: 0.4 % of honest pairs of rows were, all of them with at most 8 tokens."""
 FEW_TOKENS = (LEAST_TOKENS, 128, 256, 512)
 """Numbers of replayed tokens for which fewer than FILE_ROWS rows have limits of their means."""
 ROW_COUNTS = 160
