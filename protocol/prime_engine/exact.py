@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from prime_engine.base import Engine
 
 REPLAY_MODE = "proof-pass-1"
+RANKS = "tensor parallel"
+"""The fact that names the processes of an engine, each with a part of every layer; 1 without it."""
 PROOF_CHUNK = 256
 """Tokens of one prefill of the proof pass."""
 PROBES = (1, 2, 31, PROOF_CHUNK - 1, PROOF_CHUNK + 1, PROOF_CHUNK + 40)

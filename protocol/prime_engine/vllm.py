@@ -46,7 +46,7 @@ from prime_engine.base import (
     cpu_name,
 )
 from prime_engine.batch import BATCH_ROWS, RowSet, finish
-from prime_engine.exact import PROOF_CHUNK, REPLAY_MODE, NumericClass, ProofPart, measure
+from prime_engine.exact import PROOF_CHUNK, RANKS, REPLAY_MODE, NumericClass, ProofPart, measure
 from prime_engine.faults import fault, naming_faults
 from prime_engine.folder import ARCHITECTURES, PolicyFacts, end_tokens, not_run, text_digest
 from prime_engine.machine import machine_facts
@@ -356,7 +356,7 @@ class VllmEngine(PolicyFacts):
             "device": self.device,
             "attention": attention,
             "model": str(self._config.model_type),
-            "tensor parallel": str(split),
+            RANKS: str(split),
             "all-reduce": _all_reduce(config.parallel_config) if split > 1 else "none",
             "block size": str(config.cache_config.block_size),
             "cache": str(config.cache_config.cache_dtype),

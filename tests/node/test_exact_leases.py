@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,13 @@ from judges import Bench, arm, bench
 from node_world import VALIDATOR, NodeWorld, node_world
 
 from prime_core.encoding import sha256
-from prime_core.errors import ConflictError, NotFoundError, PolicyError, UnavailableError
+from prime_core.errors import (
+    ConflictError,
+    FatalError,
+    NotFoundError,
+    PolicyError,
+    UnavailableError,
+)
 from prime_core.ids import Digest
 from prime_core.messages import ClassAnswer, ClassInfo, ClassRequest, PolicyList
 from prime_core.signing import LocalSigner
@@ -26,10 +35,10 @@ from prime_core.storage.base import digest_key
 from prime_core.task import SignedLease
 from prime_core.verdict import VerdictTable
 from prime_engine.base import Engine
-from prime_engine.exact import NumericClass
+from prime_engine.exact import RANKS, NumericClass
 from prime_node.worker.client import BridgeClient
 from prime_node.worker.loop import work
-from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder
+from prime_node.worker.rollout_builder import Built, Job, Options, RolloutBuilder, _measured
 from prime_orchestrator.api import classes
 from prime_orchestrator.api.validators import LIVE_SECONDS
 from prime_orchestrator.store import leases, schema, submissions
@@ -248,6 +257,18 @@ def test_a_machine_with_other_facts_or_weights_measures_little_and_gets_no_exact
     assert party.world.rows(schema.class_members)[0]["account"] == VALIDATOR.address
     assert len(party.world.rows(schema.class_members)) == 1, "its fingerprint is another"
     assert len(party.world.rows(schema.classes)) == 1, "nodes add no classes"
+
+
+@pytest.mark.parametrize(("ranks", "fatal"), [("1", False), ("2", True)])
+def test_an_engine_of_several_ranks_ends_if_memory_is_short_in_its_proof_pass(
+    ranks: str, fatal: bool
+) -> None:
+    def short() -> None:
+        raise MemoryError
+
+    engine: Any = SimpleNamespace(numeric_class=short, facts=lambda: {RANKS: ranks})
+    with pytest.raises(FatalError) if fatal else nullcontext():
+        assert _measured(engine) is None
 
 
 def test_what_strangers_announce_is_refused(party: Party) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from prime_core.errors import NotFoundError, UnavailableError, UserError
+from prime_core.errors import FatalError, NotFoundError, UnavailableError, UserError
 from prime_core.gateway import Answers
 from prime_core.ids import Digest
 from prime_core.messages import ClassRequest
@@ -25,6 +25,7 @@ from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_engine.base import Engine
 from prime_engine.batch import BATCH_ROWS, BatchEngine
+from prime_engine.exact import RANKS
 from prime_engine.shared import EngineThread
 from prime_engine.sizing import MEMORY_SHARE, Cards
 from prime_envs.registry import environment_for
@@ -300,10 +301,14 @@ def _require_device(device: str) -> None:
 
 
 def _measured(engine: Engine) -> Digest | None:
-    """Returns the fingerprint of the engine's exact class; None if it has no class."""
+    """Returns the fingerprint of the engine's exact class; None if it has no class. Raises
+    FatalError if memory is short and the engine has several ranks: the others may wait in a
+    collective for this one."""
     try:
         found = engine.numeric_class()
     except (UnavailableError, MemoryError) as error:  # it may not repeat its own bits
+        if isinstance(error, MemoryError) and engine.facts().get(RANKS, "1") != "1":
+            raise FatalError(f"a rank of the engine has no memory left: {error}") from error
         log.warning("no exact class is announced: %s", error)
         return None
     log.info("exact class %s", found.digest())
