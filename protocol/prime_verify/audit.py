@@ -14,7 +14,7 @@ here), the result is *cannot tell*, which accuses no one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prime_core.deployment import Deployment
@@ -128,16 +128,46 @@ def audit_slash(slash: RecordedSlash, setting: Setting, library: Library) -> Aud
         return Audit("cannot tell", str(error), expected)
     except (UntrustedError, MalformedError) as error:
         return Audit("mismatch", f"the evidence does not hold: {error}", expected)
-    finding = _run(
-        data,
-        evidence.submission,
-        evidence.lease,
-        evidence.draw_secret,
-        setting,
-        draw_count=len(evidence.rows_drawn),  # may exceed the run's share
-        rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
-    )
-    return compare_slash(evidence, finding, notes)
+
+    def judge(as_listed: bool) -> Finding:
+        return _run(
+            data,
+            evidence.submission,
+            evidence.lease,
+            evidence.draw_secret,
+            setting,
+            draw_count=len(evidence.rows_drawn),  # may exceed the run's share
+            rewards_first=evidence.reason == Reason.TAMPERED_REWARD,
+            as_listed=as_listed,
+        )
+
+    return compare_replays(evidence, setting.calibration or shipped(), judge, notes)
+
+
+def compare_replays(
+    evidence: Evidence,
+    calibration: Calibration,
+    judge: Callable[[bool], Finding],
+    notes: tuple[str, ...],
+) -> Audit:
+    """Compares a slash's evidence with `judge(False)`, this machine's finding.
+
+    Older versions slashed by limits of cards that one party signed. If the findings differ and the
+    file's card has such limits, `judge(True)` judges by them (Case.as_listed). If that agrees with
+    the evidence, the authors followed the rules of their version: *cannot tell*.
+    """
+    finding = judge(False)
+    audit = compare_slash(evidence, finding, notes)
+    engine, dtype, device = (*finding.setup.split(" ", 2), "", "")[:3]
+    setup = calibration.measured(engine, dtype, device)
+    why = "" if setup is None else calibration.why_unlisted(setup)
+    if audit.result != "mismatch" or not why:
+        return audit
+    older = compare_slash(evidence, judge(True), notes)
+    if older.result == "mismatch":
+        return audit
+    detail = f"older versions find the same, by limits that accuse no one now: {why}"
+    return replace(older, result="cannot tell", detail=detail)
 
 
 def audit_submission(
@@ -315,6 +345,7 @@ def _run(
     *,
     draw_count: int | None = None,
     rewards_first: bool = False,
+    as_listed: bool = False,
 ) -> Finding:
     claim, run = signed.submission, setting.runs.of_lease(lease.lease)
     return verify_file(
@@ -332,5 +363,6 @@ def _run(
             draw_count=draw_count,
             rewards_first=rewards_first,
             provers=setting.provers,
+            as_listed=as_listed,
         )
     )

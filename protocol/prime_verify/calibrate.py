@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 
 from prime_core.errors import UnavailableError
-from prime_core.known_cards import is_gpu
+from prime_core.known_cards import family_of, is_gpu
 from prime_core.run import RunDefinition
 from prime_engine.base import Engine
 from prime_envs.base import Environment
@@ -254,11 +254,13 @@ def calibrate(
     files).
 
     `keep`: an earlier calibration (of another machine or other engines) whose setups are kept; for
-    a setup measured again, each statistic gets the wider of both limits. `python_of`: engine → its
-    interpreter (None: this one). `scale` multiplies the number of files. Every setup is measured
-    on each of `models` and on tiny random ones, generated on `device` and replayed in float32 on
-    `replay_device` (None: the same). On a card, files with LIES are made with `models` too (with
-    the tiny ones if there are none), and each setup states what its final limits find of them.
+    a setup measured again, each statistic gets the wider of both limits. So does a measured card
+    whose family has a kept setup without lies (an observed one), which it replaces. `python_of`:
+    engine → its interpreter (None: this one). `scale` multiplies the number of files. Every setup
+    is measured on each of `models` and on tiny random ones, generated on `device` and replayed in
+    float32 on `replay_device` (None: the same). On a card, files with LIES are made with `models`
+    too (with the tiny ones if there are none), and each setup states what its final limits find of
+    them.
     Raises UnavailableError if a model does not load, no setup runs, or `keep` is for replays by
     another setup.
     """
@@ -302,7 +304,7 @@ def calibrate(
     if keep is not None:
         again = {(setup.engine, setup.dtype, setup.device): setup for setup in setups}
         for kept in keep.setups:
-            key = (kept.engine, kept.dtype, kept.device)
+            key = _replaced_by(kept, setups)
             again[key] = wider(again[key], kept) if key in again else kept
         setups = list(again.values())
         source = source if keep.source == source else f"{source}; kept: {keep.source}"
@@ -319,6 +321,20 @@ def calibrate(
         setups=tuple(sorted(setups, key=lambda s: (s.engine, s.dtype, s.device))),
     )
     return calibration, left_out
+
+
+def _replaced_by(kept: SetupLimits, measured: Sequence[SetupLimits]) -> tuple[str, str, str]:
+    """Returns (engine, dtype, device) of the measured setup that a kept one becomes part of: its
+    own, or, for a card without lies, which would keep its family from accusing, one of its
+    family."""
+    devices = [
+        one.device
+        for one in measured
+        if (one.engine, one.dtype) == (kept.engine, kept.dtype)
+        and family_of(one.device) == family_of(kept.device)
+    ]
+    stays = kept.device in devices or kept.lies or not is_gpu(kept.device) or not devices
+    return kept.engine, kept.dtype, kept.device if stays else devices[0]
 
 
 def _measure(setup: Setup, verifiers: dict[Path, Engine], scale: float, into: Measured) -> None:

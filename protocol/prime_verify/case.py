@@ -56,9 +56,10 @@ class Case:
     a tampered reward. `on_any_card`: judge on a card for which the calibration does not hold, too:
     it accepts within the file's limits and accuses no one beyond them. For validators; audits
     compare verdicts, for which such a card says too little. `provers`: engines that repeat proof
-    passes which `engines` cannot repeat.
+    passes which `engines` cannot repeat. `as_listed`: judge by the card's measured limits even if
+    they accuse no one, as versions did before they took two signatures; for audits of a slash.
 
-    The attributes below `provers` are results of checks, for the checks after them; to read
+    The attributes below `as_listed` are results of checks, for the checks after them; to read
     one before its check has run raises AttributeError. `finding` is that of an accepted file, as
     far as it is known.
     """
@@ -78,6 +79,7 @@ class Case:
     rewards_first: bool = False
     on_any_card: bool = False
     provers: Provers | None = None
+    as_listed: bool = False
     file: RolloutFile = field(init=False)
     engine: Engine = field(init=False)
     plan: Sequence[PlannedRow] = field(init=False)

@@ -49,6 +49,8 @@ LEAST_PROVIDERS = 3
 median one counts, so one of three moves it no further than the other two are apart."""
 LEAST_ROWS = 512
 """Observed rows that a provider needs to count, for each setup."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""A value other than 0 outside these is no measurement, and its square could overflow."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,13 @@ def file_of(table: VerdictTable, wide: SetupLimits) -> Seen:
 
 
 def _numbers(texts: Iterable[str]) -> list[float]:
-    """The numbers of a table's decimal texts; raises MalformedError if one is negative, not finite
-    or no number."""
+    """The numbers of a table's decimal texts; raises MalformedError if one is no number, or neither
+    0 nor between SMALLEST and LARGEST."""
     try:
         found = [float(text) for text in texts]
     except ValueError as error:
         raise MalformedError("the table states what is no number") from error
-    if not all(math.isfinite(value) and value >= 0 for value in found):
+    if not all(value == 0 or SMALLEST <= value <= LARGEST for value in found):
         raise MalformedError("the table states an impossible value")
     return found
 

@@ -193,7 +193,8 @@ def _limits_for(case: Case) -> _LimitsFor:
     chosen, engine, made = case.calibration or shipped(), case.engine, case.file.metadata
     if case.run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return _LimitsFor(None, None)
-    setup = chosen.setup(made.engine, made.dtype, made.device)
+    of_device = chosen.measured if case.as_listed else chosen.setup
+    setup = of_device(made.engine, made.dtype, made.device)
     uncalibrated = setup is None and case.run.task.gpus
     if uncalibrated:
         setup = chosen.widest(made.engine, made.dtype, made.device)

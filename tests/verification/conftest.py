@@ -106,6 +106,7 @@ class World:
         calibration: Calibration | None = None,
         on_any_card: bool = False,
         provers: Provers | None = None,
+        as_listed: bool = False,
     ) -> Finding:
         found = verify_file(
             Case(
@@ -120,6 +121,7 @@ class World:
                 calibration=calibration,
                 on_any_card=on_any_card,
                 provers=provers,
+                as_listed=as_listed,
             )
         )
         assert_its_check_gives_its_reason(found)

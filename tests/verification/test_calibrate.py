@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.known_cards import family_of
 from prime_envs.registry import environment_for
 from prime_verify import calibrate, replay
 from prime_verify.engines import load_engine
@@ -129,18 +130,32 @@ def test_lies_are_compared_with_the_limits_that_a_kept_calibration_widened(
         found, _ = calibrate.calibrate(
             [], python_of={"plain": None}, device="cuda", dtypes=("float32",), keep=keep
         )
-        (setup,) = (one for one in found.setups if one.device == "NVIDIA H200")
+        (setup,) = (one for one in found.setups if family_of(one.device) == "h200")
+        assert setup.device == "NVIDIA H200", "an observed card of its family is replaced"
         assert {lie.sets for lie in setup.lies} == {thresholds.LEAST_LIE_SETS}
         return setup.overlooked()
 
     assert measured(None) == []
-    wide = dict.fromkeys(STATISTICS, _tail(9))
-    proposal = thresholds.SetupLimits(
-        engine="plain/1", dtype="float32", device="NVIDIA H200", batches=(), rows=1, files=1,
-        tokens=1, row=wide, file=wide, long=wide,
-    )  # fmt: skip
-    keep = thresholds.shipped().model_copy(update={"setups": (proposal,)})
-    assert measured(keep) == list(thresholds.LIES)
+    for device, limit, overlooked in (
+        ("NVIDIA H200", 9, list(thresholds.LIES)),
+        ("NVIDIA H200 NVL", 9, list(thresholds.LIES)),
+        ("NVIDIA H200 NVL", 1, []),
+    ):
+        of = dict.fromkeys(STATISTICS, _tail(limit))
+        proposal = thresholds.SetupLimits(
+            engine="plain/1", dtype="float32", device=device, batches=(), rows=1, files=1,
+            tokens=1, row=of, file=of, long=of,
+        )  # fmt: skip
+        others = [
+            proposal.model_copy(update=update)
+            for update in ({"device": "NVIDIA L4"}, {"dtype": "bfloat16", "device": "NVIDIA L4"})
+        ]
+        keep = thresholds.shipped().model_copy(update={"setups": (proposal, *others)})
+        assert measured(keep) == overlooked
+        lies = (thresholds.FoundLies(lie="int8", sets=1, found=1),)
+        kept = proposal.model_copy(update={"lies": lies, "device": "NVIDIA H200 NVL"})
+        key = ("plain/1", "float32", "NVIDIA H200 NVL")
+        assert calibrate._replaced_by(kept, [proposal]) == key, "a measured one stays"
 
 
 @pytest.mark.slow

@@ -114,7 +114,9 @@ def _changed(**changes: Any) -> VerdictTable:
         {"row_statistics": {"sketch": ("nan",) * 64}},
         {"row_statistics": {"sketch": ("-1",) * 64}},
         {"row_statistics": {"sketch": ("x",) * 64}},
+        {"row_statistics": {"sketch": ("1e308",) * 64}},
         {"shares": {"sketch": "inf"}},
+        {"shares": {"sketch": "1e-200"}},
         {"statistics": {"sketch": ""}},
     ],
 )

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 
 from prime_core.calibration import CalibrationSignature
 from prime_core.known_cards import family_of, is_gpu
-from prime_core.verdict import Outcome, Reason
+from prime_core.verdict import Evidence, Outcome, Reason
 from prime_engine.variants import VARIANTS
 from prime_verify import replay_checks
+from prime_verify.audit import compare_replays
+from prime_verify.audit_compare import Audit
 from prime_verify.engines import load_engine
+from prime_verify.finding import Finding
 from prime_verify.proofs.tails import MICRO, Tail
 from prime_verify.proofs.thresholds import (
     FOUND_LIES,
@@ -208,6 +211,62 @@ def test_limits_of_cards_go_before_those_of_processors() -> None:
     assert limit(cpu, other) == {round(5 * WIDENED * MICRO)}
     assert limit(other) == set()
     assert _calibration(cpu, card).widest("plain/1", "bfloat16", "cpu aarch64") is None
+
+
+def test_without_other_limits_those_of_cards_that_accuse_no_one_are_the_widest() -> None:
+    """In calibrations older than lies and second signatures. They are not widened: observed limits
+    already are."""
+    old = [
+        _setup(device, limit * MICRO).model_copy(update={"lies": ()})
+        for device, limit in (("NVIDIA L4", 2), ("NVIDIA H200", 3))
+    ]
+    found = _calibration(*old).model_copy(update={"second": None})
+    for device in ("NVIDIA L4", "NVIDIA H100 PCIe"):
+        assert found.setup("plain/1", "bfloat16", device) is None, "it accuses no one"
+        wide = found.widest("plain/1", "bfloat16", device)
+        assert wide is not None
+        assert {tail.limit for tail in wide.row.values()} == {3 * MICRO}
+    assert found.widest("plain/1", "bfloat16", "cpu") is None
+    assert found.widest("vllm/1", "bfloat16", "NVIDIA L4") is None
+
+
+def test_a_slash_by_limits_that_one_party_signed_is_not_overturned_if_they_still_find_it(
+    world: Any,
+) -> None:
+    """Its authors followed the rules of an older version. False ones are overturned as ever."""
+    measured = shipped().setup("plain/1", "float32", "cpu")
+    assert measured is not None
+    card = measured.model_copy(update={"device": "NVIDIA H200"})
+    old = _calibration(card).model_copy(update={"second": None})
+    lie = world.made(22, engine=load_engine(TRAINED, prepare=VARIANTS["int8"]), metadata=H200)
+    honest = world.made(22, metadata=H200)
+    now, before = (world.judge(lie, calibration=old, as_listed=listed) for listed in (False, True))
+    assert (now.reason, before.outcome) == (Reason.UNCALIBRATED, Outcome.REJECTED)
+    assert world.judge(honest, calibration=old).outcome is Outcome.ACCEPTED
+    evidence = Evidence.model_construct(
+        reason=int(before.reason), rows_drawn=before.rows_drawn, row_statistics={}, detail="",
+        statistics=before.decimal_statistics(), chance=before.decimal_chance(), lease=lie.signed,
+    )  # fmt: skip
+
+    def audit(evidence: Evidence, calibration: Calibration, file: Any = lie) -> Audit:
+        def judge(listed: bool) -> Finding:
+            if file is lie and calibration is old:
+                return before if listed else now
+            found: Finding = world.judge(file, calibration=calibration, as_listed=listed)
+            return found
+
+        return compare_replays(evidence, calibration, judge, ())
+
+    found = audit(evidence, old)
+    assert found.result == "cannot tell"
+    assert "accuse no one now: its limits on NVIDIA H200 are not shown" in found.detail
+    assert audit(evidence, old, honest).result == "mismatch"
+    inflated = {"statistics": {**evidence.statistics, "sketch": "99"}}
+    assert audit(evidence.model_copy(update=inflated), old).result == "mismatch"
+    raised = {"reason": int(Reason.TAMPERED_REWARD)}
+    assert audit(evidence.model_copy(update=raised), old).result == "mismatch"
+    never = old.model_copy(update={"setups": (measured,)})
+    assert audit(evidence, never).result == "mismatch", "a card that was never measured"
 
 
 def test_an_honest_file_of_an_unmeasured_card_is_replayed_whole_and_accepted(world: Any) -> None:

@@ -443,9 +443,6 @@ class Calibration(Strict):
             if (why := self.why_unlisted(one))
         ]
 
-    def _listed(self) -> list[SetupLimits]:
-        return [one for one in self.setups if not self.why_unlisted(one)]
-
     def replayed_by(self, engine: str, dtype: str, device: str) -> bool:
         """Whether its limits apply to replays by that setup: by a device of the same family."""
         mine = (self.replay_engine, self.replay_dtype, family_of(self.replay_device))
@@ -461,27 +458,39 @@ class Calibration(Strict):
         """The longest row in tokens up to which the exact class is proven; 0 if it is not."""
         return max((found.longest for found in self.proven if found.key == key), default=0)
 
-    def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
+    def measured(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The measurement of that setup, else the widest of the same engine and dtype on devices of
-        its family; None if there is none, or if its limits accuse no one (`why_unlisted`)."""
+        its family; None if there is none."""
         family = self._family(engine, dtype, device)
-        if family and self.why_unlisted(family[0]):
-            return None
         same = [one for one in family if one.device == device]
         return same[0] if same else widest(family) if family else None
+
+    def setup(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
+        """As `measured`; None also if these limits accuse no one (`why_unlisted`)."""
+        found = self.measured(engine, dtype, device)
+        return None if found is None or self.why_unlisted(found) else found
 
     def widest(self, engine: str, dtype: str, device: str) -> SetupLimits | None:
         """The limits for a card that `setup` does not find: WIDENED times the widest of all cards
         whose limits accuse with the same engine and dtype, or, if there is none, of the processors
-        measured with them. None for a processor, or if there is neither."""
-        alike = [one for one in self._listed() if (one.engine, one.dtype) == (engine, dtype)]
-        cards = [one for one in alike if is_gpu(one.device)]
-        return widest(cards or alike, WIDENED) if alike and is_gpu(device) else None
+        measured with them. If there is neither, as in older calibrations, the widest of the cards
+        whose limits accuse no one, not widened: observed ones among them already are. None for a
+        processor, or if nothing was measured."""
+        measured = [one for one in self.setups if (one.engine, one.dtype) == (engine, dtype)]
+        if not measured or not is_gpu(device):
+            return None
+        alike = [one for one in measured if not self.why_unlisted(one)]
+        if not alike:
+            return widest(measured)
+        return widest([one for one in alike if is_gpu(one.device)] or alike, WIDENED)
 
     def covers(self, device: str) -> bool:
         """Whether files of a device of this one's family can be accused, with any engine and
         dtype."""
-        return any(family_of(one.device) == family_of(device) for one in self._listed())
+        return any(
+            family_of(one.device) == family_of(device) and not self.why_unlisted(one)
+            for one in self.setups
+        )
 
 
 @dataclass(frozen=True)
