@@ -29,7 +29,7 @@ test: setup ## The tests (≤ 12 minutes); what lacks its engine is skipped by n
 
 test-all: setup ## Every test but those of `make gpu` and `make soak` (≤ 60 minutes); whole networks first
 	@export PRIME_TESTS_SKIP_NOTHING=1; failed=0; \
-	$(PY) -m pytest -rfEs --durations=40 -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu" tests/e2e $(ARGS) || failed=$$?; \
+	$(PY) -m pytest -rfEs --durations=40 -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu" tests/e2e $(ARGS) || failed=$$?; \
 	while [ -n "$$PRIME_TESTS_WAIT_FOR" ] && [ ! -e "$$PRIME_TESTS_WAIT_FOR" ]; do sleep 1; done; \
 	$(PY) -m pytest -rfEs --durations=60 -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/e2e -m "not soak and not gpu" $(ARGS) || failed=$$?; exit $$failed
 

@@ -33,12 +33,12 @@ ALLOWED = ("CUDA", "NVIDIA", "only root", "full history")
 """What the reason of a skip may name even there: GPUs, who runs the tests, a shallow clone."""
 LONGEST = (
     "test_wheel.py", "test_release.py", "test_forge_suite.py", "test_trainer_run.py",
-    "test_trainer_ranks.py", "test_agent.py", "test_trainer_loop.py", "test_e2e_smol.py",
-    "test_docs.py", "test_e2e_faults.py", "test_e2e_demo.py", "test_e2e_compose.py",
+    "test_trainer_ranks.py", "test_agent.py", "test_trainer_loop.py", "test_e2e_faults.py",
+    "test_e2e_smol.py", "test_docs.py", "test_e2e_demo.py", "test_e2e_compose.py",
     "test_quickstart.py",
 )  # fmt: skip
 """Files that `make test-all` starts first, so that it does not wait for one of them at its end."""
-SPREAD = ("test_docs.py", "test_e2e_smol.py")
+SPREAD = ("test_docs.py",)
 """Files of long tests that share no fixture: `make test-all` gives each test to any process."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -58,7 +58,7 @@ def test_a_real_model_trains_on_tool_calls_on_a_network_and_an_8_bit_attacker_is
     assert processes_of(root) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @NEEDS_SMOLLM
 @NEEDS_PYTHON
