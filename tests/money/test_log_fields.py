@@ -13,10 +13,10 @@ from money_kit import MANAGER, VALIDATOR, ManagerSide, key, open_manager
 
 from prime_core import logs
 from prime_core.ids import ZERO_DIGEST
-from prime_core.messages import LeaseRequest
+from prime_core.messages import Heartbeat, LeaseRequest
 from prime_core.verdict import Reason, reason_digest
 from prime_orchestrator.api import leasing, publishing
-from prime_orchestrator.api.liveness import SILENT, LifeTicks
+from prime_orchestrator.api.liveness import SILENT, LifeTicks, heartbeats
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.indexer import derive_slash
 from prime_orchestrator.manager.members import derive_node
@@ -112,6 +112,7 @@ def test_leases_nodes_policies_and_batches_have_fields(
     while mgr.now() <= answer.lease.lease.deadline:
         mgr.now.time += 9  # a longer gap would excuse it
         life.tick()
+    heartbeats(mgr.backend, [(NODE.address, Heartbeat(policy_version=0))])
     publishing.publish(mgr.backend, mgr.manifest(1))
     mgr.admit(OTHER)
     on_chain(mgr, "NodeLeft", pool=1, node=OTHER.address)
@@ -123,6 +124,7 @@ def test_leases_nodes_policies_and_batches_have_fields(
         lease | {"status": "given"},
         {"kind": "node", "status": "silent", "node": NODE.address, "reason": SILENT},
         lease | {"status": "expired"},
+        {"kind": "node", "status": "active", "node": NODE.address, "reason": "heartbeat"},
         {"kind": "policy", "status": "published", "policy": 1, "step": 1},
         {"kind": "node", "status": "left", "node": OTHER.address, "reason": "left"},
     ]
