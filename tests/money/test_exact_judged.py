@@ -289,6 +289,24 @@ def test_one_of_two_that_judge_a_file_is_not_of_its_class(
     assert exact.opinions_by(bad) == able | {VALIDATOR.address}
 
 
+def test_a_member_of_the_class_that_has_gone_is_checked_by_another_than_a_member(
+    exact: ExactPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "OUTSIDE_ONE_IN", 1 << 255)
+    monkeypatch.setattr(api, "AGAIN_ONE_IN", 1 << 255)
+    exact.announce(*exact.validators[1:])
+    backend = exact.panel.mgr.backend
+    row = exact.judge(exact.submit(exact.panel.honest, HONEST))
+    (first,) = exact.opinions_by(row)
+    assert first != VALIDATOR.address
+    with backend.store.begin() as connection:
+        jobs.change(connection, row.digest, status="open", needed=2)
+        gone = schema.validators.c.address == first
+        connection.execute(schema.validators.update().where(gone).values(seen_at=0.0))
+        api.assign_files(connection, backend, backend.now(), [row.digest])
+    assert exact.opinions_by(row) == {first, VALIDATOR.address}
+
+
 def test_a_file_that_no_one_else_can_judge_is_paid_by_statistics(
     exact: ExactPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
