@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -19,7 +20,7 @@ from prime_orchestrator.api import leasing, publishing
 from prime_orchestrator.api.liveness import SILENT, LifeTicks, heartbeats
 from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.indexer import derive_slash
-from prime_orchestrator.manager.members import derive_node
+from prime_orchestrator.manager.members import apply_node_event, derive_node
 from prime_orchestrator.store import chain
 
 NODE, OTHER = key(10), key(11)
@@ -128,3 +129,16 @@ def test_leases_nodes_policies_and_batches_have_fields(
         {"kind": "policy", "status": "published", "policy": 1, "step": 1},
         {"kind": "node", "status": "left", "node": OTHER.address, "reason": "left"},
     ]
+
+
+def test_an_event_is_logged_after_its_commit_and_not_if_it_is_rolled_back(
+    mgr: ManagerSide, written: io.StringIO
+) -> None:
+    for fails in (True, False):
+        with contextlib.suppress(ZeroDivisionError), mgr.store.begin() as connection:
+            apply_node_event(connection, mgr.context, NODE.address, "rejected", mgr.now())
+            assert lines(written) == []
+            if fails:
+                raise ZeroDivisionError
+    rejected = {"kind": "node", "status": "quarantined", "reason": "rejected"}
+    assert lines(written) == [rejected | {"node": NODE.address}]

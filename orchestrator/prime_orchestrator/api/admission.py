@@ -53,6 +53,7 @@ from prime_orchestrator.store import (
     lock,
     meta,
     nodes,
+    on_commit,
     passports,
     shadows,
     slashes,
@@ -326,7 +327,7 @@ def admit(
                 now=now,
                 status="shadow" if row.shadow else "admitted",
             )
-            log.info("node %s is admitted", account, extra=fields(
+            on_commit(connection, log.info, "node %s is admitted", account, extra=fields(
                 kind="node", node=account, status="shadow" if row.shadow else "admitted",
             ))  # fmt: skip
         current = nodes.get(connection, account)

@@ -30,6 +30,7 @@ from prime_orchestrator.store import (
     leases,
     lock,
     nodes,
+    on_commit,
     policies,
 )
 
@@ -97,7 +98,10 @@ def _take_back(
             if again:
                 return
             standing.expire(connection, row, backend.context.run.lease_seconds, excused=True)
-            log.info("the worker of %s left the class of lease %s", account, row.digest)
+            on_commit(
+                connection, log.info, "the worker of %s left the class of lease %s",
+                account, row.digest,
+            )  # fmt: skip
 
 
 def announce_all(backend: Backend, account: Address, request: ClassList) -> None:

@@ -34,7 +34,7 @@ from prime_orchestrator.api.pool_view import TRIES, PoolView
 from prime_orchestrator.manager import remeasuring, speed, standing, uncalibrated, uploads
 from prime_orchestrator.manager.standing import VOID_FILES, pause_of
 from prime_orchestrator.scheduler import Asker, Grant, SchedulingRules, Wait
-from prime_orchestrator.store import archive, leases, lock, shadows, submissions
+from prime_orchestrator.store import archive, leases, lock, on_commit, shadows, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 from prime_orchestrator.store.submissions import SubmissionRow
@@ -292,12 +292,18 @@ def _answer(
     evaluation = view.blocks.evaluation.id if evaluates and view.blocks else None
     row = leases.new_row(digest, signed, now=view.now, tries=tries, evaluation=evaluation)
     view.grant(row, node)
-    tracing.record_lease(digest, view.now, node=node.address, step=signed.lease.step)
+    on_commit(
+        view.connection, tracing.record_lease, digest, view.now,
+        node=node.address, step=signed.lease.step,
+    )  # fmt: skip
     about = fields(
         kind="lease", status="given", lease=digest, node=node.address, step=row.step,
         policy=row.policy_version,
     )  # fmt: skip
-    log.info("lease %s of step %d is given to %s", digest, row.step, node.address, extra=about)
+    on_commit(
+        view.connection, log.info, "lease %s of step %d is given to %s",
+        digest, row.step, node.address, extra=about,
+    )  # fmt: skip
     return LeaseAnswer(lease=signed)
 
 

@@ -30,6 +30,7 @@ from prime_orchestrator.store import (
     lock,
     measurements,
     nodes,
+    on_commit,
     policies,
     row_marks,
     sessions,
@@ -158,7 +159,7 @@ def _answer_beats(
                     f"join {context.run.death_seconds} s later"
                 )
                 continue
-            log.info("node %s has moved to another machine", account)
+            on_commit(connection, log.info, "node %s has moved to another machine", account)
         state, _ = step_node(
             NodeState(row.status, row.last_heartbeat),
             "heartbeat",
@@ -167,7 +168,7 @@ def _answer_beats(
             orchestrator_up_since=now,
         )
         if state.status != row.status:
-            log_change(row, state.status, "heartbeat")
+            log_change(connection, row, state.status, "heartbeat")
         rows[account] = replace(
             row,
             status=state.status,
@@ -404,7 +405,7 @@ class LifeTicks:
                     orchestrator_up_since=self._up_since,
                 )
                 if state.status != node.status:
-                    log_change(node, state.status, SILENT)
+                    log_change(connection, node, state.status, SILENT)
                     nodes.set_status(
                         connection, node.address, state.status, last_heartbeat=node.last_heartbeat
                     )

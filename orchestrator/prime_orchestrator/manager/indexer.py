@@ -41,7 +41,7 @@ from prime_orchestrator.store import (
 )
 from prime_orchestrator.store import intents as store_intents
 from prime_orchestrator.store.chain import EventRow
-from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.engine import Store, lock, on_commit
 from prime_orchestrator.store.rewards import RewardRootRow
 from prime_orchestrator.store.slashes import SlashRow
 
@@ -142,7 +142,10 @@ def _go_back(
         meta.drop(connection, meta.CHAIN_READ)
     forget_unsent(connection, target.number)
     checks.go_back(connection, target.number)
-    log.warning("the chain went back to block %d; %d events are gone", target.number, len(rows))
+    on_commit(
+        connection, log.warning, "the chain went back to block %d; %d events are gone",
+        target.number, len(rows),
+    )  # fmt: skip
     return target, rows
 
 
@@ -351,7 +354,10 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
                 kind="slash", status="queued", submission=leaf, node=row.node,
                 reason=Reason(row.reason).name,
             )  # fmt: skip
-            log.warning("the proposal of the slash for %s was retracted", leaf, extra=about)
+            on_commit(
+                connection, log.warning, "the proposal of the slash for %s was retracted", leaf,
+                extra=about,
+            )  # fmt: skip
             gone = dict.fromkeys(("executable_at", "propose_tx", "execute_tx"))
             slashes.change(connection, leaf, status="queued", **gone)
             refresh_credits(connection, row.node)
@@ -361,7 +367,10 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
     if row is None:
         submission = submissions.get(connection, leaf)
         if submission is None:
-            log.warning("a slash was proposed for %s, which this store does not know", leaf)
+            on_commit(
+                connection, log.warning,
+                "a slash was proposed for %s, which this store does not know", leaf,
+            )  # fmt: skip
             return
         author = submission.validator or ""
         slashes.add(
@@ -375,7 +384,10 @@ def derive_slash(connection: Connection, context: PoolContext, leaf: Digest, now
         about = fields(
             kind="slash", status=status, submission=leaf, node=node, reason=Reason(reason).name
         )
-        log.warning("the slash of %s for submission %s is %s", node, leaf, status, extra=about)
+        on_commit(
+            connection, log.warning, "the slash of %s for submission %s is %s",
+            node, leaf, status, extra=about,
+        )  # fmt: skip
     slashes.change(
         connection,
         leaf,

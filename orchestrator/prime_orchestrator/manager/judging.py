@@ -97,7 +97,7 @@ from prime_orchestrator.store import (
     submissions,
 )
 from prime_orchestrator.store import draws as store_draws
-from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.engine import Store, lock, on_commit
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.jobs import AssignmentRow, JobRow
@@ -551,9 +551,9 @@ class Judge:
             paid = [(one.row, verdict.chosen) for one, verdict in accepted if not one.row.shadow]
             standing.kept(connection, [row.node for row, _ in paid])
             _credit(connection, runs, paid, now)
+            for one, verdict in accepted:
+                on_commit(connection, _log, one.row, verdict, now)
         self._drawn.update(drawn)
-        for one, verdict in accepted:
-            _log(one.row, verdict, now)
         return [one.row.digest for one, _ in accepted]
 
     def _decide(self, one: Due, verdict: Stored | None) -> bool:
@@ -682,7 +682,10 @@ class Judge:
         nodes.lock_row(connection, row.node)  # serializes verdicts on one node
         if differs and self._class_at_fault(connection, row, verdict):
             void(connection, digest, Reason.UNAVAILABLE, now)
-            log.warning("submission %s is void: its proof passes differ in a suspect class", digest)
+            on_commit(
+                connection, log.warning,
+                "submission %s is void: its proof passes differ in a suspect class", digest,
+            )  # fmt: skip
             return True
         submissions.set_verdicts(connection, [verdict.applied(locked)])
         whole = next((one for one in found if one.whole and one.outcome is outcome), None)
@@ -701,7 +704,7 @@ class Judge:
             _credit(connection, runs, [(row, chosen)], now)
         elif outcome is Outcome.REJECTED:
             _punish(connection, self.context, row, chosen, now)
-        _log(row, verdict, now)
+        on_commit(connection, _log, row, verdict, now)
         return True
 
     def _class_at_fault(self, connection: Connection, row: SubmissionRow, verdict: Stored) -> bool:

@@ -18,7 +18,15 @@ from prime_core.run import RunDefinition
 from prime_orchestrator.context import PoolContext
 from prime_orchestrator.manager.settlement import chain_clock
 from prime_orchestrator.manager.standing import expire
-from prime_orchestrator.store import Connection, chain, leases, nodes, slashes, submissions
+from prime_orchestrator.store import (
+    Connection,
+    chain,
+    leases,
+    nodes,
+    on_commit,
+    slashes,
+    submissions,
+)
 from prime_orchestrator.store.chain import EventRow
 from prime_orchestrator.store.nodes import NodeRow
 
@@ -42,12 +50,12 @@ def derive_node(connection: Connection, context: PoolContext, node: Address, now
     open_slash = slashes.has_open(connection, node)
     if standing == "member" and row.status in ("ejected", "left"):  # rejoined, or exit retracted
         status = "quarantined" if open_slash else "active"
-        log_change(row, status, "member again")
+        log_change(connection, row, status, "member again")
         nodes.set_status(connection, node, status, last_heartbeat=now)  # type: ignore[arg-type]
         return
     if standing == "none":
         if row.status in ("active", "silent", "ejected", "left"):  # the join was retracted
-            log_change(row, "admitted", "the join was retracted")
+            log_change(connection, row, "admitted", "the join was retracted")
             nodes.set_status(connection, node, "admitted", last_heartbeat=row.last_heartbeat)
         return
     event: NodeEventKind | None = None
@@ -160,14 +168,17 @@ def apply_node_event(
         orchestrator_up_since=0.0,
     )
     if state.status != row.status:
-        log_change(row, state.status, event)
+        log_change(connection, row, state.status, event)
     nodes.set_status(connection, node, state.status, last_heartbeat=row.last_heartbeat)
     if "release_leases" in effects:
         for lease in leases.lock_open(connection, node):
             expire(connection, lease, context.run.lease_seconds, excused=event != "left")
 
 
-def log_change(before: NodeRow, status: str, why: str) -> None:
-    """Logs that a node's status changes from that of its row."""
+def log_change(connection: Connection, before: NodeRow, status: str, why: str) -> None:
+    """Logs at the commit that a node's status changed from that of its row."""
     about = fields(kind="node", node=before.address, status=status, reason=why)
-    log.info("node %s: %s → %s (%s)", before.address, before.status, status, why, extra=about)
+    on_commit(
+        connection, log.info, "node %s: %s → %s (%s)",
+        before.address, before.status, status, why, extra=about,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from prime_core.ids import Address
 from prime_core.run import RunDefinition
-from prime_orchestrator.store import Connection, Store, lock, measurements, nodes
+from prime_orchestrator.store import Connection, Store, lock, measurements, nodes, on_commit
 from prime_orchestrator.store.measurements import LOCK, MeasurementRow
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ def tick(
         started = max(row.asked_at or 0.0, up_since)
         if now >= _end(started, run):
             measurements.put(connection, _unanswered(row, now))
+            warning = "node %s did not prove its cards again in time"
+            on_commit(connection, log.warning, warning, row.node)
         else:
             under_way += not row.trouble
     room = nodes.count_of(connection, "active") // SHARE - under_way
@@ -104,12 +106,11 @@ def _end(asked_at: float, run: RunDefinition) -> float:
 
 
 def _ask(connection: Connection, row: MeasurementRow, now: float) -> None:
-    log.info("the cards of node %s are to be measured again", row.node)
+    on_commit(connection, log.info, "the cards of node %s are to be measured again", row.node)
     measurements.put(connection, replace(row, asked_at=now, again_at=None))
 
 
 def _unanswered(row: MeasurementRow, now: float) -> MeasurementRow:
-    log.warning("node %s did not prove its cards again in time", row.node)
     failed = _failed(row, now)
     if failed.failures >= MOST_UNANSWERED and not row.trouble:
         failed = replace(failed, trouble=UNANSWERED if row.knows else IGNORED)
@@ -130,7 +131,7 @@ def passed(connection: Connection, node: Address) -> None:
     lock(connection, LOCK)
     row = measurements.get(connection, node) or MeasurementRow(node)
     asked = row.asked_at is not None
-    log.info("node %s proved its cards again", node)
+    on_commit(connection, log.info, "node %s proved its cards again", node)
     measurements.put(
         connection,
         replace(

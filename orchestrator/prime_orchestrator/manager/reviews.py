@@ -36,7 +36,7 @@ from prime_orchestrator.store import (
     row_marks,
     submissions,
 )
-from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.engine import Store, lock, on_commit
 from prime_orchestrator.store.submissions import SubmissionRow
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,10 @@ def send_back(
             row_marks.forget_file(connection, other)
         elif jobs.reopen(connection, other):
             opinions.forget(connection, other)  # their authors may judge it again
-            log.warning("submission %s has rows of %s: judged once more", other, submission)
+            on_commit(
+                connection, log.warning, "submission %s has rows of %s: judged once more",
+                other, submission,
+            )  # fmt: skip
             sent.append(other)
     return sent
 
@@ -64,7 +67,7 @@ def send_back(
 def uphold(connection: Connection, row: SubmissionRow, repeated_rows: int | None) -> None:
     """Records that an accepted file was sent back and that its verdict stands."""
     submissions.change(connection, row.digest, repeated_rows=max(1, repeated_rows or 0))
-    log.info("submission %s was judged once more and stands", row.digest)
+    on_commit(connection, log.info, "submission %s was judged once more and stands", row.digest)
 
 
 def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -> bool:
@@ -79,7 +82,9 @@ def withdraw(connection: Connection, context: PoolContext, row: SubmissionRow) -
     rewards.drop_credits(connection, [row.digest])
     groups.drop_free(connection, row.digest)
     row_marks.forget_file(connection, row.digest)
-    log.warning("submission %s of %s is accepted no longer", row.digest, row.node)
+    on_commit(
+        connection, log.warning, "submission %s of %s is accepted no longer", row.digest, row.node
+    )
     return True
 
 

@@ -19,7 +19,7 @@ from prime_orchestrator.manager import suspicion
 from prime_orchestrator.manager.roots import never_rooted
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, chain_clock, refresh_credits
 from prime_orchestrator.store import Connection, nodes, slashes
-from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.engine import Store, lock, on_commit
 from prime_orchestrator.store.intents import queue_intent
 from prime_orchestrator.store.slashes import SlashRow
 
@@ -75,7 +75,10 @@ def queue_slash(
     slashes.add(connection, row)
     about = fields(kind="slash", status="queued", submission=submission, node=node,
                    reason=order.reason.name)  # fmt: skip
-    log.warning("the slash of %s for submission %s is queued", node, submission, extra=about)
+    on_commit(
+        connection, log.warning, "the slash of %s for submission %s is queued", node, submission,
+        extra=about,
+    )  # fmt: skip
     queue_intent(
         connection,
         kind="propose",
@@ -139,11 +142,10 @@ def drop_expired(
                 kind="slash", status="cancelled", submission=submission, node=node,
                 reason=Reason(slash.reason if slash is not None else Reason.NONE).name,
             )  # fmt: skip
-            log.error(
-                "the slash for %s was not proposed in time; ejecting %s",
-                *(submission, node),
-                extra=about,
-            )
+            on_commit(
+                connection, log.error, "the slash for %s was not proposed in time; ejecting %s",
+                submission, node, extra=about,
+            )  # fmt: skip
             slashes.change(connection, submission, status="cancelled")
             refresh_credits(connection, node)
             row = nodes.get(connection, node)

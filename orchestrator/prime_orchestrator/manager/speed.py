@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from prime_core.ids import Address
 from prime_core.messages import MOST_SLOTS
 from prime_core.run import MICRO, RunDefinition
-from prime_orchestrator.store import Connection, challenges, nodes, submissions
+from prime_orchestrator.store import Connection, challenges, nodes, on_commit, submissions
 from prime_orchestrator.store.nodes import NodeRow
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def refresh(
     current = node.speed_class if rate is not None else None
     found = class_of(own / median, run.speed.ratios_micro, current)
     if found != node.speed_class:
-        log.info("node %s is of speed class %d now", node.address, found)
+        on_commit(connection, log.info, "node %s is of speed class %d now", node.address, found)
         nodes.set_class(connection, node.address, found)
     return found
 

@@ -42,7 +42,7 @@ from prime_core.lifecycle import LeaseState, step_lease
 from prime_core.logs import fields
 from prime_core.run import RunDefinition
 from prime_core.verdict import POOLS_FAULT, Outcome, Reason
-from prime_orchestrator.store import Connection, leases, nodes, submissions
+from prime_orchestrator.store import Connection, leases, nodes, on_commit, submissions
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.nodes import NodeRow
 
@@ -76,8 +76,10 @@ def expire(
         kind="lease", status=status, lease=lease.digest, node=lease.node, step=lease.step,
         policy=lease.policy_version,
     )  # fmt: skip
-    log.info("lease %s of %s ended without a file: %s", lease.digest, lease.node, status,
-             extra=about)  # fmt: skip
+    on_commit(
+        connection, log.info, "lease %s of %s ended without a file: %s",
+        lease.digest, lease.node, status, extra=about,
+    )  # fmt: skip
     node = nodes.get(connection, lease.node)
     if node is None or excused:
         return

@@ -28,7 +28,7 @@ from prime_orchestrator.manager import revisions
 from prime_orchestrator.manager.members import derive_node
 from prime_orchestrator.manager.settlement import CHAIN_LOCK, refresh_credits
 from prime_orchestrator.store import Connection, exact_classes, leases, slashes, submissions
-from prime_orchestrator.store.engine import Store, lock
+from prime_orchestrator.store.engine import Store, lock, on_commit
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,12 @@ def is_suspect(connection: Connection, key: Digest, calibration: Digest, now: fl
     providers, differing = exact_classes.providers_since(connection, key, since)
     if differing < LEAST_PROVIDERS or not too_many(differing, providers):
         return False
-    log.error(
+    on_commit(
+        connection, log.error,
         "exact class %s is suspect: files of %d of its %d providers differ from their proof "
         "passes. No lease names it until the run has another calibration (orchestrator classes)",
-        *(key, differing, providers),
-    )
+        key, differing, providers,
+    )  # fmt: skip
     exact_classes.suspect(connection, key, calibration, now=now)
     return True
 
@@ -70,8 +71,9 @@ def give_up_slashes(store: Store, context: PoolContext, now: Callable[[], float]
         for row in slashes.queued_for(connection, int(Reason.WRONG_PROOF_PASS)):
             if not _rests_on_suspect(connection, context, row.submission_digest):
                 continue
-            log.error(
-                "the slash for %s is given up: its class is suspect", row.submission_digest,
+            on_commit(
+                connection, log.error, "the slash for %s is given up: its class is suspect",
+                row.submission_digest,
                 extra=fields(
                     kind="slash", status="cancelled", submission=row.submission_digest,
                     node=row.node, reason=Reason(row.reason).name,

@@ -6,6 +6,13 @@ callers can combine them in one transaction.
 
 from sqlalchemy import Connection
 
-from prime_orchestrator.store.engine import Store, lock, open_store, sqlite_file, sqlite_url
+from prime_orchestrator.store.engine import (
+    Store,
+    lock,
+    on_commit,
+    open_store,
+    sqlite_file,
+    sqlite_url,
+)
 
-__all__ = ["Connection", "Store", "lock", "open_store", "sqlite_file", "sqlite_url"]
+__all__ = ["Connection", "Store", "lock", "on_commit", "open_store", "sqlite_file", "sqlite_url"]

@@ -12,10 +12,11 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event
@@ -27,6 +28,7 @@ from prime_core.errors import ConflictError, FatalError, UnavailableError, UserE
 from prime_core.folders import make_folder
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 BUSY_SECONDS = 30
 CONNECT_SECONDS = 10
@@ -48,6 +50,7 @@ _DELAY = sa.text(
 _SNAPSHOT: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 _PUBLIC = "the database cannot be used now; try again later"
 _READ_ONLY = "prime_read_only"
+_ON_COMMIT = "prime_on_commit"
 _POOL: dict[str, Any] = {"pool_size": 10, "max_overflow": 50}
 """Enough connections for the API's threads (40) and the loops; ten are kept open."""
 
@@ -70,10 +73,13 @@ class Store:
     @contextmanager
     def begin(self) -> Iterator[Connection]:
         """Opens a read-write transaction. SQLite takes the write lock immediately, so nothing
-        read inside can change before the commit. Raises UnavailableError if the database is
-        unavailable."""
+        read inside can change before the commit. Makes the calls of `on_commit` after it. Raises
+        UnavailableError if the database is unavailable."""
+        calls: list[Callable[[], object]] = []
         with self._writing, _reachable(self.engine), self.engine.begin() as connection:
-            yield connection
+            yield connection.execution_options(**{_ON_COMMIT: calls})
+        for call in calls:
+            call()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -314,6 +320,14 @@ def _reachable(engine: Engine) -> Iterator[None]:
         if error.connection_invalidated:
             raise UnavailableError("the database closed the connection") from error
         raise
+
+
+def on_commit(
+    connection: Connection, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Calls `call(*args, **kwargs)` once the transaction of `Store.begin` is committed and holds no
+    locks; never if it is rolled back. Log what a transaction changed by it: a log can block."""
+    connection.get_execution_options()[_ON_COMMIT].append(partial(call, *args, **kwargs))
 
 
 def lock(connection: Connection, name: str) -> None:
