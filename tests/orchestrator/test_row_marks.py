@@ -36,7 +36,7 @@ def test_a_file_that_calls_a_foreseeable_answer_improbable_does_not_learn_who_el
 
     class Counting:
         def __init__(self, connection: sa.Connection) -> None:
-            self._connection = connection
+            self._connection, self.dialect = connection, connection.dialect
 
         def execute(self, query: Any) -> list[Any]:
             reported.extend(rows := list(self._connection.execute(query)))

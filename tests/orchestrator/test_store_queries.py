@@ -402,14 +402,16 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
     other = Address("0x" + "22" * 20)
     with either_store.begin() as connection:
         jobs.change(connection, name(1), needed=2)
-        jobs.assign(connection, [(name(1), other)], now=1.0)
+        jobs.add(connection, {name(2): False}, now=2.0)
+        several = [(name(2), NODE), (name(1), other), (name(2), other)]
+        jobs.assign(connection, several, now=1.0)
         jobs.set_assignment(connection, name(1), NODE, status="sealed")
         assert jobs.to_reveal(connection, [NODE, other], 9) == {}
         jobs.set_assignment(connection, name(1), other, status="sealed")
         both = {NODE: [name(1)], other: [name(1)]}
         assert jobs.to_reveal(connection, [NODE, other], 9) == both
         jobs.end_assignment(connection, name(1), other, "missed", now=2.0)
-        assert [job.assigned for job in jobs.short(connection, 9)] == [1]
+        assert [job.assigned for job in jobs.short(connection, 9)] == [1, 2]
 
 
 def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Store) -> None:

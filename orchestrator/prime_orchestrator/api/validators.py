@@ -195,15 +195,9 @@ def _unread(
     new = [digest for digest in digests if digest not in known]
     if not new:
         return {}
-    rows = submissions.those(connection, new)
-    promises = leases.those(connection, [row.lease_digest for row in rows.values()])
-    found = {}
-    for digest in new:
-        row = rows.get(digest)
-        promise = promises.get(row.lease_digest) if row is not None else None
-        if promise is None:
-            raise FatalError(f"the store lacks submission {digest} or its lease")
-        found[digest] = promise.signed()
+    found = leases.of_files(connection, new)
+    if lacking := sorted(set(new) - found.keys()):
+        raise FatalError(f"the store lacks submission {lacking[0]} or its lease")
     return found
 
 
@@ -299,7 +293,7 @@ def assign_files(
     named = {one.numeric for one in lists.values() if one.numeric is not None}
     asked = able.union(part.validator for parts in known.values() for part in parts)
     provers = exact_classes.members(connection, named, asked) if named else {}
-    first: dict[Digest, int] = {}
+    first: list[JobRow] = []
     given: list[tuple[Digest, Address]] = []
     for job in short:
         if all(load.get(one, 0) >= ROOM for one in able):
@@ -312,7 +306,7 @@ def assign_files(
         secret, needed = backend.draws.secret(connection, listed.second), job.needed
         if needed is None:
             needed = first_needed(listed, secret, digest)
-            first[digest] = needed
+            first.append(replace(job, needed=needed))
         parts = {one.validator: one for one in known.get(digest, ())}
         members = frozenset[Address]() if found.numeric is None else provers[found.numeric]
         accused = found.numeric is not None and _accused(connection, digest, parts)

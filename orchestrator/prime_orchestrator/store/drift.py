@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import add_all, records
+from prime_orchestrator.store.rows import add_all, one_of, records
 
 _drift = schema.drift.c
 
@@ -66,7 +66,7 @@ def forget(connection: Connection, node: Address) -> None:
 
 def of_those(connection: Connection, nodes: Collection[Address]) -> list[DriftRow]:
     """Returns the sums of these nodes."""
-    query = sa.select(schema.drift).where(_drift.node.in_(list(nodes)))
+    query = sa.select(schema.drift).where(one_of(connection, _drift.node, nodes))
     return records(DriftRow, connection.execute(query).mappings().all())
 
 

@@ -20,7 +20,7 @@ from prime_core.ids import Digest
 from prime_core.messages import EvaluationInfo
 from prime_core.run import MICRO
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import record, records
+from prime_orchestrator.store.rows import one_of, record, records
 from prime_orchestrator.store.submissions import SubmissionRow
 
 _evaluations = schema.evaluations.c
@@ -145,7 +145,7 @@ def given_since(connection: Connection, since: float) -> tuple[int, int]:
 def held_out(connection: Connection, lease_digests: Collection[Digest]) -> set[Digest]:
     """Returns the given leases that belong to an evaluation."""
     query = sa.select(_leases.digest).where(
-        _leases.digest.in_(list(lease_digests)), _leases.evaluation.is_not(None)
+        one_of(connection, _leases.digest, lease_digests), _leases.evaluation.is_not(None)
     )
     return {Digest(one) for one in connection.execute(query).scalars()}
 

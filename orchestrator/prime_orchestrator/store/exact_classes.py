@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_engine.exact import NumericClass
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records, upsert
+from prime_orchestrator.store.rows import insert_new, one_of, record, records, upsert
 
 _classes = schema.classes.c
 _members = schema.class_members.c
@@ -202,7 +202,7 @@ def judged(
 
 def records_of(connection: Connection, nodes: Collection[Address]) -> list[RecordRow]:
     """Returns the records of these nodes."""
-    query = sa.select(schema.class_records).where(_records.node.in_(list(nodes)))
+    query = sa.select(schema.class_records).where(one_of(connection, _records.node, nodes))
     return records(RecordRow, connection.execute(query).mappings().all())
 
 

@@ -16,7 +16,15 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, one_of, record, records, upsert_all
+from prime_orchestrator.store.rows import (
+    by_number,
+    insert_all_new,
+    one_of,
+    record,
+    records,
+    update_each,
+    upsert_all,
+)
 
 _jobs = schema.jobs.c
 _work = schema.assignments.c
@@ -96,7 +104,8 @@ def lock_row(connection: Connection, submission: Digest) -> JobRow | None:
 
 def those(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, JobRow]:
     """Returns the jobs by submission, without submissions that have none."""
-    query = sa.select(schema.jobs).where(_jobs.submission_digest.in_(list(submissions)))
+    mine = one_of(connection, _jobs.submission_digest, submissions)
+    query = sa.select(schema.jobs).where(mine)
     rows = records(JobRow, connection.execute(query).mappings().all())
     return {row.submission_digest: row for row in rows}
 
@@ -118,7 +127,7 @@ def lock_free(connection: Connection, submissions: Collection[Digest]) -> dict[D
     waits."""
     query = (
         sa.select(schema.jobs)
-        .where(_jobs.submission_digest.in_(list(submissions)))
+        .where(one_of(connection, _jobs.submission_digest, submissions))
         .with_for_update(skip_locked=True)
     )
     rows = records(JobRow, connection.execute(query).mappings().all())
@@ -128,7 +137,7 @@ def lock_free(connection: Connection, submissions: Collection[Digest]) -> dict[D
 def set_full(connection: Connection, submissions: Collection[Digest]) -> None:
     """Marks the open jobs of files that have all needed opinions."""
     if submissions:
-        named = _jobs.submission_digest.in_(list(submissions))
+        named = one_of(connection, _jobs.submission_digest, submissions)
         connection.execute(
             sa.update(schema.jobs).where(named, _jobs.status == "open").values(status="full")
         )
@@ -136,7 +145,7 @@ def set_full(connection: Connection, submissions: Collection[Digest]) -> None:
 
 def finish(connection: Connection, submissions: Collection[Digest]) -> None:
     """Ends the jobs of files that got a verdict."""
-    named = _jobs.submission_digest.in_(list(submissions))
+    named = one_of(connection, _jobs.submission_digest, submissions)
     connection.execute(sa.update(schema.jobs).where(named).values(status="done"))
 
 
@@ -147,14 +156,9 @@ def change(connection: Connection, submission: Digest, **values: object) -> None
     )
 
 
-def set_needed(connection: Connection, needed: Mapping[Digest, int]) -> None:
-    """Sets how many opinions each of these jobs needs."""
-    if needed:
-        statement = sa.update(schema.jobs).where(_jobs.submission_digest == sa.bindparam("of"))
-        connection.execute(
-            statement.values(needed=sa.bindparam("new_needed")),
-            [{"of": submission, "new_needed": count} for submission, count in needed.items()],
-        )
+def set_needed(connection: Connection, rows: Sequence[JobRow]) -> None:
+    """Writes how many opinions each of these jobs needs."""
+    update_each(connection, schema.jobs, rows, ("needed",))
 
 
 def full(connection: Connection, limit: int) -> list[Digest]:
@@ -289,13 +293,10 @@ def assign(connection: Connection, given: Sequence[tuple[Digest, Address]], *, n
         for submission, validator in given
     ]
     upsert_all(connection, schema.assignments, rows)
-    if given:
-        statement = (
-            sa.update(schema.jobs)
-            .where(_jobs.submission_digest == sa.bindparam("of"))
-            .values(assigned=_jobs.assigned + 1)
-        )
-        connection.execute(statement, [{"of": submission} for submission, _ in given])
+    for number, some in by_number(submission for submission, _ in given).items():
+        mine = one_of(connection, _jobs.submission_digest, some)
+        statement = sa.update(schema.jobs).where(mine)
+        connection.execute(statement.values(assigned=_jobs.assigned + number))
 
 
 def assignment(
@@ -322,7 +323,8 @@ def assignments_among(
     connection: Connection, submissions: Collection[Digest]
 ) -> dict[Digest, list[AssignmentRow]]:
     """Returns all assignments by file, without files that have none."""
-    query = sa.select(schema.assignments).where(_work.submission_digest.in_(list(submissions)))
+    mine = one_of(connection, _work.submission_digest, submissions)
+    query = sa.select(schema.assignments).where(mine)
     found: dict[Digest, list[AssignmentRow]] = {}
     for row in records(AssignmentRow, connection.execute(query).mappings().all()):
         found.setdefault(row.submission_digest, []).append(row)
@@ -352,19 +354,7 @@ def set_assignment(
 
 def set_assignments(connection: Connection, rows: Sequence[AssignmentRow]) -> None:
     """Writes status, seal and times of assignments. The caller has locked their jobs."""
-    if rows:
-        names = ("status", "seal", "until", "at")
-        statement = sa.update(schema.assignments).where(
-            _work.submission_digest == sa.bindparam("of"), _work.validator == sa.bindparam("by")
-        )
-        connection.execute(
-            statement.values({name: sa.bindparam(f"new_{name}") for name in names}),
-            [
-                {"of": row.submission_digest, "by": row.validator}
-                | {f"new_{name}": getattr(row, name) for name in names}
-                for row in rows
-            ],
-        )
+    update_each(connection, schema.assignments, rows, ("status", "seal", "until", "at"))
 
 
 def end_assignment(
@@ -477,7 +467,8 @@ def take(
         if not taken:
             continue
         free[wish.validator] = [file for file in free[wish.validator] if file not in taken]
-        mine = sa.and_(_work.submission_digest.in_(found[-1]), _work.validator == wish.validator)
+        taken_now = one_of(connection, _work.submission_digest, found[-1])
+        mine = sa.and_(taken_now, _work.validator == wish.validator)
         claimed = {"status": "claimed", "worker": wish.worker, "until": until, "at": now}
         connection.execute(
             sa.update(schema.assignments).where(mine).values(**claimed, attempts=taken[0].attempts)

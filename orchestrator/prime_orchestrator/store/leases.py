@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +20,8 @@ from prime_orchestrator.store.rows import one_of, record, records, update_each
 _leases = schema.leases.c
 _nodes = schema.nodes.c
 _submissions = schema.submissions.c
+_parsed = lru_cache(maxsize=1024)(SignedLease.model_validate_json)
+"""A file's lease is asked for several times while the file is judged."""
 _INDICES = "lease_indices"
 """Name in store/totals.py, by step: lease indices that archived leases used, as the next one."""
 
@@ -50,7 +52,7 @@ class LeaseRow:
 
     def signed(self) -> SignedLease:
         """Returns the lease as it was issued."""
-        return SignedLease.model_validate_json(self.body)
+        return _parsed(self.body)
 
 
 def new_row(
@@ -104,6 +106,16 @@ def those(connection: Connection, digests: Collection[Digest]) -> dict[Digest, L
     query = sa.select(schema.leases).where(one_of(connection, _leases.digest, digests))
     rows = records(LeaseRow, connection.execute(query).mappings().all())
     return {row.digest: row for row in rows}
+
+
+def of_files(connection: Connection, submissions: Collection[Digest]) -> dict[Digest, SignedLease]:
+    """Returns the leases by submission, without submissions that are not stored."""
+    query = (
+        sa.select(_submissions.digest, _leases.body)
+        .join(schema.leases, _leases.digest == _submissions.lease_digest)
+        .where(one_of(connection, _submissions.digest, submissions))
+    )
+    return {Digest(name): _parsed(body) for name, body in connection.execute(query)}
 
 
 def lock_rows(connection: Connection, digests: Collection[Digest]) -> dict[Digest, LeaseRow]:

@@ -14,6 +14,7 @@ from prime_core.node import Hardware, NodeStatus
 from prime_orchestrator.store import schema
 from prime_orchestrator.store.rows import (
     built_once,
+    by_number,
     one_of,
     one_of_bound,
     record,
@@ -224,13 +225,12 @@ def set_class(connection: Connection, address: Address, speed_class: int) -> Non
 def note_kept(connection: Connection, addresses: Sequence[Address], memory: float) -> None:
     """Counts a fulfilled lease of each of these nodes, of which one may come several times; the
     previous counts are multiplied by `memory`."""
-    statement = (
-        sa.update(schema.nodes)
-        .where(_nodes.address == sa.bindparam("of"))
-        .values(kept=_nodes.kept * memory + 1.0, missed=_nodes.missed * memory, misses=0)
-    )
-    if addresses:
-        connection.execute(statement, [{"of": address} for address in addresses])
+    for number, some in by_number(addresses).items():
+        left, new = memory**number, sum(memory**at for at in range(number))
+        statement = sa.update(schema.nodes).where(one_of(connection, _nodes.address, some))
+        connection.execute(
+            statement.values(kept=_nodes.kept * left + new, missed=_nodes.missed * left, misses=0)
+        )
 
 
 def note_missed(

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Outcome, Reason, SignedOpinion
 from prime_orchestrator.store import schema, totals
-from prime_orchestrator.store.rows import insert_all_new, insert_new, records
+from prime_orchestrator.store.rows import insert_all_new, insert_new, one_of, records
 
 HONEST = "honest"
 """Kind of a planted file that does not cheat."""
@@ -90,7 +90,7 @@ def numbers(connection: Connection, submissions: Collection[Digest]) -> dict[Dig
     """Returns the number of opinions by file, without files that have none."""
     query = (
         sa.select(_opinions.submission_digest, sa.func.count())
-        .where(_opinions.submission_digest.in_(list(submissions)))
+        .where(one_of(connection, _opinions.submission_digest, submissions))
         .group_by(_opinions.submission_digest)
     )
     return {Digest(name): int(number) for name, number in connection.execute(query)}
@@ -126,7 +126,7 @@ def of_those(
     """Returns the opinions on the given files that have any, oldest first."""
     query = (
         sa.select(schema.opinions)
-        .where(_opinions.submission_digest.in_(list(submissions)))
+        .where(one_of(connection, _opinions.submission_digest, submissions))
         .order_by(_opinions.at, _opinions.validator)
     )
     found: dict[Digest, list[OpinionRow]] = {}

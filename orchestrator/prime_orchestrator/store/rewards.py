@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new, record, records, upsert
+from prime_orchestrator.store.rows import insert_all_new, one_of, record, records, upsert
 
 _credits = schema.credits.c
 _roots = schema.reward_roots.c
@@ -54,11 +54,11 @@ def held_before(connection: Connection, since: float) -> int:
 
 def withheld_among(connection: Connection, nodes: Collection[Address]) -> set[Address]:
     """Returns the given nodes that have a credit held or forfeited, or a slash."""
-    slashes, named = schema.slashes.c, list(nodes)
+    slashes = schema.slashes.c
     credited = sa.select(_credits.node).where(
-        _credits.node.in_(named), _credits.status.in_(("held", "forfeited"))
+        one_of(connection, _credits.node, nodes), _credits.status.in_(("held", "forfeited"))
     )
-    slashed = sa.select(slashes.node).where(slashes.node.in_(named))
+    slashed = sa.select(slashes.node).where(one_of(connection, slashes.node, nodes))
     found = connection.execute(credited.union(slashed)).scalars()
     return {Address(node) for node in found}
 

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_all_new
+from prime_orchestrator.store.rows import insert_all_new, one_of
 
 KEPT_SECONDS = 7 * 86400.0
 """How long marks are kept."""
@@ -44,7 +44,8 @@ def seen_by(
     connection: Connection, files: Mapping[Digest, Mapping[str, bool]]
 ) -> dict[Digest, frozenset[str]]:
     """Returns `seen` for each of the files."""
-    own = sa.select(_marks.submission_digest).where(_marks.submission_digest.in_(list(files)))
+    mine = one_of(connection, _marks.submission_digest, files)
+    own = sa.select(_marks.submission_digest).where(mine)
     marked = set(connection.execute(own.distinct()).scalars())
     stored = _stored(connection, {name: files[name] for name in files if name not in marked})
     return {
@@ -121,7 +122,7 @@ def _common(
     for claim in (True, False):
         names = [mark for mark, improbable in marks.items() if improbable is claim]
         for start in range(0, len(names), _AT_ONCE):
-            some = _marks.mark.in_(names[start : start + _AT_ONCE])
+            some = one_of(connection, _marks.mark, names[start : start + _AT_ONCE])
             query = sa.select(column).distinct().where(some)
             if but is not None:
                 query = query.where(_marks.submission_digest != but)

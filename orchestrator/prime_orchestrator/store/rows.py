@@ -6,6 +6,7 @@ on the number of rows, so that it is prepared once, and they are one statement.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -66,6 +67,14 @@ def _is_postgresql(connection: Connection) -> bool:
     return connection.dialect.name == "postgresql"
 
 
+def by_number(values: Iterable[T]) -> dict[int, list[T]]:
+    """Returns the different values by how often they occur, in their order."""
+    found: dict[int, list[T]] = {}
+    for value, number in Counter(values).items():
+        found.setdefault(number, []).append(value)
+    return found
+
+
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     """Inserts a row unless one with its key exists. Returns whether it was inserted."""
     statement = _insert(connection, table).values(**values).on_conflict_do_nothing()
@@ -103,36 +112,35 @@ def returning_new(
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
     """Inserts a row, or overwrites the given columns of the row with the same primary key."""
-    keys = [column.name for column in table.primary_key.columns]
+    keys = _keys(table)
     statement = _insert(connection, table).values(**values)
     changed = {name: statement.excluded[name] for name in values if name not in keys}
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changed))
 
 
 def upsert_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Like `upsert`, for many rows with the same columns, with one prepared statement."""
-    if not rows:
-        return
-    keys = [column.name for column in table.primary_key.columns]
-    statement = _insert(connection, table)
-    changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=keys, set_=changed),
-        [dict(row) for row in rows],
-    )
+    """Like `upsert`, for many rows with the same columns and keys of their own, with one prepared
+    statement."""
+    _write_all(connection, table, rows, adds=False)
 
 
 def add_all(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Inserts rows, or adds their values to those of the row with the same primary key."""
+    """Inserts rows with keys of their own, or adds their values to those of the row with the same
+    primary key."""
+    _write_all(connection, table, rows, adds=True)
+
+
+def _write_all(
+    connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], *, adds: bool
+) -> None:
     if not rows:
         return
-    keys = [column.name for column in table.primary_key.columns]
-    statement = _insert(connection, table)
-    sums = {name: table.c[name] + statement.excluded[name] for name in rows[0] if name not in keys}
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=keys, set_=sums),
-        [dict(row) for row in rows],
-    )
+    names = tuple(rows[0])
+    if _is_postgresql(connection):
+        connection.execute(_write_arrays(table, names, adds), _columns(rows, names))
+    else:
+        statement = _on_conflict(table, sqlite.insert(table), names, adds)
+        connection.execute(statement, [dict(row) for row in rows])
 
 
 def update_each(
@@ -142,18 +150,23 @@ def update_each(
     prepared statement."""
     if not rows:
         return
-    (key,) = table.primary_key.columns
+    keys = _keys(table)
     if _is_postgresql(connection):
-        lists = {f"all_{name}": [getattr(row, name) for row in rows] for name in (key.name, *names)}
+        lists = {f"all_{name}": [getattr(row, name) for row in rows] for name in (*keys, *names)}
         connection.execute(_update_arrays(table, tuple(names)), lists)
         return
-    statement = table.update().where(key == bindparam("of"))
+    statement = table.update().where(*(table.c[key] == bindparam(f"of_{key}") for key in keys))
     statement = statement.values({name: bindparam(f"new_{name}") for name in names})
     values = [
-        {"of": getattr(row, key.name)} | {f"new_{name}": getattr(row, name) for name in names}
+        {f"of_{key}": getattr(row, key) for key in keys}
+        | {f"new_{name}": getattr(row, name) for name in names}
         for row in rows
     ]
     connection.execute(statement, values)
+
+
+def _keys(table: Table) -> list[str]:
+    return [column.name for column in table.primary_key.columns]
 
 
 def _array(column: Column[Any], values: Iterable[Any]) -> ColumnElement[Any]:
@@ -170,18 +183,37 @@ def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
 
 @cache
 def _insert_arrays(table: Table, names: tuple[str, ...], *, returning: bool = False) -> Any:
-    arrays = (_all_of(table.c[name]) for name in names)
-    query = select(*(func.unnest(array) for array in arrays))
-    statement = postgresql.insert(table).from_select(names, query).on_conflict_do_nothing()
+    statement = _of_arrays(table, names).on_conflict_do_nothing()
     return statement.returning(*table.primary_key.columns) if returning else statement
 
 
 @cache
+def _write_arrays(table: Table, names: tuple[str, ...], adds: bool) -> Any:
+    return _on_conflict(table, _of_arrays(table, names), names, adds)
+
+
+def _of_arrays(table: Table, names: Sequence[str]) -> Any:
+    arrays = (_all_of(table.c[name]) for name in names)
+    return postgresql.insert(table).from_select(names, select(*map(func.unnest, arrays)))
+
+
+def _on_conflict(table: Table, insert: Any, names: Sequence[str], adds: bool) -> Any:
+    """Returns the `insert` that overwrites the columns `names` of existing rows, or adds to
+    them."""
+    keys, new = _keys(table), insert.excluded
+    changed = {name: table.c[name] + new[name] if adds else new[name] for name in names}
+    for key in keys:
+        del changed[key]
+    return insert.on_conflict_do_update(index_elements=keys, set_=changed)
+
+
+@cache
 def _update_arrays(table: Table, names: tuple[str, ...]) -> Any:
-    (key,) = table.primary_key.columns
-    arrays = (_all_of(table.c[name]) for name in (key.name, *names))
-    new = func.unnest(*arrays).table_valued("of", *names).render_derived("new")
-    return table.update().where(key == new.c.of).values({name: new.c[name] for name in names})
+    keys = _keys(table)
+    arrays = (_all_of(table.c[name]) for name in (*keys, *names))
+    new = func.unnest(*arrays).table_valued(*keys, *names).render_derived("new")
+    which = (table.c[key] == new.c[key] for key in keys)
+    return table.update().where(*which).values({name: new.c[name] for name in names})
 
 
 def _insert(connection: Connection, table: Table) -> Any:
