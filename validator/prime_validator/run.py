@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -172,7 +172,9 @@ def run(settings: Settings) -> None:
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
         announcer = None
         if settings.exact:
-            announcer = Announcer(api, policies, provers or engines, settings.exact)
+            announcer = Announcer(
+                api, policies, provers or engines, settings.exact, meanwhile=validator.present
+            )
         judge_until(stop, validator, settings.pack, settings.idle_seconds, announcer)
         threads.join()
         threads.raise_defect()
@@ -223,7 +225,8 @@ def _answered(ask: Callable[[], T], stop: threading.Event, give_up: float | None
 
 class Announcer:
     """Announces once for each policy; not thread-safe, like the engines. `engines` repeat proof
-    passes of files in `dtype`; `now` returns seconds."""
+    passes of files in `dtype`; `now` returns seconds. `meanwhile` is entered while a policy is
+    fetched and loaded, which may take minutes."""
 
     def __init__(
         self,
@@ -233,9 +236,11 @@ class Announcer:
         dtype: str,
         *,
         now: Callable[[], float] = time.monotonic,
+        meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._api = api
         self._policies = policies
+        self._meanwhile = meanwhile
         self._engines = engines
         self._dtype = dtype
         self._now = now
@@ -259,13 +264,15 @@ class Announcer:
         if version is None or version == self._said:
             return
         digest = self._api.policy(version).manifest.digest()
-        self._policies.ensure(version, digest)  # which checks that it is the trainer's
         classes: tuple[ExactClass, ...] = ()
-        try:
-            measured = self._measured(version, digest)
-        except UnavailableError as error:  # it does not repeat its own bits, for example
-            log.error("policy %d: this machine has no exact class: %s", version, error)
-        else:
+        measured: NumericClass | None = None
+        with self._meanwhile():
+            self._policies.ensure(version, digest)  # which checks that it is the trainer's
+            try:
+                measured = self._measured(version, digest)
+            except UnavailableError as error:  # it does not repeat its own bits, for example
+                log.error("policy %d: this machine has no exact class: %s", version, error)
+        if measured is not None:
             log.info("policy %d: exact class %s (%s)", version, measured.digest(), measured.words)
             classes = (ExactClass(facts=dict(measured.facts), fingerprint=measured.fingerprint),)
         listed = ClassList(policy_version=version, policy_digest=digest, classes=classes)
