@@ -55,6 +55,16 @@ class NumericClass:
 
         return encoding.sha256(encoding.canonical_json(dict(self.facts)))
 
+    @property
+    def engine(self) -> str:
+        """Engine.name of its engines."""
+        return self.facts.get("engine", "")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its engines."""
+        return self.facts.get("dtype", "")
+
     def digest(self) -> Digest:
         """keccak256("prime/class/v1" ‖ key ‖ fingerprint)."""
         from prime_core import encoding

@@ -11,6 +11,7 @@ from prime_core.run import RunDefinition
 from prime_core.task import SignedLease
 from prime_core.verdict import Reason, VerdictRow
 from prime_engine.base import Engine
+from prime_engine.exact import NumericClass
 from prime_envs.base import Environment
 from prime_verify.build import PlannedRow
 from prime_verify.engines import EngineProvider
@@ -56,8 +57,10 @@ class Case:
     a tampered reward. `on_any_card`: judge on a card for which the calibration does not hold, too:
     it accepts within the file's limits and accuses no one beyond them. For validators; audits
     compare verdicts, for which such a card says too little. `provers`: engines that repeat proof
-    passes which `engines` cannot repeat. `as_listed`: judge by the card's measured limits even if
-    they accuse no one, as versions did before they took two signatures; for audits of a slash.
+    passes which `engines` cannot repeat. `known_class` returns the exact class of a digest, or
+    None: machines of other classes then need not load and measure a policy to find that out.
+    `as_listed`: judge by the card's measured limits even if they accuse no one, as versions did
+    before they took two signatures; for audits of a slash.
 
     The attributes below `as_listed` are results of checks, for the checks after them; to read
     one before its check has run raises AttributeError. `finding` is that of an accepted file, as
@@ -79,6 +82,7 @@ class Case:
     rewards_first: bool = False
     on_any_card: bool = False
     provers: Provers | None = None
+    known_class: Callable[[Digest], NumericClass | None] = lambda digest: None
     as_listed: bool = False
     file: RolloutFile = field(init=False)
     engine: Engine = field(init=False)

@@ -20,6 +20,7 @@ from typing import ClassVar, get_args
 from prime_core.errors import UnavailableError, UserError
 from prime_core.ids import Digest
 from prime_engine.base import Dtype, Engine
+from prime_engine.exact import NumericClass
 from prime_engine.sizing import Cards
 from prime_verify.engines import FolderEngines, load_engine
 
@@ -70,6 +71,8 @@ class Provers:
         self._engines: FolderEngines | None = None
         self._classes: dict[tuple[int, Digest, str], Digest] = {}
         """Digest of the class of each version, policy and dtype that was measured."""
+        self._keys: dict[str, Digest] = {}
+        """Key of the class in each dtype that was measured; it is the same for all policies."""
 
     @contextmanager
     def using(self, version: int, policy_digest: Digest, dtype: str) -> Iterator[Engine]:
@@ -80,28 +83,45 @@ class Provers:
 
     @contextmanager
     def of_class(
-        self, named: str, version: int, policy_digest: Digest, dtype: str, longest: int
+        self,
+        named: str,
+        version: int,
+        policy_digest: Digest,
+        dtype: str,
+        longest: int,
+        known: NumericClass | None = None,
     ) -> Iterator[Engine | None]:
         """The engine whose exact class with this policy has the digest `named`, while the block
-        runs; other callers wait. `dtype` is tried first. None if this machine is not of the class,
-        or has no memory for it or for rows of `longest` tokens. If memory runs out in the block,
-        the block ends there, without an error."""
+        runs; other callers wait. `dtype` is tried first; if the class is `known`, only its own.
+        None if this machine is not of the class, or has no memory for it or for rows of `longest`
+        tokens. If memory runs out in the block, the block ends there, without an error."""
         with _ONE:
             try:
-                yield self._find(named, version, policy_digest, dtype, longest)
+                yield self._find(named, version, policy_digest, dtype, longest, known)
             except MemoryError as error:
                 self._give_up(error)
 
     def _find(
-        self, named: str, version: int, policy_digest: Digest, dtype: str, longest: int
+        self,
+        named: str,
+        version: int,
+        policy_digest: Digest,
+        dtype: str,
+        longest: int,
+        known: NumericClass | None,
     ) -> Engine | None:
         for one in [self._only] if self._only else dict.fromkeys((dtype, *get_args(Dtype))):
             policy = version, policy_digest, one
             if self._classes.get(policy, named) != named:
                 continue  # without loading it again
+            if known is not None and (
+                known.dtype != one or self._keys.get(one, known.key) != known.key
+            ):
+                continue
             try:
                 engine = self._engine(*policy)
-                self._classes[policy] = engine.numeric_class().digest()
+                found = engine.numeric_class()
+                self._classes[policy], self._keys[one] = found.digest(), found.key
             except (UnavailableError, UserError):  # vLLM refuses a model that does not fit
                 continue
             except MemoryError as error:

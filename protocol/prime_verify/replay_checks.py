@@ -21,6 +21,7 @@ from prime_core.errors import MalformedError, UnavailableError, UserError
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.verdict import Outcome, Reason
 from prime_engine.base import Dtype, Engine
+from prime_engine.exact import NumericClass
 from prime_verify import repeats, replay
 from prime_verify.build import sketch_keys
 from prime_verify.case import Case, Measured
@@ -257,10 +258,12 @@ def _of_class(case: Case, numbers: Sequence[int]) -> Iterator[Engine | None]:
     if not named:
         yield None
         return
-    found = None
+    found, known = None, case.known_class(Digest(named))
     for dtype in dict.fromkeys((made.dtype, engine.dtype, *get_args(Dtype))):
+        if known is not None and (known.engine, known.dtype) != (engine.name, dtype):
+            continue
         try:
-            found = found or _equal(named, partial(engine.in_dtype, dtype))
+            found = found or _equal(named, partial(engine.in_dtype, dtype), known)
         except MemoryError:
             if dtype == made.dtype:  # in which the replay measured, too
                 raise
@@ -272,14 +275,18 @@ def _of_class(case: Case, numbers: Sequence[int]) -> Iterator[Engine | None]:
         for number in numbers
     )
     policy = lease.policy_version, lease.lease.policy_digest
-    with case.provers.of_class(named, *policy, made.dtype, longest) as prover:
+    with case.provers.of_class(named, *policy, made.dtype, longest, known) as prover:
         yield prover
 
 
-def _equal(numeric_class: str, load: Callable[[], Engine]) -> Engine | None:
-    """The loaded engine if its class has this digest."""
+def _equal(
+    numeric_class: str, load: Callable[[], Engine], known: NumericClass | None
+) -> Engine | None:
+    """The loaded engine if its class, which may be `known`, has this digest."""
     try:
         found = load()
+        if known is not None and dict(found.facts()) != dict(known.facts):
+            return None  # without measuring it
         return found if found.numeric_class().digest() == numeric_class else None
     except (UnavailableError, UserError):
         return None

@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'prime-open[torch]
 import torch
 from bridge_kit import Flag, Kit, bridge_kit
 from judges import Bench, arm, bench
-from node_world import VALIDATOR, NodeWorld, node_world
+from node_world import VALIDATOR, NodeWorld, node_world, until
 
 from prime_core.encoding import sha256
 from prime_core.errors import (
@@ -167,6 +167,8 @@ def test_a_class_is_announced_leased_proved_and_compared_bit_for_bit(party: Part
     again = NumericClass(info.facts, Digest(info.fingerprint))
     assert again.digest() == own.digest(), "anyone can check the answer"
     assert info.facts["engine"] == "plain/1"
+    assert party.judge.api.exact_class(own.digest()) == own
+    assert party.judge.api.exact_class(Digest(sha256(b"unknown"))) is None
 
 
 @pytest.mark.slow
@@ -380,6 +382,27 @@ def test_a_policy_that_a_validator_cannot_fetch_or_load_holds_up_nothing(
     assert asked == [0, 60, 120]
     now[0] += 60
     announcer.tick()
+    assert len(party.world.rows(schema.class_members)) == 1
+
+
+def test_a_validator_counts_as_live_while_it_loads_a_policy_for_its_class(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take minutes, in which it claims nothing."""
+    monkeypatch.setattr("prime_validator.judging.KEEP_SECONDS", 0.01)
+    held = party.judge.validator
+    assert held is not None
+    party.live()
+    with party.world.store.begin() as connection:
+        connection.execute(schema.validators.update().values(seen_at=0.0))
+
+    def slow(version: int, digest: Digest) -> None:
+        until(lambda: party.world.rows(schema.validators)[0]["seen_at"] > 0, "it is seen")
+
+    monkeypatch.setattr(held._policies, "ensure", slow)
+    Announcer(
+        party.judge.api, held._policies, held._engines, "float32", meanwhile=held.present
+    ).tick()
     assert len(party.world.rows(schema.class_members)) == 1
 
 

@@ -12,6 +12,7 @@ from prime_core.ids import Digest, digest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
 from prime_engine.base import Engine, Generation
+from prime_engine.exact import NumericClass
 from prime_envs.base import Environment
 from prime_envs.registry import environment_for
 from prime_verify import build
@@ -107,6 +108,7 @@ class World:
         on_any_card: bool = False,
         provers: Provers | None = None,
         as_listed: bool = False,
+        known_class: Callable[[Digest], NumericClass | None] = lambda digest: None,
     ) -> Finding:
         found = verify_file(
             Case(
@@ -122,6 +124,7 @@ class World:
                 on_any_card=on_any_card,
                 provers=provers,
                 as_listed=as_listed,
+                known_class=known_class,
             )
         )
         assert_its_check_gives_its_reason(found)

@@ -348,6 +348,43 @@ def test_a_dtype_that_the_file_does_not_state_needs_no_memory(
     assert stated.reason is Reason.OUT_OF_RESOURCES
 
 
+@pytest.mark.parametrize("facts", [{}, {"threads": "64"}])
+def test_the_judging_engine_is_not_measured_for_a_class_whose_facts_are_others(
+    small: Any, of_other: HonestFile, monkeypatch: pytest.MonkeyPatch, facts: dict[str, str]
+) -> None:
+    def measure(self: PlainEngine) -> NumericClass:
+        raise AssertionError("the pool says that the class is another")
+
+    monkeypatch.setattr(PlainEngine, "numeric_class", measure)
+    theirs = NumericClass({**_engine("float32").facts(), **facts}, ZERO_DIGEST) if facts else OTHER
+    found = small.judge(of_other, calibration=_proven(), known_class=lambda digest: theirs)
+    assert found.outcome is Outcome.ACCEPTED, found
+    assert "exact_rows" not in found.statistics
+
+
+def test_a_foreign_class_that_is_known_loads_one_policy_and_no_later_one() -> None:
+    """Facts do not depend on the policy."""
+    facts = {"engine": "vllm/1", "dtype": "float32", "threads": "1"}
+    own = NumericClass(facts, ZERO_DIGEST)
+    theirs = NumericClass(facts | {"threads": "64"}, ZERO_DIGEST)
+    loads: list[tuple[int, str]] = []
+
+    class Own(Provers):
+        def _engine(self, version: int, policy_digest: str, dtype: str) -> Any:
+            loads.append((version, dtype))
+            return SimpleNamespace(numeric_class=lambda: own, positions=256)
+
+    provers = Own(TRAINED, load=load_engine)
+    for version in range(3):
+        named = theirs.digest(), version, ZERO_DIGEST, "bfloat16", 8
+        with provers.of_class(*named, theirs) as found:
+            assert found is None
+    assert loads == [(0, "float32")]
+    with provers.of_class(own.digest(), 3, ZERO_DIGEST, "bfloat16", 8, own) as found:
+        assert found is not None
+    assert loads == [(0, "float32"), (3, "float32")]
+
+
 def test_a_process_has_one_engine_for_proof_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 

@@ -12,9 +12,9 @@ from prime_broadcast.pool import PoolNames
 from prime_core.checkpoint import SignedManifest
 from prime_core.draws import DrawList, DrawReveal, SignedDrawCommitment
 from prime_core.encoding import sha256
-from prime_core.errors import MalformedError
+from prime_core.errors import MalformedError, PrimeError
 from prime_core.ids import Digest
-from prime_core.messages import PoolInfo, UploadAnswer
+from prime_core.messages import ClassInfo, PoolInfo, UploadAnswer
 from prime_core.rollout import MAX_FILE_BYTES
 from prime_core.signing import Answer, Strict
 from prime_core.transport.client import OrchestratorClient
@@ -39,6 +39,7 @@ from prime_core.validator_messages import (
     TogetherRequest,
 )
 from prime_core.verdict import Reason, SignedOpinion
+from prime_engine.exact import NumericClass
 
 MAX_OBJECT_BYTES = 32 << 20
 TABLE_BYTES = 256 << 10
@@ -47,6 +48,8 @@ MOST_BYTES = 1 << 20
 """Most bytes of entries in one request, of which the orchestrator takes encoding.MAX_JSON_BYTES."""
 GATHER_SECONDS = 0.01
 """A request waits this long for entries of other threads, whose files are judged together."""
+KEPT_CLASSES = 64
+"""Exact classes that are remembered; files name those of the newest policies."""
 Entry = RowsRequest | SealRequest | GivenOpinion
 Answered = TypeVar("Answered", bound=Strict)
 
@@ -65,6 +68,7 @@ class ValidatorApi:
         self.worker = worker
         self._lock = threading.Lock()
         self._names = PoolNames(client)
+        self._classes: dict[Digest, NumericClass] = {}
         self._together: Together | None = None
 
     def close(self) -> None:
@@ -96,6 +100,22 @@ class ValidatorApi:
     def announce(self, classes: ClassList) -> None:
         """Announces the exact classes in which this machine repeats proof passes of a policy."""
         self._post("classes", classes, Empty)
+
+    def exact_class(self, digest: Digest) -> NumericClass | None:
+        """Returns the exact class of that digest; None if the orchestrator cannot say now."""
+        if digest not in self._classes:
+            try:
+                with self._lock:
+                    info = self.client.get(f"/v1/classes/{digest}", ClassInfo)
+            except PrimeError:
+                return None
+            found = NumericClass(info.facts, Digest(info.fingerprint))
+            if found.digest() != digest:
+                return None
+            while len(self._classes) >= KEPT_CLASSES:
+                self._classes.pop(next(iter(self._classes)), None)
+            self._classes[digest] = found
+        return self._classes.get(digest)
 
     def keep(self, submissions: Sequence[Digest]) -> None:
         request = KeepRequest(worker=self.worker, submissions=tuple(submissions))

@@ -338,6 +338,7 @@ class Validator:
                     seen=partial(self._seen, digest),
                     on_any_card=True,
                     provers=self._provers,
+                    known_class=self._api.exact_class,
                 )
             )
             if finding.outcome is Outcome.REJECTED:
