@@ -148,10 +148,11 @@ class Network:
     """A network under `plan.root`. `start` brings it up, `stop` ends every process.
 
     `model`: folder of the base model; `node_flags`, `validator_flags` and `trainer_flags`: words
-    that the commands of these programs get as well.
+    that the commands of these programs get as well; `validator_program`: what each validator runs.
     """
 
     model: Path = MODEL
+    validator_program: Path = BIN / "validator"
     node_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()
     trainer_flags: tuple[str, ...] = ()
@@ -285,7 +286,7 @@ class Network:
         self.supervisor.start(
             name,
             [
-                *(str(BIN / "validator"), "run", "--orchestrator", self.url),
+                *(str(self.validator_program), "run", "--orchestrator", self.url),
                 *self._rpc(),
                 *("--data", str(self.root / name), "--threads", "1"),
                 *self.accounts[name].flags(),
@@ -339,12 +340,15 @@ class Network:
             command.append("--shadow")
         if node.throttle != 1.0:
             command += ["--throttle", str(node.throttle)]
-        if node.planted:
-            secret = self._planting_secret()
-            command += ["--worker-command", f"python -m prime_node.planting {secret}"]
-        if node.liar:
-            command += ["--worker-command", f"python -P {shlex.quote(str(LIARS))} {node.liar}"]
+        if worker := self.worker_command(node):
+            command += ["--worker-command", worker]
         return self.supervisor.start(node.name, command, required=node.liar is None)
+
+    def worker_command(self, node: NodePlan) -> str:
+        """The command of a node's worker; empty: the agent's own."""
+        if node.planted:
+            return f"python -m prime_node.planting {self._planting_secret()}"
+        return f"python -P {shlex.quote(str(LIARS))} {node.liar}" if node.liar else ""
 
     def stop(self) -> None:
         """Ends everything; harmless when called twice."""

@@ -314,12 +314,14 @@ def _replays(network: Network, seen: Observation) -> list[AuditReplay]:
     ]
 
 
-def audit(network: Network, subjects: Sequence[str]) -> list[str]:
-    """What `prime-node audit replay` says of each subject."""
+def audit(
+    network: Network, subjects: Sequence[str], program: Path = BIN / "prime-node"
+) -> list[str]:
+    """What `audit replay` of `program` says of each subject."""
     said = network.supervisor.run(
         "audit",
         [
-            *(str(BIN / "prime-node"), "audit", "replay", *subjects, "--json"),
+            *(str(program), "audit", "replay", *subjects, "--json"),
             *("--orchestrator", network.url, "--rpc", network.anvil.url),
             *("--deployment", str(network.deployment_file), "--pool", str(network.pool)),
             *("--data", str(network.root / "auditor")),
