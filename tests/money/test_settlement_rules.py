@@ -28,6 +28,7 @@ from prime_core.settlement import (
     PAGE_FILES,
     JudgedFact,
     LeafFact,
+    OwnVerdict,
     RestoredFact,
     SettledFile,
     Settlement,
@@ -36,11 +37,12 @@ from prime_core.settlement import (
     SlashState,
     answered_for,
     is_full,
+    judged_fact,
     load_settlement,
     parse_settlement,
     settle,
 )
-from prime_core.verdict import Outcome
+from prime_core.verdict import Law, Opinion, Outcome, SignedOpinion, Verdict
 
 NODES: list[Address] = [address("0x" + f"{i + 1:040x}") for i in range(3)]
 JUDGES = (address("0x" + "a1" * 20), address("0x" + "a2" * 20))
@@ -300,13 +302,45 @@ def test_pages_that_no_settlement_needs_are_refused(
     monkeypatch: pytest.MonkeyPatch, parts: list[slice], most_files: int, why: str
 ) -> None:
     monkeypatch.setattr("prime_core.settlement.PAGE_FILES", 2)
-    whole = run([leaf(i) for i in range(5)])
+    judged = leaf(4).judged
+    assert judged is not None
+    judged = judged._replace(judges=JUDGES, prompt_units=5)
+    with_all = leaf(4, judged=judged, judge_price=2, prompt_price=3)
+    whole = run([*(leaf(i) for i in range(4)), with_all])
     good, objects = paged(whole, slice(0, 2), slice(2, 4), slice(4, 5))
     assert good == whole.digest()
-    assert load_settlement(good, objects.__getitem__, most_files=5) == whole
+    loaded = load_settlement(good, objects.__getitem__, most_files=5)
+    assert (loaded, loaded.digest()) == (whole, good)
     bad, objects = paged(whole, *parts)
     with pytest.raises(MalformedError, match=why):
         load_settlement(bad, objects.__getitem__, most_files=most_files)
+
+
+def test_a_verdict_says_the_same_to_its_writer_as_to_an_auditor() -> None:
+    def said(outcome: Outcome, at: int, validator: Address) -> SignedOpinion:
+        law = Law(
+            lease=name(1), run=name(2), verification_class=name(3), verifier=name(4), draws=name(5)
+        )
+        opinion = Opinion(
+            pool=1, submission=name(6), law=law.struct_hash(), outcome=int(outcome),
+            reason=name(7), table=name(at), evidence=ZERO_DIGEST, judged_at=at,
+        )  # fmt: skip
+        return SignedOpinion(opinion=opinion, law=law, validator=validator, signature=RECEIPT)
+
+    opinions = (
+        said(Outcome.VOID, 30, NODES[0]),
+        said(Outcome.ACCEPTED, 10, JUDGES[1]),
+        said(Outcome.ACCEPTED, 20, JUDGES[0]),
+    )
+    verdict = Verdict(outcome=int(Outcome.ACCEPTED), opinions=opinions)
+    found = judged_fact(name(8), verdict, 9, 11)
+    assert found == JudgedFact(
+        name(8), name(10), Outcome.ACCEPTED, 9, 20, tuple(sorted((NODES[0], *JUDGES))), 11
+    )
+    own = OwnVerdict.model_validate_json(verdict.canonical())
+    assert judged_fact(name(8), own, 9, 11) == found
+    with pytest.raises(MalformedError, match="no opinion"):
+        judged_fact(name(8), own.model_copy(update={"outcome": Outcome.REJECTED}), 9, 11)
 
 
 def test_a_mirror_holds_one_page_at_a_time_and_refuses_one_that_is_not_full(

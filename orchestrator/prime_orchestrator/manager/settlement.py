@@ -9,10 +9,11 @@ since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from sys import intern
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -22,9 +23,9 @@ from prime_core.errors import MalformedError, NotFoundError, UnavailableError, U
 from prime_core.fees import MAX_FAULTS, Fault
 from prime_core.ids import ZERO_DIGEST, Address, Digest, Signature
 from prime_core.messages import ReceiptAnswer
-from prime_core.rollout import SignedSubmission
 from prime_core.settlement import (
     LeafFact,
+    OwnVerdict,
     RestoredFact,
     SettledFile,
     Settlement,
@@ -39,7 +40,7 @@ from prime_core.settlement import (
 )
 from prime_core.storage.base import ObjectStore, put_object
 from prime_core.storage.directory import DirectoryStore
-from prime_core.verdict import Outcome, Verdict
+from prime_core.verdict import Outcome
 from prime_orchestrator.context import PoolContext, read_object
 from prime_orchestrator.manager import revisions
 from prime_orchestrator.store import (
@@ -276,8 +277,8 @@ def _settle(
         granted = _restored(connection, context)
     earlier_files = _settled_before(objects, turn.previous, posted_before - set(names))
     final = {name for name, file in earlier_files.items() if file.state != "held"}
-    leaves = _judged(objects, [one for one in rooted if one.digest not in final])
-    settled_now = {leaf.submission_digest for leaf in leaves}
+    leaves = [one for one in rooted if one.digest not in final]
+    settled_now = {leaf.digest for leaf in leaves}
     earlier = [f for f in granted if f.leaf not in settled_now and not f.is_known_to(previous)]
     granted = [fact for fact in granted if fact.leaf in settled_now]
     settlement = settle(
@@ -287,7 +288,7 @@ def _settle(
         as_of_block=clock.block,
         previous=previous,
         previous_name=turn.previous or ZERO_DIGEST,
-        leaves=leaves,
+        leaves=_judged(objects, leaves),
         slashes=slash_facts,
         lies=lies,
         faults=faults,
@@ -416,6 +417,27 @@ def _queue(store: Store, objects: ObjectStore, settlement: Settlement, now: floa
     return True
 
 
+class _Received(BaseModel):
+    received_at: int
+
+
+class _Receipt(BaseModel):
+    """What a settlement needs of a stored ReceiptAnswer, which was checked before."""
+
+    receipt: _Received
+    signature: Signature
+
+
+class _Valid(BaseModel):
+    valid_until: int
+
+
+class _Body(BaseModel):
+    """What a settlement needs of a stored SignedSubmission, which was checked before."""
+
+    submission: _Valid
+
+
 class _Rooted(NamedTuple):
     """A leaf of a confirmed root, and what the store says of its verdict (None: no verdict)."""
 
@@ -454,6 +476,8 @@ def _leaves(
         for event in chain.events(connection, "RootPosted", second=seq)
     }
     missing = {*seqs}
+    validity = context.run.validity_seconds
+    accountable = context.deployment.periods.accountable
     for row in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
         seq, posted_at = row.root_seq, row.posted_at
         if row.digest in seqs:
@@ -466,22 +490,22 @@ def _leaves(
                 f"the settlement before holds {row.digest} by root {seq}, which is not on chain: "
                 "the arbiter must disable its reward root"
             )
-        receipt = ReceiptAnswer.model_validate_json(row.receipt)
-        signed = SignedSubmission.model_validate_json(row.body)
+        receipt = _Receipt.model_validate_json(row.receipt)
+        body = _Body.model_validate_json(row.body)
         run = history.at(row.step)
         fact = LeafFact(
             submission_digest=row.digest,
-            node=row.node,
+            node=Address(intern(row.node)),
             root_seq=seq,
-            expires=posted_at + context.run.validity_seconds,
+            expires=posted_at + validity,
             received_at=receipt.receipt.received_at,
-            receipt=Signature(receipt.signature),
+            receipt=receipt.signature,
             judged=None,
             refused=row.digest in refused,
             answered=answered_for(
                 rooted_at=posted_at,
-                valid_until=signed.submission.valid_until,
-                accountable=context.deployment.periods.accountable,
+                valid_until=body.submission.valid_until,
+                accountable=accountable,
             ),
             price=run.price_per_unit,
             judge_price=run.price_per_judged_file,
@@ -497,21 +521,23 @@ def _leaves(
     return leaves
 
 
-def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> list[LeafFact]:
-    """Returns the facts of the leaves with what their verdict objects say."""
+def _judged(objects: ObjectStore, leaves: Sequence[_Rooted]) -> Iterator[LeafFact]:
+    """Yields the facts of the leaves with what their verdict objects say."""
 
     def read(leaf: _Rooted) -> LeafFact:
         if leaf.verdict is None:
             return leaf.fact
-        verdict = Verdict.model_validate_json(read_object(objects, leaf.verdict))
+        verdict = OwnVerdict.model_validate_json(read_object(objects, leaf.verdict))
         judged = judged_fact(leaf.verdict, verdict, leaf.units, leaf.prompt_units)
         return leaf.fact._replace(judged=judged)
 
-    # Threads hide a bucket's latency. On a folder they only compete for the interpreter.
-    with ThreadPoolExecutor(1 if isinstance(objects, DirectoryStore) else _READERS) as pool:
+    if isinstance(objects, DirectoryStore):  # threads would only compete for the interpreter
+        yield from map(read, leaves)
+        return
+    with ThreadPoolExecutor(_READERS) as pool:  # they hide a bucket's latency
         batches = (leaves[start : start + _BATCH] for start in range(0, len(leaves), _BATCH))
-        found = pool.map(lambda batch: [read(leaf) for leaf in batch], batches)
-        return [fact for some in found for fact in some]
+        for some in pool.map(lambda batch: [read(leaf) for leaf in batch], batches):
+            yield from some
 
 
 def _slash_facts(connection: Connection, node: Address | None = None) -> list[SlashFact]:

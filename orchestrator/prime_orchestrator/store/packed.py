@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
+from binascii import hexlify
 from functools import lru_cache
 from typing import Any
 
@@ -76,8 +77,9 @@ def _to_text(found: bytes) -> str:
 
 
 def _name(match: re.Match[bytes]) -> bytes:
-    raw = match[0][1:]
-    return (address(raw) if len(raw) == 20 else f"0x{raw.hex()}").encode()
+    kind = match.lastindex or 0
+    raw = match[kind]
+    return address(raw).encode() if kind == 1 else b"0x" + hexlify(raw)
 
 
 class Packed(TypeDecorator[str]):

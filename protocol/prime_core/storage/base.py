@@ -39,11 +39,13 @@ def check_key(key: str) -> str:
     Segments may not begin with a dot, which excludes `..` and hidden files. Keys under `sha256/`
     must be exactly 64 lowercase hex digits.
     """
+    if _DIGEST_KEY.match(key):
+        return key
     if len(key) > MAX_KEY_LENGTH or not _KEY.match(key):
         raise MalformedError(f"not an object key: {key[:80]!r}")
     if any(len(part) > 200 for part in key.split("/")):
         raise MalformedError("a segment of the object key is longer than 200 characters")
-    if key.startswith(DIGEST_PREFIX) and not _DIGEST_KEY.match(key):
+    if key.startswith(DIGEST_PREFIX):
         raise MalformedError("a key under sha256/ is 64 lowercase hex digits")
     return key
 

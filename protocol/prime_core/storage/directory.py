@@ -105,9 +105,12 @@ class DirectoryStore:
     # -- reading -------------------------------------------------------------------------------
 
     def get(self, key: str, limit: int) -> bytes:
-        with self._open(key, buffering=0) as file, _medium(f"read {key}"):
-            # Python reserves as many bytes as are asked for.
-            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
+        with self._open(key, buffering=0) as file:
+            try:
+                # Python reserves as many bytes as are asked for.
+                data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
+            except OSError as error:
+                raise _failure(f"read {key}", error) from error
         if len(data) > limit:
             raise MalformedError(f"object {key} is larger than {limit} bytes")
         name = named_digest(key)
@@ -176,11 +179,12 @@ class DirectoryStore:
     def _open(self, key: str, buffering: int = -1) -> BinaryIO:
         path = f"{self.root}/{check_key(key)}"  # joining paths takes as long as opening one
         try:
-            with _medium(f"read {key}"):
-                return open(path, "rb", buffering)  # noqa: PTH123
+            return open(path, "rb", buffering)  # noqa: PTH123
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             self._check_root()
             raise NotFoundError(f"there is no object {key}") from error
+        except OSError as error:
+            raise _failure(f"read {key}", error) from error
 
     def _check_root(self) -> None:
         """Raises UnavailableError if the folder is gone: its disk may be unmounted, and objects
@@ -228,9 +232,13 @@ def _medium(what: str) -> Iterator[None]:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError):
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = "the disk is full; free some space" if full else (error.strerror or str(error))
-        raise UnavailableError(f"cannot {what}: {why}") from error
+        raise _failure(what, error) from error
+
+
+def _failure(what: str, error: OSError) -> UnavailableError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    why = "the disk is full; free some space" if full else (error.strerror or str(error))
+    return UnavailableError(f"cannot {what}: {why}")
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
