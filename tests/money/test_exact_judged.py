@@ -303,7 +303,8 @@ def test_a_member_of_the_class_that_has_gone_is_checked_by_another_than_a_member
         jobs.change(connection, row.digest, status="open", needed=2)
         gone = schema.validators.c.address == first
         connection.execute(schema.validators.update().where(gone).values(seen_at=0.0))
-        api.assign_files(connection, backend, backend.now(), [row.digest])
+        able = {one.signer.address for one in exact.validators} - {first}
+        api.assign_files(connection, backend, backend.now(), [row.digest], {first, *able}, able)
     assert exact.opinions_by(row) == {first, VALIDATOR.address}
 
 

@@ -170,7 +170,11 @@ def claim_all(
         for account, request in asked
         if account in callers
     ]
-    found = iter([[]] * len(wishes) if quiet else _claim(backend, wishes, short, unread, now))
+    found = iter(
+        [[]] * len(wishes)
+        if quiet
+        else _claim(backend, wishes, short, unread, appointed, able, now)
+    )
     answers: list[ClaimAnswer | PrimeError] = []
     for account, _ in asked:
         if account not in callers:
@@ -206,18 +210,21 @@ def _claim(
     wishes: Sequence[jobs.Wish],
     short: Sequence[Digest],
     unread: Mapping[Digest, SignedLease],
+    appointed: Collection[Address],
+    able: Collection[Address],
     now: float,
 ) -> list[list[Job]]:
-    """Assigns the files `short`, claims some for each wish and returns them. The object store is
-    asked while nothing is locked; `unread`: leases whose draw lists `assign_files` needs. A list
-    that cannot be read holds up only the files whose leases name it."""
+    """Assigns the files `short` to those `able`, claims some for each wish and returns them. The
+    object store is asked while nothing is locked; `unread`: leases whose draw lists `assign_files`
+    needs. A list that cannot be read holds up only the files whose leases name it."""
     backend.draws.of_files(backend.objects, unread)
     callers = {wish.validator for wish in wishes}
     with backend.store.begin() as connection:
         lock(connection, "assignments")
         jobs.note_validators(connection, callers, now)
         ended = end_overdue(connection, now)
-        assign_files(connection, backend, now, list(dict.fromkeys([*short, *ended])))
+        names = list(dict.fromkeys([*short, *ended]))
+        assign_files(connection, backend, now, names, appointed, able)
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)
@@ -276,22 +283,25 @@ def _end(connection: Connection, row: AssignmentRow, status: str, now: float) ->
 
 
 def assign_files(
-    connection: Connection, backend: Backend, now: float, names: Sequence[Digest]
+    connection: Connection,
+    backend: Backend,
+    now: float,
+    names: Sequence[Digest],
+    appointed: Collection[Address],
+    able: Collection[Address],
 ) -> None:
-    """Assigns the given files that lack a validator to live ones named by their leases, in the
-    drawn order, as long as any of them has room. A file whose draw list this process has not read
-    waits for the next claim."""
+    """Assigns the given files that lack a validator to those `able`, the live ones of the
+    `appointed`, that their leases name, in the drawn order, as long as any of them has room. A file
+    whose draw list this process has not read waits for the next claim."""
     found_now = jobs.those(connection, names)
     short = [job for name in names if (job := found_now.get(name)) is not None and job.short]
     if not short:
         return
     lists = backend.draws.known([job.submission_digest for job in short])
-    appointed = chain.appointed(connection, backend.context.pool)
-    able = jobs.live(connection, now - LIVE_SECONDS) & appointed
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
     named = {one.numeric for one in lists.values() if one.numeric is not None}
-    asked = able.union(part.validator for parts in known.values() for part in parts)
+    asked = {*able, *(part.validator for parts in known.values() for part in parts)}
     provers = exact_classes.members(connection, named, asked) if named else {}
     first: list[JobRow] = []
     given: list[tuple[Digest, Address]] = []

@@ -2,7 +2,7 @@
 
     chain_tick   every 0.5–1 s   store → chain (transactions), chain → store (indexer, see Pace)
     judge_tick   every 0.2 s     opinions of validators → verdicts
-    draw_tick    every 2 s       acceptances against published draw secrets
+    draw_tick    every 2 s       draw secrets that are due; acceptances against published ones
     batch_tick   after verdicts and policies, and every 0.3–1 s   seals full batches
     money_tick   every 1–5 s     work roots, reward roots, expirations by the chain's clock
     archive_tick every 10 s      rows of files that are over → objects
@@ -130,13 +130,13 @@ class ManagerLoops:
         )
 
     def judge_tick(self) -> list[Digest]:
-        """Decides files whose opinions are complete, and reveals draw secrets that are due."""
-        reveal_second(self.store, self.objects, self.context, self.now)
+        """Decides files whose opinions are complete."""
         return self.judge.tick()
 
     def draw_tick(self) -> Address | None:
-        """Compares acceptances with a published draw secret; returns the validator that they
-        contradict."""
+        """Reveals draw secrets that are due, and compares acceptances with a published one; returns
+        the validator that they contradict."""
+        reveal_second(self.store, self.objects, self.context, self.now)
         return compare_acceptances(self.store, self.objects, self.context, self.now)
 
     def batch_tick(self) -> list[int]:
