@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import platform
 from collections import Counter
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from devnet.figures import axes_of, svg_of
 from devnet.findings import Finding
 from devnet.network import Network
 from devnet.observe import Observation
@@ -239,7 +239,7 @@ def _figure(svg: str, caption: str) -> str:
 
 
 def _reward_picture(data: dict[str, Any]) -> str:
-    figure, axes = _axes("step", "reward")
+    figure, axes = axes_of("step", "reward")
     axes.plot([s["step"] for s in data["steps"]], [s["reward"] for s in data["steps"]])
     axes.plot(
         [e["version"] for e in data["evaluations"]],
@@ -247,11 +247,11 @@ def _reward_picture(data: dict[str, Any]) -> str:
         "o",
     )
     axes.set_ylim(0, 1)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _staleness_picture(steps: Sequence[dict[str, Any]]) -> str:
-    figure, axes = _axes("step", "rows")
+    figure, axes = axes_of("step", "rows")
     ages = sorted({int(age) for step in steps for age in step["staleness"]})
     bottom = [0] * len(steps)
     for age in ages:
@@ -260,11 +260,11 @@ def _staleness_picture(steps: Sequence[dict[str, Any]]) -> str:
         bottom = [b + r for b, r in zip(bottom, rows, strict=True)]
     if ages:
         axes.legend(framealpha=0)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _timing_picture(steps: Sequence[dict[str, Any]]) -> str:
-    figure, axes = _axes("step", "seconds")
+    figure, axes = axes_of("step", "seconds")
     names = sorted({name for step in steps for name in step["seconds"]})
     if steps and names:
         axes.stackplot(
@@ -273,23 +273,4 @@ def _timing_picture(steps: Sequence[dict[str, Any]]) -> str:
             labels=names,
         )
         axes.legend(fontsize=8, framealpha=0)
-    return _svg(figure)
-
-
-def _axes(x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    """The figure without a ground, its black lines and letters in the page's color of text."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    text = buffer.getvalue().replace("#000000", "currentColor")
-    return text[text.index("<svg") :]
+    return svg_of(figure)
