@@ -1,4 +1,4 @@
-"""Fixtures of the money tests that run on a real chain."""
+"""Pools of the money tests, without a chain and on a real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from judging_kit import panel as panel
 from judging_kit import panel_run as panel_run
 from judging_kit import policy_folder as policy_folder
 from judging_kit import store_url as store_url
+from money_kit import NODE, ManagerSide, open_manager
 from walk_kit import HONEST, LIAR, OTHER, OWNER
+
+
+@pytest.fixture
+def mgr(tmp_path: Path, store_url: str | None) -> Iterator[ManagerSide]:
+    """The pool of money_kit without a chain: policy 0, and NODE as its only node."""
+    made = open_manager(tmp_path, url=store_url)
+    made.publish(0)
+    made.admit(NODE)
+    yield made
+    made.store.close()
 
 
 @pytest.fixture

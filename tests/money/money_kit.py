@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import sqlalchemy as sa
 from judges import Bench, bench, judge_of
 from pools import deployment, run_definition
 from stores import migrate
@@ -50,6 +51,7 @@ def key(number: int) -> LocalSigner:
 
 
 MANAGER, TRAINER, VALIDATOR = key(1), key(2), key(3)
+NODE, OTHER = key(10), key(11)
 RUN = run_definition(
     base_model=encoding.blake3_digest(b"base"),
     max_output_tokens=40,
@@ -228,6 +230,11 @@ class ManagerSide:
             SignedSubmission(submission=claim, node=node.address, signature=signature),
         )
         return self.row(claim.digest(self.context.domain(claim)))
+
+    def count(self, table: sa.Table) -> int:
+        with self.store.read() as connection:
+            query = sa.select(sa.func.count()).select_from(table)
+            return int(connection.execute(query).scalar_one())
 
     def row(self, digest: Digest) -> SubmissionRow:
         with self.store.read() as connection:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from judges import Bench, bench
-from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from money_kit import NODE as HONEST
+from money_kit import VALIDATOR, ManagerSide, key
 
 from prime_core.errors import PolicyError, PrimeError, UnavailableError
 from prime_core.ids import Address, Digest
@@ -23,18 +22,13 @@ from prime_orchestrator.api.held import HeldClaims
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.store import jobs, leases
 
-HONEST, SECOND, THIRD, STRANGER = key(10), key(70), key(71), key(72)
+SECOND, THIRD, STRANGER = key(70), key(71), key(72)
 WISH = ClaimRequest(worker="kit", most=4)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def mgr(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ManagerSide]:
-    url = request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
-    made = open_manager(tmp_path, url=url)
-    made.publish(0)
-    made.admit(HONEST)
-    yield made
-    made.store.close()
+def store_url(request: pytest.FixtureRequest) -> str | None:
+    return request.getfixturevalue("empty_postgres") if request.param == "postgres" else None
 
 
 @pytest.fixture

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from judges import appoint, bench, judge_of
-from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from money_kit import NODE as HONEST
+from money_kit import OTHER, VALIDATOR, ManagerSide, key, open_manager
 from test_verdict_store import in_child, rows
 
 from prime_core.encoding import sha256
@@ -31,7 +32,6 @@ from prime_orchestrator.manager.settlement import (
 )
 from prime_orchestrator.store import chain, jobs, meta, opinions, schema
 
-HONEST, OTHER = key(10), key(11)
 KEPT = (
     schema.submissions, schema.jobs, schema.nodes, schema.credits, schema.groups, schema.row_marks,
     schema.drift, schema.slashes, schema.opinions,
@@ -49,10 +49,9 @@ def opened(folder: Path, url: str | None = None) -> ManagerSide:
 
 
 @pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = opened(tmp_path)
-    yield made
-    made.store.close()
+def mgr(mgr: ManagerSide) -> ManagerSide:
+    mgr.admit(OTHER)
+    return mgr
 
 
 def accept(mgr: ManagerSide, **fields: Any) -> Digest:

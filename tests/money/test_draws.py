@@ -9,7 +9,7 @@ import judges
 import pytest
 import sqlalchemy as sa
 from judges import appoint, bench, judge_of
-from money_kit import FAKE_DEPLOYMENT, MANAGER, VALIDATOR, ManagerSide, key, open_manager
+from money_kit import FAKE_DEPLOYMENT, MANAGER, NODE, VALIDATOR, ManagerSide, key, open_manager
 from pydantic import ValidationError
 
 from prime_core import encoding
@@ -50,19 +50,10 @@ from prime_orchestrator.store.draws import listing, second_secret
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator.draws import Draws
 
-NODE, OTHER = key(20), key(21)
+OTHER = key(21)
 SECOND = DrawReveal(
     pool=1, validator=MANAGER.address, epoch=7, secret=encoding.sha256(b"the manager's")
 )
-
-
-@pytest.fixture
-def mgr(tmp_path: Path) -> Any:
-    opened = open_manager(tmp_path)
-    opened.publish(0)
-    opened.admit(NODE)
-    yield opened
-    opened.store.close()
 
 
 def lease_of(mgr: ManagerSide, row: SubmissionRow) -> SignedLease:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from money_kit import RUN, ManagerSide, key, open_manager
+from money_kit import NODE, RUN, ManagerSide
+from money_kit import OTHER as PLANTED
 
 from prime_core.ids import Address, Digest
 from prime_core.verdict import Reason
@@ -19,17 +19,11 @@ from prime_orchestrator.manager.slashing import drop_expired
 from prime_orchestrator.store import groups, meta, rewards, schema, slashes, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
 
-NODE, PLANTED = key(60), key(61)
-
 
 @pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(NODE)
-    made.admit(PLANTED)
-    yield made
-    made.store.close()
+def mgr(mgr: ManagerSide) -> ManagerSide:
+    mgr.admit(PLANTED)
+    return mgr
 
 
 def last_moment(mgr: ManagerSide, row: SubmissionRow) -> int:

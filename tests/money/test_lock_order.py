@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from judges import judge_of
-from money_kit import RUN, ManagerSide, key, open_manager
+from money_kit import NODE, OTHER, RUN, ManagerSide
 
 from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.verdict import Reason
@@ -23,17 +22,11 @@ from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME
 from prime_orchestrator.store import chain, jobs, lock, meta, nodes, submissions
 from prime_orchestrator.store.submissions import SubmissionRow
 
-NODE, OTHER = key(10), key(11)
-
 
 @pytest.fixture
-def mgr(tmp_path: Path, empty_postgres: str) -> Iterator[ManagerSide]:
+def store_url(empty_postgres: str) -> str:
     """In PostgreSQL: SQLite lets one write at a time."""
-    made = open_manager(tmp_path, url=empty_postgres)
-    made.publish(0)
-    made.admit(NODE)
-    yield made
-    made.store.close()
+    return empty_postgres
 
 
 class Writer:

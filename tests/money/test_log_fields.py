@@ -6,11 +6,10 @@ import contextlib
 import io
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
-from money_kit import MANAGER, VALIDATOR, ManagerSide, key, open_manager
+from money_kit import MANAGER, NODE, OTHER, VALIDATOR, ManagerSide
 
 from prime_core import logs
 from prime_core.ids import ZERO_DIGEST
@@ -22,16 +21,6 @@ from prime_orchestrator.manager.batches import seal_ready_batches
 from prime_orchestrator.manager.indexer import derive_slash
 from prime_orchestrator.manager.members import apply_node_event, derive_node
 from prime_orchestrator.store import chain
-
-NODE, OTHER = key(10), key(11)
-
-
-@pytest.fixture
-def mgr(tmp_path: Path) -> ManagerSide:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(NODE)
-    return made
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from judges import Bench, bench, judge_of, only
-from money_kit import VALIDATOR, ManagerSide, key, open_manager
+from money_kit import NODE as HONEST
+from money_kit import VALIDATOR, ManagerSide, key
 from test_verdict_store import in_child, rows
 
 from prime_core.encoding import sha256
@@ -32,16 +31,7 @@ from prime_orchestrator.manager import endings
 from prime_orchestrator.store import row_marks, schema
 from prime_validator.api import Entry, Together
 
-HONEST, SECOND = key(10), key(70)
-
-
-@pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(HONEST)
-    yield made
-    made.store.close()
+SECOND = key(70)
 
 
 def claimed(mgr: ManagerSide, count: int) -> list[Job]:

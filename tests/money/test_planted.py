@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from money_kit import MANAGER, RUN, VALIDATOR, ManagerSide, key, open_manager
+from money_kit import MANAGER, NODE, OTHER, RUN, VALIDATOR, ManagerSide
 
 from prime_core.encoding import sha256
 from prime_core.errors import UserError
@@ -22,24 +21,14 @@ from prime_orchestrator.store import groups, leases, opinions, schema, submissio
 from prime_orchestrator.store.submissions import SubmissionRow
 from prime_verify.canaries import lies, planting
 
-NODE, OTHER = key(80), key(81)
 SECRET = bytes(range(32))
 PLANTED = Planted(frozenset({NODE.address}), SECRET, one_in=4)
 
 
 @pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(NODE)
-    made.admit(OTHER)
-    yield made
-    made.store.close()
-
-
-def count(mgr: ManagerSide, table: sa.Table) -> int:
-    with mgr.store.read() as connection:
-        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+def mgr(mgr: ManagerSide) -> ManagerSide:
+    mgr.admit(OTHER)
+    return mgr
 
 
 def of_kind(mgr: ManagerSide, honest: bool) -> SubmissionRow:
@@ -63,7 +52,7 @@ def record(mgr: ManagerSide) -> opinions.TrackRecord:
 def settled(mgr: ManagerSide) -> None:
     """Nothing is left that pays, trains, slashes or ejects."""
     for table in (schema.credits, schema.groups, schema.slashes, schema.intents, schema.drift):
-        assert count(mgr, table) == 0, table.name
+        assert mgr.count(table) == 0, table.name
     assert mgr.node_status(NODE.address) == "active"
 
 
@@ -71,9 +60,9 @@ def test_an_honest_planted_file_brings_nothing_but_a_mark_for_its_validator(
     mgr: ManagerSide,
 ) -> None:
     row = of_kind(mgr, honest=True)
-    before = record(mgr) if count(mgr, schema.opinions) else None
+    before = record(mgr) if mgr.count(schema.opinions) else None
     mgr.judge(row)
-    assert count(mgr, schema.credits) == 1, "the validator's books look as for any file"
+    assert mgr.count(schema.credits) == 1, "the validator's books look as for any file"
     assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [row.digest]
     settled(mgr)
     after = record(mgr)
@@ -93,7 +82,7 @@ def test_an_honest_planted_file_that_is_rejected_is_a_false_accusation(mgr: Mana
 
 def test_a_planted_lie_is_caught_or_missed_and_costs_its_node_nothing(mgr: ManagerSide) -> None:
     caught = of_kind(mgr, honest=False)
-    missed_before = record(mgr).missed if count(mgr, schema.opinions) else 0
+    missed_before = record(mgr).missed if mgr.count(schema.opinions) else 0
     mgr.judge(caught, Reason.WRONG_ACTIVATIONS)
     reveal(mgr.store, mgr.context, PLANTED, mgr.now)
     settled(mgr)
@@ -155,7 +144,7 @@ def test_a_rooted_file_of_a_planted_node_is_an_ordinary_file(mgr: ManagerSide) -
     assert owed == 20 * RUN.price_per_unit, "it will be paid"
     assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == []
     assert not mgr.row(paid.digest).shadow
-    assert (count(mgr, schema.credits), count(mgr, schema.planted)) == (1, 0)
+    assert (mgr.count(schema.credits), mgr.count(schema.planted)) == (1, 0)
     later = mgr.submit(NODE)
     mgr.judge(later)
     assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [later.digest]
@@ -184,7 +173,7 @@ def test_nothing_in_the_store_marks_a_planted_file_before_its_verdict(mgr: Manag
         and name not in ("digest", "lease_digest", "node", "sha256", "size", "body", "receipt")
     }
     assert apart == {"received_at"}
-    assert count(mgr, schema.planted) == 0
+    assert mgr.count(schema.planted) == 0
 
 
 def test_planted_files_count_in_a_nodes_history_like_any(mgr: ManagerSide) -> None:
@@ -218,7 +207,7 @@ def test_a_planted_file_without_opinions_ends_without_a_mark(mgr: ManagerSide) -
     row = mgr.submit(NODE)
     mgr.now.time += RUN.validity_seconds + 1
     assert reveal(mgr.store, mgr.context, PLANTED, mgr.now) == [row.digest]
-    assert count(mgr, schema.planted) == 0
+    assert mgr.count(schema.planted) == 0
 
 
 def test_half_of_the_planted_files_are_honest_and_the_rest_lie_in_every_way() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from anvil_kit import needs_anvil
 from chain_kit import World
-from money_kit import ManagerSide, key, open_manager
+from money_kit import NODE, ManagerSide, key
 
 from prime_core.encoding import sha256
 from prime_core.errors import UnavailableError
@@ -24,17 +22,6 @@ from prime_orchestrator.manager.settlement import CHAIN_BLOCK, CHAIN_TIME, settl
 from prime_orchestrator.manager.transactions import REST_SECONDS, requeue_wanted
 from prime_orchestrator.store import chain, intents, meta, nodes, rewards, schema
 from prime_orchestrator.store.intents import IntentKind, queue_intent
-
-NODE = key(10)
-
-
-@pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(NODE)
-    yield made
-    made.store.close()
 
 
 def failed(mgr: ManagerSide, kind: IntentKind, name: str, payload: dict[str, object]) -> str:

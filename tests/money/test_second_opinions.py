@@ -49,11 +49,6 @@ SECOND, THIRD = key(70), key(71)
 A, R, V = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.VOID
 
 
-def count(panel: JudgedPool, table: sa.Table) -> int:
-    with panel.mgr.store.read() as connection:
-        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
-
-
 def said(panel: JudgedPool, digest: Digest) -> dict[str, int]:
     with panel.mgr.store.read() as connection:
         return {row.validator: row.reason for row in opinions.of(connection, digest)}
@@ -70,7 +65,7 @@ def test_a_slash_takes_two_validators_and_the_second_sees_nothing_of_the_first(
     row = panel.mgr.submit(LIAR, make=panel.forged)
     assert panel.validator.judge_next() == row.digest
     assert panel.mgr.row(row.digest).status == "submitted", "one opinion is not a verdict"
-    assert count(panel, schema.slashes) == 0
+    assert panel.mgr.count(schema.slashes) == 0
     assert panel.mgr.node_status(LIAR.address) == "active"
     assert panel.validator.judge_next() is None, "the same key is not asked twice"
     assert published(panel, row.digest).opinions == (), "not while another judges"
@@ -78,7 +73,7 @@ def test_a_slash_takes_two_validators_and_the_second_sees_nothing_of_the_first(
     assert second.judge_next() == row.digest
     judged = panel.mgr.row(row.digest)
     assert (judged.status, judged.reason) == ("rejected", Reason.TAMPERED_LOGPROBS)
-    assert count(panel, schema.slashes) == 1
+    assert panel.mgr.count(schema.slashes) == 1
     assert said(panel, row.digest) == {
         VALIDATOR.address: Reason.TAMPERED_LOGPROBS,
         SECOND.address: Reason.TAMPERED_LOGPROBS,
@@ -108,7 +103,7 @@ def test_an_accusation_that_does_not_hold_elsewhere_slashes_no_one(panel: Judged
     assert judged.count(row.digest) == 2
     assert panel.mgr.row(row.digest).status == "accepted"
     assert panel.mgr.node_status(HONEST.address) == "active"
-    assert count(panel, schema.slashes) == 0
+    assert panel.mgr.count(schema.slashes) == 0
     with panel.mgr.store.read() as connection:
         records = {record.validator: record for record in opinions.track_records(connection)}
     assert records[VALIDATOR.address].overruled == 1
@@ -413,7 +408,7 @@ def test_a_rejection_never_stands_alone_and_is_counted_while_it_waits_and_when_i
     with mgr.store.read() as connection:
         assert opinions.waiting(connection) == {}
         assert opinions.lapsed(connection) == 1
-    assert count(panel, schema.slashes) == 0
+    assert panel.mgr.count(schema.slashes) == 0
 
 
 def test_files_that_wait_for_an_absent_validator_hold_up_no_other_file(
@@ -521,7 +516,7 @@ def test_an_opinion_is_no_opinion_on_another_file_and_counts_once(panel: JudgedP
     assert job is not None
     signed = panel.validator.say(job, Reason.NONE, court_rows(panel, job))
     panel.validator.give(signed)  # carried twice
-    assert count(panel, schema.opinions) == 1
+    assert panel.mgr.count(schema.opinions) == 1
     other = panel.mgr.submit(LIAR, make=panel.forged)
     next_job = panel.validator.claim()
     assert next_job is not None

@@ -21,11 +21,6 @@ from prime_orchestrator.store import groups, jobs, meta, row_marks, schema, subm
 SHADOW, PAID = key(60), key(61)
 
 
-def count(mgr: ManagerSide, table: sa.Table) -> int:
-    with mgr.store.read() as connection:
-        return int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
-
-
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[ManagerSide]:
     mgr = open_manager(tmp_path)
@@ -43,7 +38,7 @@ def test_an_accepted_shadow_file_earns_nothing_and_trains_nothing(pool: ManagerS
     assert pool.row(row.digest).status == "accepted"
     assert pool.row(row.digest).verdict is not None, "its verdict is real and published"
     for table in (schema.credits, schema.groups, schema.drift, schema.intents):
-        assert count(pool, table) == 0, table.name
+        assert pool.count(table) == 0, table.name
     with pool.store.read() as connection:
         assert groups.free(connection, step=0, max_staleness=2) == []
         assert submissions.accepted_of(connection, SHADOW.address) == 0
@@ -58,7 +53,7 @@ def test_a_rejected_shadow_file_slashes_nothing_and_ejects_no_node(pool: Manager
     assert pool.row(row.digest).evidence is not None, "so that its node can replay it"
     assert pool.node_status(SHADOW.address) == "shadow"
     for table in (schema.slashes, schema.credits, schema.intents):
-        assert count(pool, table) == 0, table.name
+        assert pool.count(table) == 0, table.name
 
 
 def test_no_root_ever_holds_a_shadow_file(pool: ManagerSide) -> None:
@@ -111,7 +106,7 @@ def test_a_verdict_of_the_shadow_says_nothing_of_the_same_nodes_paid_files(
     assert pool.node_status(SHADOW.address) == "active"
     paid = pool.submit(SHADOW)
     pool.judge(paid)
-    assert count(pool, schema.credits) == 1
+    assert pool.count(schema.credits) == 1
     with pool.store.read() as connection:
         (credit,) = connection.execute(sa.select(schema.credits)).mappings()
     assert (credit["submission_digest"], json.loads(credit["amount"])) == (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from judges import judge_of
-from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, ManagerSide, key, open_manager
+from money_kit import MANAGER, RUN, TOKEN, VALIDATOR, ManagerSide
+from money_kit import NODE as HONEST
+from money_kit import OTHER as LIAR
 
 from prime_core import encoding
 from prime_core.ids import ZERO_DIGEST, Digest
@@ -26,17 +26,11 @@ from prime_orchestrator.manager.roots import post_roots
 from prime_orchestrator.store import batches as store_batches
 from prime_orchestrator.store import schema
 
-HONEST, LIAR = key(10), key(11)
-
 
 @pytest.fixture
-def mgr(tmp_path: Path) -> Iterator[ManagerSide]:
-    made = open_manager(tmp_path)
-    made.publish(0)
-    made.admit(HONEST)
-    made.admit(LIAR)
-    yield made
-    made.store.close()
+def mgr(mgr: ManagerSide) -> ManagerSide:
+    mgr.admit(LIAR)
+    return mgr
 
 
 def rows(mgr: ManagerSide, table: sa.Table) -> list[sa.RowMapping]:
