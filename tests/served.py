@@ -3,12 +3,18 @@ they do. They end with the test."""
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import (
+    BaseHTTPRequestHandler,
+    SimpleHTTPRequestHandler,
+    ThreadingHTTPServer,
+)
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,9 +32,9 @@ def until(
 
 
 @contextmanager
-def served(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+def served(handler: Callable[..., BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
     """Serves one request handler; yields its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -38,6 +44,14 @@ def served(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def served_folder(folder: Path, port: int = 0) -> Iterator[str]:
+    """Serves the files of a folder; yields its URL."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with served(handler, port) as url:
+        yield url
 
 
 def listen(port: int = 0) -> tuple[socket.socket, str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from broadcast_world import CHUNK, TRAINER, Run, same_files
+from served import served
 
 from prime_broadcast.chunks import PER_SOURCE
 from prime_broadcast.cli import main
@@ -86,20 +86,16 @@ class Bucket:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/bucket"
+        self.handler = Handler
+        self.url = ""
 
 
 @pytest.fixture
 def bucket(run: Run) -> Iterator[Bucket]:
     found = Bucket(run.root)
-    thread = threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield found
-    found.server.shutdown()
-    thread.join()
-    found.server.server_close()
+    with served(found.handler) as url:
+        found.url = f"{url}/bucket"
+        yield found
 
 
 def test_a_bucket_serves_chunk_by_chunk_and_each_byte_once(

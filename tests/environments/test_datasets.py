@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from served import served, served_folder
 
 from prime_core.errors import (
     MalformedError,
@@ -249,31 +249,18 @@ def test_wrong_arguments_are_refused_in_one_sentence(arguments: dict[str, int | 
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A folder behind a web server on a free port."""
     folder = tmp_path / "www"
     folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(folder))
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", folder
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served_folder(folder) as url:
+        yield url, folder
 
 
 def test_a_url_is_fetched_once_and_kept_by_digest(
-    served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, folder = served
+    url, folder = site
     monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "kept"))
     source = write(folder / "tasks.jsonl", [math_row(n) for n in range(3)])
     digest = file_digest(source)
@@ -289,9 +276,9 @@ def test_a_url_is_fetched_once_and_kept_by_digest(
 
 
 def test_no_url_or_redirect_of_a_run_leads_into_a_private_network(
-    served: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, folder = served
+    url, folder = site
     source = write(folder / "tasks.jsonl", [math_row(1)])
     digest = file_digest(source)
     with pytest.raises(UntrustedError, match="private address"):
@@ -303,31 +290,22 @@ def test_no_url_or_redirect_of_a_run_leads_into_a_private_network(
             self.send_header("Location", f"{url}/tasks.jsonl")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirect)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    first = f"http://public.example:{server.server_port}/tasks.jsonl"
-
     def address(host: str) -> str:
         return "127.0.0.1" if host == "public.example" else public_address(host)
 
     monkeypatch.setattr(paced, "public_address", address)
-    try:
+    with served(Redirect) as other:
+        first = f"{other.replace('127.0.0.1', 'public.example')}/tasks.jsonl"
         with pytest.raises(UntrustedError, match="private address"):
             fetch(first, digest, tmp_path / "kept", public_only=True)
-        direct = f"http://127.0.0.1:{server.server_port}/tasks.jsonl"
+        direct = f"{other}/tasks.jsonl"
         assert fetch(direct, digest, tmp_path / "kept").read_bytes() == source.read_bytes()
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_other_bytes_missing_files_and_endless_ones_are_refused_and_leave_nothing(
-    served: tuple[str, Path], tmp_path: Path
+    site: tuple[str, Path], tmp_path: Path
 ) -> None:
-    url, folder = served
+    url, folder = site
     write(folder / "tasks.jsonl", [math_row(1)])
     kept = tmp_path / "kept"
     wrong = "0x" + hashlib.sha256(b"other").hexdigest()

@@ -4,8 +4,6 @@ saying so, for what does not."""
 from __future__ import annotations
 
 import errno
-import functools
-import http.server
 import itertools
 import json
 import logging
@@ -20,6 +18,7 @@ import docker
 import pytest
 from bridge_kit import Kit, hand_in, heartbeat_loop, policy_keeper
 from node_world import NODE, node_world, run_definition, until
+from served import served_folder
 
 from devnet.ports import free_port
 from prime_broadcast.pool import PoolNames
@@ -154,13 +153,8 @@ def test_an_agent_asks_again_for_a_dataset_whose_server_is_away(tmp_path: Path) 
     with node_world(tmp_path, environment=environment, groups_per_lease=1) as world:
         agent = world.join()
         until(lambda: "cannot be fetched" in world.log(), "it says what it waits for")
-        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
-        with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
+        with served_folder(site, port):
             kept = world.folder / "node" / "policies" / DATASETS_FOLDER / f"{digest[2:]}.jsonl"
             until(kept.exists, "the dataset is brought once the server is there")
             until(lambda: world.node_status() == "admitted", "the agent goes on to join")
-            server.shutdown()
-            thread.join()
         assert agent.poll() is None

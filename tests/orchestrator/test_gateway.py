@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ import pytest
 from operator_kit import PASSWORD, Operator, until, without_unit
 from orchestrator_world import run_definition
 from prometheus_client import generate_latest
+from served import served
 from sqlalchemy import Connection
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -218,14 +219,9 @@ def site() -> Iterator[str]:
     Site.seen.clear()
     Site.over.clear()
     Site.read_only, Site.dies_at, Site.refuses, Site.pause = True, "", 0, 0.0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    Site.over.set()
-    server.shutdown()
-    server.server_close()
-    join(thread)
+    with served(Site) as url:
+        yield url.removeprefix("http://")
+        Site.over.set()
 
 
 def join(*threads: threading.Thread) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import http.server
 import random
 import threading
 import tracemalloc
@@ -17,6 +15,7 @@ import pytest
 import trainer_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import served_folder
 
 from prime_core.batch import SignedBatch
 from prime_core.errors import (
@@ -380,28 +379,23 @@ def test_an_outage_of_the_object_store_does_not_end_the_trainer(
 
 @pytest.mark.parametrize("path", ["none", "page.html"])
 def test_what_does_not_come_as_signed_says_nothing_about_the_batch(
-    served_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(feed, "FETCH_TRIES", 2)
     (tmp_path / "page.html").write_text("<html>busy</html>")
     name = Digest("0x" + "ab" * 32)
-    with OrchestratorClient(served_folder, timeout=5.0) as client:
-        fetch = fetcher(client, {name: f"{served_folder}/{path}"}, threading.Event())
+    with OrchestratorClient(folder_url, timeout=5.0) as client:
+        fetch = fetcher(client, {name: f"{folder_url}/{path}"}, threading.Event())
         for limit in (10, 100):
             with pytest.raises(UnavailableError, match=f"{name} cannot be fetched"):
                 fetch(name, limit)
 
 
 @pytest.fixture
-def served_folder(tmp_path: Path) -> Iterator[str]:
+def folder_url(tmp_path: Path) -> Iterator[str]:
     """The address of an empty folder."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with served_folder(tmp_path) as url:
+        yield url
 
 
 def test_waiting_retries_until_an_answer_or_a_stop() -> None:
