@@ -227,8 +227,8 @@ def test_a_folder_of_another_pool_and_one_that_takes_no_files_are_named(tmp_path
         assert "--data DIR" in caught.value.hint
         blocked = Settings(orchestrator=party.url, data=party.folder / "password" / "data")
         (folder,) = [one for one in examine(blocked) if one.name == "folder"]
-        assert not folder.ok
-        assert "a file is in the way" in folder.said
+        assert folder.outcome == "failed"
+        assert "a file is in the way" in folder.found
 
 
 def test_the_doctor_says_how_many_policies_stay_loaded(

@@ -156,17 +156,12 @@ def doctor(
     """Check machine, network, appointment and bond. Needs no password. Exits with 1 if the
     validator could not judge."""
     flags = dict(locals())
+    from prime_core.doctor import show
     from prime_validator.doctor import examine
     from prime_validator.settings import Settings
 
     del flags["json_output"]
-    found = examine(_loaded(Settings, flags))
-    if json_output:
-        typer.echo(json.dumps([asdict(one) for one in found]))
-    else:
-        for one in found:
-            typer.echo(f"{'ok  ' if one.ok else 'FAIL'}  {one.name}: {one.said}")
-    if not all(one.ok for one in found):
+    if not show(examine(_loaded(Settings, flags)), as_json=json_output):
         raise typer.Exit(1)
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from prime_chain.amounts import prime
@@ -14,6 +13,7 @@ from prime_chain.contracts import Contracts
 from prime_chain.flows import stake_view
 from prime_chain.keystore import keystore_address
 from prime_chain.mirror import announced
+from prime_core.doctor import DoctorCheck, failed
 from prime_core.errors import PolicyError, PrimeError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
@@ -33,26 +33,16 @@ from prime_verify.proofs.thresholds import shipped
 FREE_MB = 1024
 
 
-@dataclass(frozen=True)
-class DoctorCheck:
-    """One check; `said` is the result, or what to do about it."""
-
-    name: str
-    ok: bool
-    said: str
-
-
 def examine(settings: Settings) -> list[DoctorCheck]:
     """Runs all checks; those that depend on a failed one are skipped."""
     found: list[DoctorCheck] = []
 
     def check(name: str, ask: Callable[[], str]) -> bool:
         try:
-            found.append(DoctorCheck(name, True, ask()))
+            found.append(DoctorCheck(name, "ok", ask()))
         except PrimeError as error:
-            hint = f" ({error.hint})" if isinstance(error, UserError) and error.hint else ""
-            found.append(DoctorCheck(name, False, f"{error}{hint}"))
-        return found[-1].ok
+            found.append(failed(name, error))
+        return found[-1].outcome == "ok"
 
     check("torch", _torch)
     check("folder", lambda: _folder(settings.data))
