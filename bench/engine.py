@@ -65,7 +65,7 @@ def requests(count: int, tokens: int, first: int = 0) -> list[GenerationRequest]
 
 def endless(engine: Any) -> Any:
     """The engine without end tokens, so that every row has the length that is asked."""
-    engine._end_tokens = frozenset()
+    engine.end_tokens = frozenset()
     return engine
 
 

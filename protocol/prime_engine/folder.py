@@ -43,35 +43,11 @@ _OF_WEIGHTS = ("manifest.json", "model.safetensors.index.json")
 
 
 class PolicyFacts:
-    """Properties of the loaded policy (prime_engine.base.Engine); engines set the fields."""
+    """Properties of the loaded policy (prime_engine.base.Engine); engines set them."""
 
-    _dtype: str
-    _vocabulary: int
-    _hidden: int
-    _positions: int
-    _end_tokens: frozenset[int]
-    _tokenizer: Any
-
-    @property
-    def dtype(self) -> str:
-        return self._dtype
-
-    @property
-    def vocabulary(self) -> int:
-        return self._vocabulary
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden
-
-    @property
-    def positions(self) -> int:
-        return self._positions
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return self._end_tokens
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
+    dtype: str
+    vocabulary: int
+    hidden_size: int
+    positions: int
+    end_tokens: frozenset[int]
+    tokenizer: Any

@@ -173,22 +173,22 @@ class PlainEngine(PolicyFacts):
         on_cpu = self._torch_device.type == "cpu"
         self._replay_tokens = CPU_PREFILL if on_cpu else REPLAY_TOKENS
         self._logit_elements = CPU_LOGITS if on_cpu else REPLAY_LOGITS
-        self._dtype = dtype
+        self.dtype = dtype
         self._held_in = None if prepare is None and not on_cpu else self._tensor_dtype
         """The dtype in which the weights are loaded; None: as they are in the files."""
         self._loaded: HeldModel | None = self._load(self._held_in, prepare)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of any kind where its files have another form
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise UnavailableError(
                 f"the tokenizer in {folder} cannot be loaded ({why}): copy the model folder again"
             ) from error
         config = self._held.config
-        self._vocabulary = self._held.vocabulary
-        self._hidden = int(config.hidden_size)
-        self._positions = int(config.max_position_embeddings)
-        self._end_tokens = end_tokens(self._folder, config)
+        self.vocabulary = self._held.vocabulary
+        self.hidden_size = int(config.hidden_size)
+        self.positions = int(config.max_position_embeddings)
+        self.end_tokens = end_tokens(self._folder, config)
         self._numeric_class: NumericClass | None = None
         self._text = text_digest(self._folder)
 
@@ -218,7 +218,7 @@ class PlainEngine(PolicyFacts):
 
     @property
     def _tensor_dtype(self) -> torch.dtype:
-        return torch.float32 if self._dtype == "float32" else torch.bfloat16
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -233,7 +233,7 @@ class PlainEngine(PolicyFacts):
     def in_dtype(self, dtype: str) -> PlainEngine:
         """See Engine.in_dtype. It replays with the same loaded weights, if those of `dtype` follow
         from them; else it loads its own, once."""
-        if dtype == self._dtype:
+        if dtype == self.dtype:
             return self
         if dtype not in self._others:
             self._others[dtype] = self._in_other_dtype(dtype)
@@ -249,7 +249,7 @@ class PlainEngine(PolicyFacts):
                 batch_rows=self._batch_rows,
             )
         other = copy.copy(self)
-        other._dtype, other._numeric_class = dtype, None
+        other.dtype, other._numeric_class = dtype, None
         other._queue, other._running, other._others = [], None, {}
         return other
 
@@ -392,11 +392,11 @@ class PlainEngine(PolicyFacts):
         else:
             each = [row.owner.temperature for row in running.rows]
             scaled.div_(torch.tensor(each, device=scaled.device)[:, None])
-        noise = self._noise(running.seeds, running.positions[:, -1], self._vocabulary)
+        noise = self._noise(running.seeds, running.positions[:, -1], self.vocabulary)
         tokens = (scaled + noise * running.noisy).argmax(dim=1)
         chosen = scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(dim=1)
         states = hidden.to(torch.bfloat16)
-        ends = torch.tensor(sorted(self._end_tokens), dtype=torch.int64, device=tokens.device)
+        ends = torch.tensor(sorted(self.end_tokens), dtype=torch.int64, device=tokens.device)
         running.limits = running.limits - 1
         over = ((running.limits < 1) | torch.isin(tokens, ends)).tolist()
         running.ids = tokens[:, None]
@@ -427,7 +427,7 @@ class PlainEngine(PolicyFacts):
             owner.sink.end([row.number])
         owner.left -= 1
         if owner.done:
-            owner.results = _gather_rows(owner.steps, len(owner.requests), self._end_tokens)
+            owner.results = _gather_rows(owner.steps, len(owner.requests), self.end_tokens)
             owner.steps = []
 
     def _keep(self, kept: list[int]) -> None:
@@ -450,7 +450,7 @@ class PlainEngine(PolicyFacts):
             self._require(request.prompt_tokens, len(request.output_tokens))
             rivals = request.rivals if request.rivals is not None else request.output_tokens
             tokens = request.output_tokens + rivals
-            if max(tokens) >= self._vocabulary or min(tokens) < 0:
+            if max(tokens) >= self.vocabulary or min(tokens) < 0:
                 raise MalformedError("an output token is outside the vocabulary")
             if len(rivals) != len(request.output_tokens):
                 raise MalformedError("a row has more or fewer rivals than output tokens")
@@ -504,7 +504,7 @@ class PlainEngine(PolicyFacts):
             [torch.arange(len(r) - n, len(r)) for r, n in zip(rows, counts, strict=True)]
         ).to(device)
         judged = []
-        chunk = max(1, self._logit_elements // self._vocabulary)
+        chunk = max(1, self._logit_elements // self.vocabulary)
         head = self._held.head(self._tensor_dtype)
         for start in range(0, len(claimed), chunk):
             part = slice(start, start + chunk)
@@ -551,7 +551,7 @@ class PlainEngine(PolicyFacts):
         logprobs_NV = scaled - scaled.logsumexp(dim=1, keepdim=True)
         probabilities = logprobs_NV.exp()
         tail = (probabilities * (probabilities < TAIL_PROBABILITY)).sum(dim=1)
-        noisy = scaled + self._noise(seeds, places, self._vocabulary)
+        noisy = scaled + self._noise(seeds, places, self.vocabulary)
         best, winners = noisy.max(dim=1)
         own = claimed[:, None]
         margins = best - noisy.gather(1, own)[:, 0]
@@ -569,7 +569,7 @@ class PlainEngine(PolicyFacts):
     ) -> Iterator[ProofPart]:
         """See Engine.proof_pass."""
         self._require(prompt_tokens, len(output_tokens))
-        if max(output_tokens) >= self._vocabulary or min(output_tokens) < 0:
+        if max(output_tokens) >= self.vocabulary or min(output_tokens) < 0:
             raise MalformedError("an output token is outside the vocabulary")
         row = torch.tensor([*prompt_tokens, *output_tokens], dtype=torch.int64)
         head = self._held.head(self._tensor_dtype)
@@ -599,7 +599,7 @@ class PlainEngine(PolicyFacts):
         return {
             "engine": NAME,
             "replay": REPLAY_MODE,
-            "dtype": self._dtype,
+            "dtype": self.dtype,
             "device": self.device,
             "attention": str(self._held.config._attn_implementation),
             "model": str(self._held.config.model_type),
@@ -615,11 +615,11 @@ class PlainEngine(PolicyFacts):
         return self._numeric_class
 
     def _require(self, prompt: Sequence[int], output: int) -> None:
-        if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
+        if not prompt or max(prompt) >= self.vocabulary or min(prompt) < 0:
             raise MalformedError("a prompt is empty or has a token outside the vocabulary")
-        if output < 1 or len(prompt) + output > self._positions:
+        if output < 1 or len(prompt) + output > self.positions:
             raise MalformedError(
-                f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
+                f"{len(prompt)} + {output} tokens do not fit the {self.positions} positions"
             )
 
 

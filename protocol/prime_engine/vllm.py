@@ -147,7 +147,7 @@ class VllmEngine(PolicyFacts):
             torch.cpu._init_amx()  # without this permission its kernels get SIGILL
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise UnavailableError(f"no model can be loaded from {folder}: {error}") from error
         if config.model_type not in ARCHITECTURES:
@@ -215,15 +215,15 @@ class VllmEngine(PolicyFacts):
         except BaseException:
             self.close()
             raise
-        self._dtype = dtype
+        self.dtype = dtype
         self._cpu = cpu
         self._config = config
         self._text = text_digest(folder)
         self._tensors = tensor_names(folder)
-        self._vocabulary = int(config.vocab_size)
-        self._hidden = int(config.hidden_size)
-        self._positions = positions
-        self._end_tokens = end_tokens(folder, config)
+        self.vocabulary = int(config.vocab_size)
+        self.hidden_size = int(config.hidden_size)
+        self.positions = positions
+        self.end_tokens = end_tokens(folder, config)
 
     def replace_policy(self, folder: Path) -> bool:
         """See PolicyReplacing. Only on GPUs."""
@@ -237,7 +237,7 @@ class VllmEngine(PolicyFacts):
             if self._ranks is not None:
                 self._ranks.replace_policy(folder)
             self._llm.apply_model(
-                lambda model: load_policy(model, folder, self._config, self._dtype, device)
+                lambda model: load_policy(model, folder, self._config, self.dtype, device)
             )
         except Exception as error:  # of vLLM's loaders, of safetensors, of CUDA
             raise UnavailableError(f"vLLM does not load {folder}: {error}") from error
@@ -271,7 +271,7 @@ class VllmEngine(PolicyFacts):
 
     def in_dtype(self, dtype: str) -> VllmEngine:
         """See Engine.in_dtype: returns itself or raises UnavailableError."""
-        if dtype != self._dtype:
+        if dtype != self.dtype:
             raise UnavailableError(
                 "the vLLM engine computes in one dtype only: validators use the plain engine"
             )
@@ -286,7 +286,7 @@ class VllmEngine(PolicyFacts):
     ) -> Iterator[ProofPart]:
         """See Engine.proof_pass. The whole row is prefilled before the first part."""
         self._require(GenerationRequest(tuple(prompt_tokens), len(output_tokens), None))
-        if max(output_tokens) >= self._vocabulary or min(output_tokens) < 0:
+        if max(output_tokens) >= self.vocabulary or min(output_tokens) < 0:
             raise MalformedError("an output token is outside the vocabulary")
         row = (*prompt_tokens, *output_tokens)
         with self._ranks.together() if self._ranks is not None else nullcontext():
@@ -352,7 +352,7 @@ class VllmEngine(PolicyFacts):
             "vllm": version,
             "replay": REPLAY_MODE,
             "chunk": str(PROOF_CHUNK),
-            "dtype": self._dtype,
+            "dtype": self.dtype,
             "device": self.device,
             "attention": attention,
             "model": str(self._config.model_type),
@@ -365,7 +365,7 @@ class VllmEngine(PolicyFacts):
             # The longest row is no fact: a proof pass replays no whole graph (vllm_proof).
             "graphs": str(getattr(compiled.cudagraph_mode, "name", compiled.cudagraph_mode)),
             "graph sizes": " ".join(map(str, compiled.cudagraph_capture_sizes or ())) or "none",
-        } | machine_facts(torch.device(device), getattr(torch, self._dtype))
+        } | machine_facts(torch.device(device), getattr(torch, self.dtype))
 
     def numeric_class(self) -> NumericClass:
         """See Engine.numeric_class."""
@@ -411,7 +411,7 @@ class VllmEngine(PolicyFacts):
                 temperature=0.0,
                 max_tokens=request.max_output_tokens,
                 ignore_eos=True,
-                stop_token_ids=sorted(self._end_tokens),
+                stop_token_ids=sorted(self.end_tokens),
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={_ROW: name},
@@ -443,7 +443,7 @@ class VllmEngine(PolicyFacts):
         if not rows.done:
             return
         for made, (logprobs, states) in zip(row.outputs, recorded(rows, row.outputs), strict=True):
-            reason: FinishReason = "end" if made[-1] in self._end_tokens else "length"
+            reason: FinishReason = "end" if made[-1] in self.end_tokens else "length"
             rows.results.append(Generation(made, logprobs, states, reason))
         rows.steps = []
 
@@ -474,12 +474,12 @@ class VllmEngine(PolicyFacts):
 
     def _require(self, request: GenerationRequest) -> None:
         prompt = request.prompt_tokens
-        if not prompt or max(prompt) >= self._vocabulary or min(prompt) < 0:
+        if not prompt or max(prompt) >= self.vocabulary or min(prompt) < 0:
             raise MalformedError("a prompt is empty or has a token outside the vocabulary")
         output = request.max_output_tokens
-        if output < 1 or len(prompt) + output > self._positions:
+        if output < 1 or len(prompt) + output > self.positions:
             raise MalformedError(
-                f"{len(prompt)} + {output} tokens do not fit the {self._positions} positions"
+                f"{len(prompt)} + {output} tokens do not fit the {self.positions} positions"
             )
 
 
