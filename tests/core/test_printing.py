@@ -11,7 +11,7 @@ import pytest
 
 from prime_core import logs
 from prime_core.errors import UserError
-from prime_core.logs import fields, formatter, log_to_stderr, set_process_fields
+from prime_core.logs import fields, formatter, set_process_fields
 from prime_core.printing import printable
 from prime_node.cli_common import tree_lines
 
@@ -69,12 +69,6 @@ def test_json_logs_are_one_object_an_event(monkeypatch: pytest.MonkeyPatch) -> N
     assert third["exception"][0]["exc_type"] == "ValueError"
     assert secret not in written.getvalue()
     assert written.getvalue().isascii()
-
-
-def test_an_unknown_log_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIME_LOG_FORMAT", "xml")
-    with pytest.raises(UserError, match="xml"):
-        log_to_stderr("info")
 
 
 def test_published_words_reach_no_terminal_as_they_are() -> None:

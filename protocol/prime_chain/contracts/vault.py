@@ -72,10 +72,6 @@ class Vault(Contract):
         """Stake on its way out, still slashable."""
         return cast(int, self._one("unbonding", provider, block=block))
 
-    def slashable(self, provider: Address, block: BlockId = "latest") -> int:
-        """Active and unbonding stake together."""
-        return cast(int, self._one("slashable", provider, block=block))
-
     def pending_slash(self, provider: Address, block: BlockId = "latest") -> int:
         """Stake held by open slash proposals."""
         return cast(int, self._one("pendingSlash", provider, block=block))
