@@ -107,6 +107,16 @@ class ExactPool:
     def submit(self, make: Make, node: Any = LIAR) -> SubmissionRow:
         return self.panel.mgr.submit(node, make=make, numeric_class=self.numeric.digest())
 
+    def leased(self) -> Digest | None:
+        """The class of a lease that a node gets now. It is deleted: a node holds one at a time."""
+        mgr = self.panel.mgr
+        mgr.bench.draws.prepare()
+        answer = leasing.lease(mgr.backend, HONEST.address, LeaseRequest(policy_version=0))
+        assert answer.lease is not None, answer.reason
+        with mgr.store.begin() as connection:
+            connection.execute(schema.leases.delete())
+        return answer.lease.numeric_class()
+
     def judge(self, row: SubmissionRow) -> SubmissionRow:
         """Validators judge until there is a verdict, or none of them has anything to do."""
         while any(one.judge_next() for one in self.validators):
@@ -555,22 +565,14 @@ def test_leases_name_a_class_only_if_two_live_validators_of_several_announced_it
     def wanted(request: ClassRequest) -> bool:
         return classes.announce(backend, HONEST.address, request).wanted
 
-    def leased() -> Digest | None:
-        exact.panel.mgr.bench.draws.prepare()
-        answer = leasing.lease(backend, HONEST.address, LeaseRequest(policy_version=0))
-        assert answer.lease is not None, answer.reason
-        with exact.panel.mgr.store.begin() as connection:
-            connection.execute(schema.leases.delete())  # a node holds one at a time
-        return answer.lease.numeric_class()
-
     exact.announce(exact.validators[0])
     assert [wanted(question), wanted(announced)] == [False, False]
-    assert leased() is None
+    assert exact.leased() is None
     exact.announce(exact.validators[1])
     assert [wanted(question), wanted(announced)] == [True, True]
-    assert leased() == exact.numeric.digest()
+    assert exact.leased() == exact.numeric.digest()
     assert wanted(question), "a worker starts again"
-    assert leased() is None, "until it has announced its class again"
+    assert exact.leased() is None, "until it has announced its class again"
 
 
 @pytest.mark.parametrize("differs", ["facts", "fingerprint"])

@@ -14,13 +14,13 @@ from test_exact_judged import ExactPool, _proven
 
 from prime_core import encoding
 from prime_core.ids import Address
-from prime_core.messages import ClassRequest, LeaseRequest
+from prime_core.messages import ClassRequest
 from prime_core.run import RunDefinition
 from prime_core.verdict import Reason
-from prime_orchestrator.api import classes, leasing
+from prime_orchestrator.api import classes
 from prime_orchestrator.manager import suspicion
 from prime_orchestrator.manager.members import derive_node
-from prime_orchestrator.store import chain, exact_classes, nodes, schema, slashes
+from prime_orchestrator.store import chain, exact_classes, nodes, slashes
 
 ACCOUNTS = [key(100 + number) for number in range(16)]
 
@@ -129,19 +129,11 @@ def test_no_lease_names_a_suspect_class_until_the_run_has_another_calibration(
         fingerprint=exact.numeric.fingerprint,
     )  # fmt: skip
 
-    def leased() -> bool:
-        exact.panel.mgr.bench.draws.prepare()
-        answer = leasing.lease(backend, HONEST.address, LeaseRequest(policy_version=0))
-        assert answer.lease is not None, answer.reason
-        with exact.panel.mgr.store.begin() as connection:
-            connection.execute(schema.leases.delete())  # a node holds one at a time
-        return answer.lease.numeric_class() is not None
-
     assert classes.announce(backend, HONEST.address, announced).wanted
-    assert leased()
+    assert exact.leased() is not None
     _count(exact, range(3), mismatched=True)
     assert _suspect(exact)
-    assert not leased()
+    assert exact.leased() is None
     assert not classes.announce(backend, HONEST.address, announced).wanted
 
     other = encoding.sha256(b"another calibration")
