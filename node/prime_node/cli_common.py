@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from prime_core.command_line import (
     Quorum,
     Rpcs,
     as_typed,
+    with_options,
 )
 from prime_core.printing import printable
 from prime_core.times import utc
@@ -79,17 +79,6 @@ def configured(function: Callable[..., None]) -> Callable[..., None]:
     `function` takes `settings` first and its own parameters after it. Its further Settings (such
     as `runtime`) are its own parameters whose names Settings knows; they reach it in `settings`.
     """
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(
-            function, eval_str=True, locals={"Settings": None}
-        ).parameters.items()
-        if name != "settings"
-    ]
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in _COMMON.items()
-    ]
 
     def command(**values: Any) -> None:
         from prime_node.config import Settings, load
@@ -101,11 +90,7 @@ def configured(function: Callable[..., None]) -> Callable[..., None]:
         _typed.set(as_typed(function, given))
         function(load(flags, config), **values)
 
-    command.__name__ = function.__name__
-    command.__doc__ = function.__doc__
-    command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in own + common}
-    return command
+    return with_options(function, {name: (one, None) for name, one in _COMMON.items()}, command)
 
 
 def print_json(value: Any, *, compact: bool = False) -> None:

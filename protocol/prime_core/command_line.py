@@ -112,8 +112,11 @@ def with_options(
     call: Callable[..., None],
 ) -> Callable[..., None]:
     """Turns `call` into a command and returns it. The command has the name, the docstring and all
-    but the first parameter of `function`, and `options`: name → (annotation, default)."""
-    _, *own = inspect.signature(function, eval_str=True).parameters.values()
+    but the first parameter of `function`, and `options`: name → (annotation, default). The type of
+    the first parameter may be imported for type checkers only."""
+    first, *_ = inspect.signature(function).parameters.values()
+    names = {str(first.annotation): None}
+    _, *own = inspect.signature(function, eval_str=True, locals=names).parameters.values()
     by_name = inspect.Parameter.KEYWORD_ONLY
     parameters = [one.replace(kind=by_name) for one in own] + [
         inspect.Parameter(name, by_name, default=default, annotation=annotation)
