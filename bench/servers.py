@@ -215,6 +215,7 @@ def _serve(descriptor: int, place: Place) -> None:
     """An API process on the socket that it inherits."""
     import uvloop
 
+    from prime_core.loops import Loops
     from prime_orchestrator.api.app import create_app
     from prime_orchestrator.api.connections import Proxies
     from prime_orchestrator.api.liveness import LifeTicks
@@ -227,7 +228,6 @@ def _serve(descriptor: int, place: Place) -> None:
         JUDGE_SECONDS,
         LIFE_SECONDS,
         MONEY_SECONDS,
-        Loops,
         make_server,
     )
 

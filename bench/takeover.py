@@ -17,7 +17,7 @@ from statistics import mean
 
 from bench.form import Row
 from bench.servers import Database, empty, end, line, start
-from prime_orchestrator.serve import Loops
+from prime_core.loops import Loops
 from prime_orchestrator.store import open_store
 from prime_orchestrator.store.leaders import BEAT_SECONDS, LoopLease
 

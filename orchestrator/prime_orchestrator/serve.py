@@ -24,11 +24,9 @@ import resource
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +48,7 @@ from prime_core.errors import ConflictError, UnavailableError, UserError
 from prime_core.folders import make_folder
 from prime_core.ids import Address
 from prime_core.logs import log_to_stderr, set_process_fields
+from prime_core.loops import Loops
 from prime_core.memory import collect_rarely
 from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
@@ -76,7 +75,6 @@ MONEY_SECONDS = 1.0
 DRAW_SECONDS = 2.0
 LIFE_SECONDS = 1.0
 PROBE_SECONDS = 5.0
-LONGEST_PAUSE = 10.0
 KEPT_FILES = 1024
 """Open files reserved for the database, the chain and the object store."""
 MOST_CONNECTIONS = 100_000
@@ -272,72 +270,6 @@ def make_server(app: ASGIApp, proxies: Proxies) -> Server:
             server_header=False,
         )
     )
-
-
-@dataclass(frozen=True)
-class _Crash:
-    name: str
-    error: Exception
-
-
-class Loops:
-    """Background ticks, one thread each, that stop together."""
-
-    def __init__(self, on_crash: Callable[[], object]) -> None:
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._heads: list[NewHeads] = []
-        self._crashes: list[_Crash] = []
-        self._on_crash = on_crash
-
-    def start(
-        self, name: str, tick: Callable[[], object], every: float, heads: NewHeads | None = None
-    ) -> None:
-        """Calls `tick` about every `every` seconds until `stop`, and when `heads` announces a
-        block."""
-        if heads is not None:
-            self._heads.append(heads)
-        thread = threading.Thread(
-            target=self._run, args=(name, tick, every, heads), name=f"loop-{name}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
-
-    def _run(
-        self, name: str, tick: Callable[[], object], every: float, heads: NewHeads | None
-    ) -> None:
-        pause = every
-        while not self._stop.is_set():
-            try:
-                tick()
-                pause = every
-            except UnavailableError as error:
-                pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
-                log.warning("the %s loop tries again in %.0f s: %s", name, pause, error)
-            except Exception as error:  # a defect: log it, then end the process
-                log.critical("the %s loop met a defect; the process ends", name, exc_info=error)
-                self._crashes.append(_Crash(name, error))
-                self._on_crash()
-                return
-            if heads is not None and pause == every:
-                heads.wait(pause)
-            else:
-                self._stop.wait(pause)
-
-    def stop(self, seconds: float = 20.0) -> None:
-        """Stops all loops after their current tick; waits at most `seconds` for each."""
-        self._stop.set()
-        for heads in self._heads:
-            heads.close()
-        for thread in self._threads:
-            thread.join(seconds)
-            if thread.is_alive():
-                log.error("%s did not end in %.0f s and is left behind", thread.name, seconds)
-
-    def raise_crash(self) -> None:
-        """Raises the first defect that a loop met, if any."""
-        for crash in self._crashes:
-            raise crash.error
 
 
 # -- checks at startup ---------------------------------------------------------------------------

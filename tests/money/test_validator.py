@@ -36,6 +36,7 @@ from prime_core.errors import (
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.logs import fields
+from prime_core.loops import Loops
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import Receipt
 from prime_core.run import RunDefinition
@@ -57,7 +58,7 @@ from prime_orchestrator.store.submissions import SubmissionRow
 from prime_validator import judging
 from prime_validator.folder import Folder, Sealed
 from prime_validator.judging import LATER_SECONDS, Validator, _AbstainError, _LaterError
-from prime_validator.run import Background, judge_until
+from prime_validator.run import PASSING, judge_until
 from prime_verify import replay
 from prime_verify.audit import audit_slash, audit_submission
 from prime_verify.audit_compare import Audit
@@ -582,11 +583,11 @@ def test_another_program_s_answer_or_a_wrong_clock_does_not_end_a_validator(
     assert left == 0
 
     stop, left = threading.Event(), 2
-    background = Background(stop)
-    background.start("a test", ask, 0.0)
+    loops = Loops(stop.set, stop=stop, passing=PASSING)
+    loops.start("a test", ask, 0.0)
     assert stop.wait(60)
-    background.join()
-    background.raise_defect()
+    loops.stop(None)
+    loops.raise_crash()
     assert left == 0
 
     stop, left = threading.Event(), 2

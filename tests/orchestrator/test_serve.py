@@ -43,6 +43,7 @@ from devnet.s3 import BUCKET, SECRET_KEY, S3Server
 from prime_chain.keystore import save_keystore
 from prime_core.encoding import sha256
 from prime_core.errors import PrimeError, UnavailableError, UntrustedError, UserError
+from prime_core.loops import Loops
 from prime_core.messages import Heartbeat, HeartbeatAnswer, ReceiptAnswer, Status, SubmissionInfo
 from prime_core.storage.base import ObjectStore, digest_key
 from prime_core.storage.directory import DirectoryStore
@@ -51,7 +52,7 @@ from prime_core.transport.client import OrchestratorClient
 from prime_orchestrator.cli.main import app
 from prime_orchestrator.config import load
 from prime_orchestrator.manager import loops as manager
-from prime_orchestrator.serve import Loops, address_of, bind, place_of, run
+from prime_orchestrator.serve import address_of, bind, place_of, run
 from prime_orchestrator.store import Store, jobs, meta, open_store, policies, sqlite_url
 
 

@@ -65,6 +65,7 @@ from prime_core.errors import (
 )
 from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.logs import log_to_stderr
+from prime_core.loops import Loops
 from prime_core.run import RunDefinition
 from prime_core.settings import needed
 from prime_core.signing import Signer
@@ -76,7 +77,7 @@ from prime_envs.registry import environment_for
 from prime_envs.sources import bring_files, datasets_folder
 from prime_validator.folder import Folder, KeptVote
 from prime_validator.pool import check_replay
-from prime_validator.run import Background
+from prime_validator.run import LONGEST_PAUSE, PASSING
 from prime_validator.settings import JurorSettings
 from prime_verify.audit import MAX_OBJECT_BYTES, Setting, audit_slash
 from prime_verify.audit_compare import Audit
@@ -436,13 +437,13 @@ def run(settings: JurorSettings) -> None:
         )
         replays = PoolReplays(settings, client, deployment, signer, load, now=time.time)
         juror = Juror(Contracts(client, deployment), sender, folder, replays, secrets.token_bytes)
-        threads = Background(stop)
-        stack.callback(threads.join)
-        threads.start("juror", juror.tick, max(TICK_SECONDS, client.network.block_time))
+        loops = Loops(stop.set, stop=stop, passing=PASSING, longest_pause=LONGEST_PAUSE)
+        stack.callback(loops.stop, None)
+        loops.start("juror", juror.tick, max(TICK_SECONDS, client.network.block_time))
         print(json.dumps({"juror": signer.address, "pid": os.getpid()}), flush=True)
         stop.wait()
-        threads.join()
-        threads.raise_defect()
+        loops.stop(None)
+        loops.raise_crash()
     log.info("ended")
 
 

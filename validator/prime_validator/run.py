@@ -41,6 +41,7 @@ from prime_core.errors import (
 from prime_core.folders import make_folder
 from prime_core.ids import Digest
 from prime_core.logs import log_to_stderr, set_process_fields
+from prime_core.loops import Loops
 from prime_core.transport.addresses import is_loopback
 from prime_core.transport.client import OrchestratorClient
 from prime_core.validator_messages import ClassList, ExactClass
@@ -159,16 +160,16 @@ def run(settings: Settings) -> None:
             setup = replace(setup, hold=mirror.hold)
         sessions = Sessions(judging=api, keeping=session())
         validator = Validator(sessions, folder, pool, signer, setup, now=time.time)
-        threads = Background(stop)
-        stack.callback(threads.join)
-        threads.start("draws", draws.prepare, DRAW_SECONDS)
+        loops = Loops(stop.set, stop=stop, passing=PASSING, longest_pause=LONGEST_PAUSE)
+        stack.callback(loops.stop, None)
+        loops.start("draws", draws.prepare, DRAW_SECONDS)
         if mirror is not None and settings.mirror is not None:
             if settings.mirror_listen:
                 at = settings.mirror_url or f"http://{settings.mirror_listen}"
                 mirror.describe(api.client.pool(), at)
                 stack.callback(MirrorServer(settings.mirror, settings.mirror_listen).close)
             follower = Follower(mirror, chain, pool.deployment)
-            threads.start("mirror", follower.tick, EVERY_SECONDS)
+            loops.start("mirror", follower.tick, EVERY_SECONDS)
         print(json.dumps({"validator": signer.address, "pid": os.getpid()}), flush=True)
         announcer = None
         if settings.exact:
@@ -176,8 +177,8 @@ def run(settings: Settings) -> None:
                 api, policies, provers or engines, settings.exact, meanwhile=validator.present
             )
         judge_until(stop, validator, settings.pack, settings.idle_seconds, announcer)
-        threads.join()
-        threads.raise_defect()
+        loops.stop(None)
+        loops.raise_crash()
     log.info("ended")
 
 
@@ -284,43 +285,3 @@ class Announcer:
             with self._engines.using(version, digest, self._dtype) as engine:
                 return engine.numeric_class()
         return self._engines.engine(version, digest).in_dtype(self._dtype).numeric_class()
-
-
-class Background:
-    """Threads that repeat a tick until `stop` is set. A defect in one sets it."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._threads: list[threading.Thread] = []
-        self._defects: list[Exception] = []
-
-    def start(self, name: str, tick: Callable[[], object], every: float) -> None:
-        thread = threading.Thread(target=self._run, args=(name, tick, every), name=name)
-        self._threads.append(thread)
-        thread.start()
-
-    def _run(self, name: str, tick: Callable[[], object], every: float) -> None:
-        pause = every
-        while not self._stop.is_set():
-            try:
-                tick()
-                pause = every
-            except PASSING as error:
-                pause = min(max(2 * pause, 1.0), LONGEST_PAUSE)
-                log.warning("%s: tries again in %.0f s: %s", name, pause, error)
-            except Exception as error:  # a defect ends the process; its supervisor restarts it
-                log.critical("%s met a defect; the process ends", name, exc_info=error)
-                self._defects.append(error)
-                self._stop.set()
-            self._stop.wait(pause)
-
-    def join(self) -> None:
-        """Stops the threads and waits for them."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def raise_defect(self) -> None:
-        """Raises the first defect that a thread met, if any."""
-        for error in self._defects:
-            raise error
