@@ -2,7 +2,7 @@
 
 The run is `python -m devnet faults` (devnet/faults.py says what it consists of). `kept_KIND` is the
 rate of accepted files from the start of a fault of that kind to the next fault, as a share of the
-fault-free rate. A window of 24 s has about 25 files.
+fault-free rate. A window of 24 s has 10 to 25 files.
 """
 
 from __future__ import annotations
