@@ -10,7 +10,7 @@ directions):
     mixed_X_N     share of nodes found within N files whose tokens and states are X's, while the
                   leased policy made the proof passes
     scored_X_N    the same, but the leased policy computes the states of X's tokens too: only the
-                  sampling margins are left to find it
+                  sampling margins are left to find it, and few short rows have one
     honest_held   share of honest files that are not accepted
     saved_int8    share of CPU time that 8-bit weights save a node that makes its proof passes
                   honestly (SmolLM2-135M-Instruct, float32; only with its folder PRIME_SMOLLM_HOME)
@@ -183,9 +183,7 @@ def _node_found(files: Sequence[Finding], honest: Sequence[Finding]) -> bool:
     if any(map(_rejected, files)):
         return True
     excess = (
-        history.excess(_sums(files, name), [_sums(honest, name)])
-        for name in files[0].shares()
-        if name in history.SMOOTH
+        history.excess(_sums(files, name), [_sums(honest, name)]) for name in files[0].shares()
     )
     return any(found is not None and found > history.MOST_EXCESS for found in excess)
 

@@ -52,9 +52,9 @@ def test_a_lot_that_only_the_secret_shows_has_whole_files_replayed() -> None:
     assert counts.count(ROWS) == pytest.approx(len(counts) / FULL_EVERY, rel=0.25)
 
 
-def _sums(node: Address, values: list[float], setup: str = SETUP) -> DriftRow:
+def _sums(node: Address, values: list[float], statistic: str = "sketch") -> DriftRow:
     squares = sum(value * value for value in values)
-    return DriftRow(node, setup, "sketch", len(values), sum(values), squares)
+    return DriftRow(node, SETUP, statistic, len(values), sum(values), squares)
 
 
 def test_a_small_excess_shows_over_many_files_and_not_in_few() -> None:
@@ -65,6 +65,20 @@ def test_a_small_excess_shows_over_many_files_and_not_in_few() -> None:
     assert excess(_sums(NODE, [0.35] * (LEAST_FILES - 1)), others) is None
     assert excess(many, [_sums(OTHER, [0.3] * 100)]) is None
     assert excess(many, []) is None
+
+
+@pytest.mark.parametrize("statistic", ["margin_mean", "twin_margin"])
+def test_means_of_margins_are_compared_once_they_rest_on_enough_tokens(statistic: str) -> None:
+    rare = _sums(OTHER, [0.0] * 450 + [0.3] * 50, statistic)
+    assert excess(_sums(NODE, [0.0] * 90 + [0.6] * 10, statistic), [rare]) is None
+    found = excess(_sums(NODE, [0.0] * 450 + [0.6] * 50, statistic), [rare])
+    assert found == pytest.approx(0.03 / (0.09 * (2 / 500) ** 0.5))
+    own = _sums(NODE, [0.2, 0.4] * 20, statistic)
+    assert excess(own, [_sums(OTHER, [0.0] * 460 + [0.3] * 40, statistic)]) is None
+    often = _sums(OTHER, [0.1, 0.3] * 20, statistic)
+    assert excess(own, [often]) == pytest.approx(0.1 / (0.1 * (2 / 40) ** 0.5))
+    assert excess(_sums(NODE, [0.0] * 8, statistic), [often]) is None
+    assert excess(_sums(NODE, [0.4] * 99, "margin_max"), [_sums(OTHER, [0.1, 0.3] * 9)]) is None
 
 
 def test_a_node_is_compared_with_other_nodes_of_its_setup_only() -> None:

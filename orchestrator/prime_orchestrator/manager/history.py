@@ -40,9 +40,14 @@ SMOOTH = frozenset(
         *("twin_logprob", "twin_mantissa", "twin_sketch"),
     }
 )
-"""Statistics whose means over files are nearly normal. Margins are excluded because they are
-nearly always 0, and maxima because they are not means: honest nodes differ by 8 standard errors
-in them."""
+"""Statistics whose means over files are nearly normal. Maxima are excluded because they are not
+means: honest nodes differ by 8 standard errors in them."""
+MARGINS = frozenset({"margin_mean", "twin_margin"})
+"""Statistics that are 0 for most tokens, and for all tokens of many short files. They alone show
+who decodes with other weights and computes states and proof passes with the true ones."""
+LARGEST_ERROR = 1 / 7
+"""Standard error of a mean of MARGINS, as a share of it, up to which the mean is compared. It takes
+about 100 tokens with a margin above 0, and the mean is then nearly normal."""
 
 LEAST_MISMATCHES = 2
 MOST_TIMES = 3
@@ -70,18 +75,30 @@ def draw_count(run: RunDefinition, accepted_before: int, secret: Digest) -> int:
 
 def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     """Returns by how many standard errors the node's mean exceeds that of `others`: the same
-    statistic for the pool's other nodes with the same setup. None for statistics that are not
-    SMOOTH, if either side has fewer than LEAST_FILES files, or if the others' files do not vary."""
-    if sums.statistic not in SMOOTH:
+    statistic for the pool's other nodes with the same setup. None for statistics that are neither
+    SMOOTH nor MARGINS, if either side has fewer than LEAST_FILES files, if the others' files do not
+    vary, or if a mean of MARGINS is less certain than LARGEST_ERROR."""
+    if sums.statistic not in SMOOTH | MARGINS:
         return None
     files = sum(row.files for row in others)
     if min(files, sums.files) < LEAST_FILES:
         return None
-    mean = sum(row.total for row in others) / files
-    variance = sum(row.squares for row in others) / files - mean * mean
+    total, squares = sum(row.total for row in others), sum(row.squares for row in others)
+    mean = total / files
+    variance = squares / files - mean * mean
     if variance <= 0:
         return None
+    if sums.statistic in MARGINS and (
+        _relative_error(files, total, squares) > LARGEST_ERROR
+        or _relative_error(sums.files, sums.total, sums.squares) > LARGEST_ERROR
+    ):
+        return None
     return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
+
+
+def _relative_error(files: int, total: float, squares: float) -> float:
+    """The standard error of a mean over `files`, as a share of the mean, which is not negative."""
+    return math.sqrt(max(squares / total**2 - 1 / files, 0.0)) if total > 0 else math.inf
 
 
 def mismatching(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
