@@ -4,7 +4,7 @@
 rows alone, measured again); `proofs` takes `--minutes M` for its honest windows. Both take
 `--device cpu|cuda:N`: where models generate and replay. What a GPU gives is a bench of another name
 (`detection-cuda`), to be kept apart. `demo` takes `--only rest|busy|one-core`, `orchestrator` takes
-`--only ROW`, `settling` takes `--files N`.
+`--only ROW`, `settling` takes `--files N`. `few` takes `--minutes M` and `--write`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ BENCHES = {
     "demo": "Nine whole demos from a clean checkout: at rest, on busy cores, on one core (an hour)",
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
+    "few": "Limits of fewer than 8 replayed rows, and what they find of 8-bit weights",
     "exact": "What proof passes of an exact class find, and what they do not",
     "proofs": "Cost and soundness of activation proofs",
     "multiturn": "What conversations cost to verify, and honest ones of which none is rejected",
@@ -53,8 +54,10 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Words without the options of two benches, and these. An option without its value, or
     with one that is not a number, stays where it is and is refused as an unknown flag."""
     kinds: dict[str, Callable[[str], Any]] = {}
+    if {"detection", "proofs", "few"} & {*words}:
+        kinds["--minutes"] = float
     if {"detection", "proofs"} & {*words}:
-        kinds |= {"--minutes": float, "--device": str}
+        kinds["--device"] = str
     if "detection" in words:
         kinds["--model"] = Path
     if {"demo", "orchestrator"} & {*words}:
@@ -71,6 +74,9 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     if "detection" in words and "--costs" in rest:
         rest.remove("--costs")
         options["costs"] = True
+    if "few" in words and "--write" in rest:
+        rest.remove("--write")
+        options["write"] = True
     return rest, options
 
 

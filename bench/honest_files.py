@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.form import ROOT, Row
 from bench.honest import Bench
@@ -49,11 +51,15 @@ class Maker:
         return f"{self.engine}-{self.dtype}-{self.batch_rows}"
 
 
-def make(bench: Bench, maker: Maker, numbers: range) -> list[HonestFile]:
-    """The files of the leases `numbers`. Raises UnavailableError if the setup does not run."""
-    if maker.engine == "plain":
-        return _made(bench, bench.engine(maker.dtype, maker.batch_rows), numbers)
-    if not VLLM_PYTHON.exists():
+def make(
+    bench: Bench, maker: Maker, numbers: range, settings: Mapping[str, str] = MappingProxyType({})
+) -> list[HonestFile]:
+    """The files of the leases `numbers`; with `settings` (environment variables), by a process of
+    their own. Raises UnavailableError if the setup does not run."""
+    if maker.engine == "plain" and not settings:
+        return files_by(bench, bench.engine(maker.dtype, maker.batch_rows), numbers)
+    python = Path(sys.executable) if maker.engine == "plain" else VLLM_PYTHON
+    if not python.exists():
         raise UnavailableError(f"{maker.name}: vLLM is not installed here: scripts/setup_vllm.sh")
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
@@ -66,14 +72,15 @@ def make(bench: Bench, maker: Maker, numbers: range) -> list[HonestFile]:
             *("--groups", str(bench.groups), "--samples", str(bench.samples)),
         ]
         ours = os.pathsep.join((str(ROOT), str(ROOT / "protocol")))
-        run_elsewhere(VLLM_PYTHON, arguments, maker.name, {"PYTHONPATH": ours})
+        run_elsewhere(python, arguments, maker.name, {"PYTHONPATH": ours, **settings})
         return [
             replace(bench.lease(number)[0], data=(Path(folder) / f"{number}.parquet").read_bytes())
             for number in numbers
         ]
 
 
-def _made(bench: Bench, engine: Engine, numbers: range) -> list[HonestFile]:
+def files_by(bench: Bench, engine: Engine, numbers: range) -> list[HonestFile]:
+    """The files of the leases `numbers`, whose rows `engine` makes together."""
     leases = [bench.lease(number) for number in numbers]
     rows = [row for _, plan in leases for row in plan]
     generations = iter(build.generate_rows(rows, bench.run, engine))
@@ -170,7 +177,7 @@ def main() -> int:
         )  # fmt: skip
         try:
             numbers = range(options.first, options.first + options.count)
-            for number, file in zip(numbers, _made(bench, engine, numbers), strict=True):
+            for number, file in zip(numbers, files_by(bench, engine, numbers), strict=True):
                 (options.out / f"{number}.parquet").write_bytes(file.data)
         finally:
             engine.close()

@@ -58,7 +58,7 @@ from prime_verify.audit import (
 )
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FetchedEngines, load_engine
-from prime_verify.proofs.thresholds import Calibration, parse_signed
+from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped_as
 from prime_verify.provers import provers_here
 
 
@@ -237,11 +237,13 @@ def _setting(
 def run_calibration(
     run: RunDefinition, library: Library, manager: Address, domain: Domain
 ) -> Calibration | None:
-    """Returns the run's own calibration object; None if it uses the shipped one. Raises
-    MalformedError or UntrustedError if the object is not a calibration signed by the pool's
-    manager."""
+    """Returns the calibration that the run names, a shipped one or an object; None if it names none
+    and so uses the shipped one. Raises MalformedError or UntrustedError if the object is not a
+    calibration signed by the pool's manager."""
     if run.calibration == ZERO_DIGEST:
         return None
+    if found := shipped_as(run.calibration):
+        return found
     return parse_signed(library.object(run.calibration, MAX_OBJECT_BYTES), manager, domain)
 
 
@@ -275,7 +277,10 @@ def gather(
             raise MalformedError(f"the verdict {info.verdict} does not parse") from error
         found["verdict_table.json"] = library.object(opinion.table, MAX_OBJECT_BYTES)
     if run.calibration != ZERO_DIGEST:
-        found["calibration.json"] = library.object(run.calibration, MAX_OBJECT_BYTES)
+        own = shipped_as(run.calibration)
+        found["calibration.json"] = (
+            own.canonical() if own else library.object(run.calibration, MAX_OBJECT_BYTES)
+        )
     return found
 
 

@@ -10,8 +10,9 @@ Per file, with W the file's pay, S the slash and d the chance that the file is r
 `saves` is an upper bound: the share of the work that the cheat avoids, if the work costs all that
 it is paid. A cheat that only changes what is trained (another temperature, best of n) earns
 nothing and is not listed. Detection rates are those of `python -m bench detection` on bfloat16
-files (docs/detection.md): per file with all statistics, and per row alone. A test holds this
-module's numbers to bench/results/detection.json.
+files (docs/detection.md): per file with all statistics, and per row alone; and of `python -m bench
+few` by limits of few rows, if the run names a shipped calibration that has them. A test holds this
+module's numbers to bench/results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from prime_chain.amounts import prime
 from prime_core.run import RunDefinition
 from prime_envs.definition import PROMPT_SHARE, RISK_FACTOR_MICRO
 from prime_orchestrator.manager.history import FULL_EVERY, NEWCOMER_FILES
-from prime_verify.proofs.thresholds import FILE_ROWS, LONG_TOKENS
+from prime_verify.proofs.thresholds import (
+    FILE_ROWS,
+    LEAST_TOKENS,
+    LONG_TOKENS,
+    ROW_COUNTS,
+    shipped_as,
+)
 
 FILES = 100
 """Number of files over which survival is stated."""
@@ -47,7 +54,8 @@ class Cheat:
 
     `saves`: upper bound of the share of the work that it avoids. `tokens`: replayed tokens from
     which one statistic separates it from honest work. `file`, `row`: share of files of 8 rows of
-    ROW_TOKENS, and of single such rows, that are rejected, by setup.
+    ROW_TOKENS, and of single such rows, that are rejected, by setup. `few`: for numbers of tokens,
+    the share of draws of fewer than FILE_ROWS rows with so many that limits of few rows reject.
     """
 
     bench: str
@@ -56,10 +64,28 @@ class Cheat:
     tokens: int
     file: tuple[float, float]
     row: tuple[float, float]
+    few: tuple[tuple[int, tuple[float, float]], ...] = ()
+
+    def found_in_few(self, set_up: SetUp, tokens: float) -> float:
+        """The share that limits of few rows reject of draws with `tokens` tokens."""
+        shares = [share[SET_UPS.index(set_up)] for least, share in self.few if least <= tokens]
+        return max(shares, default=0.0)
 
 
 CHEATS = (
-    Cheat("int8", "8-bit weights", 0.5, 256, (1.0, 0.0), (0.0, 0.0)),
+    Cheat(
+        "int8",
+        "8-bit weights",
+        0.5,
+        256,
+        (1.0, 0.0),
+        (0.0, 0.0),
+        few=(
+            (64, (0.5869565217391305, 0.0)),
+            (128, (0.701530612244898, 0.0)),
+            (256, (0.7664359861591695, 0.0)),
+        ),
+    ),
     Cheat("kv8", "an 8-bit cache", 0.5, 256, (1.0, 0.0), (0.0, 0.0)),
     Cheat("old1_1e5", "a policy one small step old", 0.05, 1024, (0.0, 0.0), (0.0, 0.0)),
     Cheat("int4", "4-bit weights", 0.75, 32, (1.0, 1.0), (1.0, 1.0)),
@@ -90,19 +116,30 @@ def file_pay(run: RunDefinition) -> float:
     return run.rows_per_lease * row_tokens(run) * run.price_per_unit
 
 
-def detected(cheat: Cheat, set_up: SetUp, rows: int, tokens: float) -> float:
+def detected(cheat: Cheat, set_up: SetUp, rows: int, tokens: float, *, few: bool = False) -> float:
     """Chance that a file is rejected if `rows` of its rows are replayed, of `tokens` each.
 
     Too few tokens for any statistic to tell count as 0. Files with at least FILE_ROWS rows and
     LONG_TOKENS tokens are judged by the limits that the bench measured; of others only the rates
-    of single rows are known, taken per ROW_TOKENS tokens.
+    of single rows are known, taken per ROW_TOKENS tokens, and, if there are limits of `few` rows,
+    theirs. More rows show no less.
     """
     index, replayed = SET_UPS.index(set_up), rows * tokens
+    together = cheat.found_in_few(set_up, rows * min(tokens, ROW_COUNTS)) if few else 0.0
     if replayed < cheat.tokens:
-        return 0.0
+        return together
     alone = 1.0 - math.pow(1.0 - cheat.row[index], replayed / ROW_TOKENS)
-    whole = rows >= FILE_ROWS and replayed >= LONG_TOKENS
-    return max(alone, cheat.file[index]) if whole else alone
+    if rows >= FILE_ROWS and replayed >= LONG_TOKENS:
+        together = max(together, cheat.file[index])
+    return max(alone, together)
+
+
+def judges_few(run: RunDefinition, set_up: SetUp) -> bool:
+    """Whether the run names a shipped calibration with limits of few rows for bfloat16 files of
+    this setup. Of a calibration of its own nothing is known."""
+    named = shipped_as(run.calibration)
+    setup = named and named.setup(f"{set_up}/1", "bfloat16", "cpu")
+    return bool(setup and setup.few)
 
 
 @dataclass(frozen=True)
@@ -131,10 +168,12 @@ def prospect(
     share, and later one file in FULL_EVERY is replayed whole.
     """
     rows, tokens = run.rows_per_lease, row_tokens(run)
-    floor = run.least_drawn(rows)
+    floor, few = run.least_drawn(rows), judges_few(run, set_up)
+    least = math.ceil(LEAST_TOKENS / tokens)
 
     def chance(drawn: int) -> float:
-        return judged_honestly * detected(cheat, set_up, min(rows, drawn), tokens)
+        drawn = min(rows, max(drawn, least))
+        return judged_honestly * detected(cheat, set_up, drawn, tokens, few=few)
 
     usual = chance(floor) + (chance(rows) - chance(floor)) / FULL_EVERY
     new = chance(2 * floor)

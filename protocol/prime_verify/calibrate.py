@@ -17,7 +17,7 @@ import logging
 import platform
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -49,6 +49,7 @@ from prime_verify.proofs.thresholds import (
     chance_of_one,
     counted,
     explained,
+    few_limits,
     least_ratio,
     wider,
 )
@@ -85,6 +86,9 @@ OTHERS_SHARE = 4
 LEAST_VALUES = 10
 """Minimum number of honest values of a statistic. With fewer, none lies in its tail (tails.SHARE)
 and the fit may be too tight, so such rows or files get no limits."""
+LEAST_SETS = 100
+"""Minimum number of honest sets of few rows with so many tokens. With fewer, the fit would be so
+wide that it found nothing, and would widen the limits of fewer tokens."""
 LIE_FILES = 4
 """Files of 64 rows made with each lie and given model, of the greatest length alone."""
 
@@ -203,28 +207,8 @@ def replay_rows(
 
 
 def limits_of(dtype: str, measured: Measured) -> SetupLimits:
-    """The limits of a setup that generates in `dtype`, from its honest rows and files. Those of few
-    rows are no tighter than those of more tokens, or of whole files, which more models may have."""
-
-    def fit(scope: Scope, ratios: dict[str, list[float]]) -> dict[str, tails.Tail]:
-        return {
-            name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
-            for name, found in ratios.items()
-            if len(found) >= LEAST_VALUES
-        }
-
-    file = fit("file", measured.ratios["file"])
-    few: list[FewRows] = []
-    least = file
-    for tokens in sorted(measured.few, reverse=True):
-        of = fit("few", measured.few[tokens])
-        for name in of.keys() & least.keys():  # a mean of fewer tokens scatters more
-            limit = max(of[name].limit, least[name].limit)
-            of[name] = of[name].model_copy(update={"limit": limit})
-        if of:
-            few.insert(0, FewRows(tokens=tokens, of=of))
-        least = least | of
-
+    """The limits of a setup that generates in `dtype`, from its honest rows and files."""
+    file = _fit(dtype, "file", measured.ratios["file"])
     return SetupLimits(
         engine=measured.engine,
         dtype=dtype,
@@ -233,11 +217,40 @@ def limits_of(dtype: str, measured: Measured) -> SetupLimits:
         rows=measured.rows,
         files=measured.files,
         tokens=measured.tokens,
-        row=fit("row", measured.ratios["row"]),
+        row=_fit(dtype, "row", measured.ratios["row"]),
         file=file,
-        long=fit("long", measured.ratios["long"]),
-        few=tuple(few),
+        long=_fit(dtype, "long", measured.ratios["long"]),
+        few=few_of(dtype, [measured], file),
     )
+
+
+def few_of(
+    dtype: str, groups: Sequence[Measured], file: Mapping[str, tails.Tail]
+) -> tuple[FewRows, ...]:
+    """The limits of few rows of a setup that generates in `dtype`, from `groups` of models and
+    machines (tails.fit_groups). None is tighter than those of whole files, `file`, for which more
+    models may have been measured. Groups with fewer than LEAST_VALUES values do not count, and
+    numbers of tokens with fewer than LEAST_SETS sets get no limits: limits of fewer tokens hold."""
+
+    def fit(tokens: int) -> dict[str, tails.Tail]:
+        found = {}
+        for name in STATISTICS:
+            values = [group.few.get(tokens, {}).get(name, []) for group in groups]
+            enough = [one for one in values if len(one) >= LEAST_VALUES]
+            if sum(map(len, enough)) >= LEAST_SETS:
+                least = least_ratio(name, dtype, REPLAY_DTYPE)
+                found[name] = tails.fit_groups(enough, chance_of_one("few"), least)
+        return found
+
+    return few_limits({tokens: fit(tokens) for tokens in FEW_TOKENS}, file)
+
+
+def _fit(dtype: str, scope: Scope, ratios: Mapping[str, Sequence[float]]) -> dict[str, tails.Tail]:
+    return {
+        name: tails.fit(found, chance_of_one(scope), least_ratio(name, dtype, REPLAY_DTYPE))
+        for name, found in ratios.items()
+        if len(found) >= LEAST_VALUES
+    }
 
 
 def calibrate(

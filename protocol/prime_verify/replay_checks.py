@@ -35,6 +35,7 @@ from prime_verify.proofs.thresholds import (
     Limits,
     SetupLimits,
     shipped,
+    shipped_as,
 )
 from prime_verify.rollout_file import FileMetadata, RolloutFile
 
@@ -191,7 +192,8 @@ class _LimitsFor:
 def _limits_for(case: Case) -> _LimitsFor:
     """Finds the run's limits for the file, as far as they apply to an engine like the
     validator's."""
-    chosen, engine, made = case.calibration or shipped(), case.engine, case.file.metadata
+    chosen = case.calibration or shipped_as(case.run.calibration) or shipped()
+    engine, made = case.engine, case.file.metadata
     if case.run.calibration not in (ZERO_DIGEST, chosen.digest()):
         return _LimitsFor(None, None)
     of_device = chosen.measured if case.as_listed else chosen.setup

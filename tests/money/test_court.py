@@ -54,7 +54,7 @@ from prime_validator.juror import AGAIN_SECONDS, Juror, PoolReplays
 from prime_validator.settings import JurorSettings
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FolderEngines, load_engine
-from prime_verify.proofs.thresholds import shipped
+from prime_verify.proofs.thresholds import newest
 
 pytestmark = [needs_anvil, pytest.mark.slow]
 
@@ -161,7 +161,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CourtHouse]:
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("court")
-    run = small_run().model_copy(update={"validity_seconds": PERIODS.validity})
+    named = {"calibration": newest().digest()}  # for whose class jurors register by default
+    run = small_run().model_copy(update={"validity_seconds": PERIODS.validity, **named})
     world = make_world(folder, run, PERIODS)
     listener, url = listen()
     mgr, deployment = world.mgr, world.deployment
@@ -171,7 +172,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CourtHouse]:
 
     policies = signed_policy(folder / "court" / "1", deployment=deployment)
     engines = FolderEngines(policies, load_engine)
-    validator = arm(mgr.bench, policies, engines)
+    validator = arm(mgr.bench, policies, engines, newest())
     pool = JudgedPool(mgr, environment_for(run), engines, validator, policies)
     house = CourtHouse(world, pool, url, folder, {}, {})
     try:
@@ -185,7 +186,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CourtHouse]:
                 else:
                     court, token = world.contracts.court, world.contracts.token
                     world.send(signer, token.approve(court.address, court.juror_bond()))
-                    world.send(signer, court.register(shipped().digest()))
+                    world.send(signer, court.register(newest().digest()))
                 settings = JurorSettings(
                     rpc=(world.anvil.url,), data=folder, orchestrator=(url,), threads=1
                 )
@@ -270,7 +271,7 @@ def test_jurors_clear_the_honest_confirm_the_liar_abstain_without_result_and_lap
     assert court.ballot_of(abstained, blind).vote is Vote.ABSTAIN  # type: ignore[arg-type]
 
     for juror in JURORS:
-        account = court.juror_of(shipped().digest(), juror.address)
+        account = court.juror_of(newest().digest(), juror.address)
         assert (account.seated, account.bond) == (True, court.juror_bond()), "no one is struck"
     deposit = world.contracts.slasher.dispute_deposit()
     earned = [world.contracts.token.balance_of(one) for one in house.drawn(lied)]  # type: ignore[arg-type]
@@ -304,7 +305,7 @@ def test_jurors_clear_the_honest_confirm_the_liar_abstain_without_result_and_lap
     assert struck["registered"] is False
     assert int(struck["bond"]) == court.juror_bond() * 9 // 10
 
-    account = court.juror_of(shipped().digest(), blind)  # type: ignore[arg-type]
+    account = court.juror_of(newest().digest(), blind)  # type: ignore[arg-type]
     assert account.bond == court.juror_bond() * (9 if blind in case.jurors else 10) // 10
     case = court.case_of(abstained)
     assert case is not None

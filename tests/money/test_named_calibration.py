@@ -19,7 +19,7 @@ from prime_engine.base import cpu_name
 from prime_node.audit import run_calibration as named_by
 from prime_orchestrator.context import PoolContext
 from prime_validator.pool import PoolOnChain, check_replay, run_calibration
-from prime_verify.proofs.thresholds import parse_signed, shipped
+from prime_verify.proofs.thresholds import newest, parse_signed, shipped
 from prime_verify.setups import synthetic_run
 
 LIAR, OTHER = key(99), key(98)
@@ -86,6 +86,10 @@ def test_the_run_s_own_calibration_comes_from_the_object_store_signed_by_the_man
     )
     api: Any = _Published(objects)
     assert run_calibration(pool, api) is None
+    for one in (shipped(), newest()):
+        run = context.run.model_copy(update={"calibration": one.digest()})
+        assert run_calibration(replace(pool, run=run), api) is one, "which everyone has"
+        assert named_by(run, library, MANAGER.address, domain) is one
     for object_, refused in cases:
         run = context.run.model_copy(update={"calibration": object_.digest()})
         here = replace(pool, run=run)

@@ -17,6 +17,7 @@ from prime_envs.definition import run_from
 from prime_orchestrator import economics
 from prime_orchestrator.api.validators import AGAIN_ONE_IN
 from prime_orchestrator.economics import CHEATS, SET_UPS, Prospect, prospect
+from prime_verify.proofs.thresholds import FEW_TOKENS, newest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -47,6 +48,13 @@ def test_the_numbers_are_those_of_the_detection_bench() -> None:
         assert cheat.tokens == bench[f"tokens_{cheat.bench}"]
         assert cheat.file == tuple(bench[f"caught_{name}"] for name in names)
         assert cheat.row == tuple(bench[f"caught256_{name}"] for name in names)
+    rows = json.loads((ROOT / "bench/results/few.json").read_text())["rows"]
+    bench = {row["name"]: row["value"] for row in rows}
+    assert BY_NAME["int8"].few == tuple(
+        (tokens, (bench[f"few{tokens}_bfloat16"], bench[f"few{tokens}_bfloat16_as_vllm"]))
+        for tokens in FEW_TOKENS
+        if f"few{tokens}_bfloat16" in bench
+    )
     assert economics.SECOND_EVERY == AGAIN_ONE_IN
 
 
@@ -128,6 +136,22 @@ def test_a_pool_in_which_a_cheat_pays_is_named_with_a_cure(
     assert len(advice) == 1
     assert field in advice[0].change
     assert cheat not in blind(cure(run, advice[0].change))
+
+
+def test_a_run_of_small_leases_counts_what_its_calibration_finds_in_few_rows() -> None:
+    """`run new` names the newest calibration; a run that names none has no limits of few rows."""
+    small = changed(groups_per_lease=1, samples_per_group=4)
+    named = small.model_copy(update={"calibration": newest().digest()})
+    own = small.model_copy(update={"calibration": "0x" + "11" * 32})
+    assert [economics.judges_few(run, "plain") for run in (small, own, named)] == [0, 0, 1]
+    for run in (small, own):
+        assert "int8 plain" in blind(run)
+        assert any("8-bit weights" in one["text"] for one in economics.warnings(run))
+    assert "int8 plain" not in blind(named)
+    found = prospect(named, BY_NAME["int8"], "plain")
+    assert found.detection >= dict(BY_NAME["int8"].few)[128][0] > 0.5
+    said = [one for one in economics.findings(named) if one.set_up == "plain"]
+    assert all("8-bit weights" not in one.cheats for one in said)
 
 
 def test_one_sentence_says_that_only_planted_files_make_accepting_everything_lose() -> None:

@@ -15,6 +15,7 @@ from prime_core.run import RunDefinition
 from prime_envs.definition import run_from
 from prime_envs.registry import environment_for
 from prime_orchestrator.cli.run import app
+from prime_verify.proofs.thresholds import newest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "run.toml"
@@ -34,6 +35,7 @@ def test_the_published_example_makes_a_run_whose_environment_is_pinned(
     run = RunDefinition.parse(written)
     assert run.raw() == written
     assert environment_for(run).name == "reverse"
+    assert run.calibration == newest().digest()
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "run.json")])
     assert run.digest() in shown.output
     monkeypatch.setitem(sys.modules, "prime_orchestrator.economics", None)

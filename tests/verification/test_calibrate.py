@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prime_core import encoding
 from prime_core.errors import MalformedError, UnavailableError, UserError
+from prime_core.ids import ZERO_DIGEST
 from prime_core.known_cards import family_of
 from prime_envs.registry import environment_for
 from prime_verify import calibrate, replay
@@ -223,7 +224,12 @@ def test_measured_on_two_machines_a_setup_has_the_wider_limits_of_both() -> None
                 "sketch": 2, "mantissa": 3, "sign": 1,
             }  # fmt: skip
         assert (both.batches, both.rows, both.files, both.tokens) == ((1, 64), 6, 4, 2)
-        assert both.few == (*there.few, *here.few), "by ascending tokens"
+        few = [
+            (one.tokens, {n: tail.limit / MICRO for n, tail in one.of.items()}) for one in both.few
+        ]
+        assert few == [
+            (64, {"sketch": 2, "mantissa": 3, "sign": 1}), (4096, {"sketch": 2, "mantissa": 3}),
+        ], "by ascending tokens, none tighter than a file's"  # fmt: skip
     wider = thresholds.wider(here, here.model_copy(update={"few": there.few[:0]}))
     assert wider.few == here.few
 
@@ -424,6 +430,42 @@ def test_the_calibration_has_one_encoding_and_says_what_it_aims_at() -> None:
     assert json.loads(shipped.canonical())["version"] == 3
 
 
+def test_the_newest_calibration_has_the_shipped_limits_and_those_of_few_rows() -> None:
+    shipped, newest = thresholds.shipped(), thresholds.newest()
+    assert newest.digest() == NEWEST_DIGEST
+    assert thresholds.shipped_as(NEWEST_DIGEST) is newest
+    assert thresholds.shipped_as(SHIPPED_DIGEST) is thresholds.shipped_as(ZERO_DIGEST) is shipped
+    assert thresholds.shipped_as("0x" + "11" * 32) is None
+    bare = [one.model_copy(update={"few": ()}) for one in newest.setups]
+    assert bare == list(shipped.setups)
+    for dtype, measured in (("bfloat16", FEW_TOKENS[:3]), ("float32", FEW_TOKENS[:1])):
+        setup = newest.setup("plain/1", dtype, "cpu")
+        assert setup is not None
+        assert tuple(one.tokens for one in setup.few) == measured
+        for name in set(STATISTICS) - thresholds.MAXIMA:
+            limits = [one.of[name].limit for one in setup.few] + [setup.file[name].limit]
+            assert limits == sorted(limits, reverse=True), name
+            for one in setup.few:
+                tail = one.of[name]
+                chance = thresholds.chance_of_one("few")
+                reach = tail.start + tail.scale * math.log(tails.SHARE / chance)
+                assert tail.count >= calibrate.LEAST_SETS
+                assert tail.limit >= max(SAFETY * tail.largest, reach) - 30  # millionths
+
+
+def test_different_levels_of_models_are_not_taken_for_one_long_tail() -> None:
+    drawn = np.random.default_rng(2).exponential(0.02, 900)
+    groups = [drawn[:400].tolist(), (0.3 + drawn[400:800]).tolist(), (0.6 + drawn[860:]).tolist()]
+    found = tails.fit_groups(groups, 1e-7, 0.1)
+    mixed = tails.fit([value for group in groups for value in group], 1e-7, 0.1)
+    assert 0.6 + 0.02 * math.log(1e7) < found.limit / MICRO < 1.1 < 2 < mixed.limit / MICRO
+    assert (found.count, found.largest) == (mixed.count, mixed.largest)
+    assert found.chance(found.limit / MICRO) == pytest.approx(1e-7, rel=0.01)
+    assert tails.fit_groups(groups[:1], 1e-7) == tails.fit(groups[0], 1e-7)
+
+
+NEWEST_DIGEST = "0x43f00225cdabc3311742eaf2bd617c9ca87fcb31378c7849ccb7fce5d05d31a8"
+"""Of the calibration that new runs name since 2026-11-30."""
 SHIPPED_DIGEST = "0x69a9be3caa59ebf5526c5fa2f908e0b24a4202ce5564cd612667459b8f0a5ce1"
 """Of the calibration that pools without one of their own are judged by since protocol 1."""
 

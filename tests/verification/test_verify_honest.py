@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,8 +298,11 @@ def test_a_run_that_names_an_unknown_calibration_is_only_measured(world: Any) ->
     assert other.judge(other.honest(6)).reason is Reason.UNKNOWN_SETUP
 
 
-def test_a_run_may_name_the_shipped_calibration(world: Any) -> None:
-    run = world.run.model_copy(update={"calibration": thresholds.shipped().digest()})
+@pytest.mark.parametrize("named", [thresholds.shipped, thresholds.newest])
+def test_a_run_may_name_a_shipped_calibration(
+    world: Any, named: Callable[[], thresholds.Calibration]
+) -> None:
+    run = world.run.model_copy(update={"calibration": named().digest()})
     other = type(world)(run, world.environment, world.engine)
     assert other.judge(other.honest(6)).outcome is Outcome.ACCEPTED
 

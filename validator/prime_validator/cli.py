@@ -81,7 +81,8 @@ Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Class = Annotated[
     str | None,
     typer.Option(
-        "--class", help="Verification class: digest of a calibration (default: the shipped one)."
+        "--class",
+        help="Verification class: digest of a calibration (default: the one new runs name).",
     ),
 ]
 Tokens = Annotated[str, typer.Argument(help="Amount of PRIME, like 100 or 12.5.")]
@@ -476,9 +477,9 @@ def _loaded(kind: type[AnySettings], flags: dict[str, Any]) -> AnySettings:
 def _class(given: str | None) -> ids.Digest:
     if given is not None:
         return ids.digest(given)
-    from prime_verify.proofs.thresholds import shipped
+    from prime_verify.proofs.thresholds import newest
 
-    return shipped().digest()
+    return newest().digest()
 
 
 def _status(contracts: Contracts, account: ids.Address, pool: int) -> dict[str, Any]:

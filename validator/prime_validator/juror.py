@@ -82,7 +82,7 @@ from prime_validator.settings import JurorSettings
 from prime_verify.audit import MAX_OBJECT_BYTES, Setting, audit_slash
 from prime_verify.audit_compare import Audit
 from prime_verify.engines import FetchedEngines, load_engine
-from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped
+from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped, shipped_as
 from prime_verify.provers import provers_here
 
 log = logging.getLogger(__name__)
@@ -367,8 +367,9 @@ class PoolReplays:
         facts = Contracts(self._client, deployment).pools.pool_of(pool)
         runs = history_of(events, pool, source.run)
         calibration: Calibration | None = None
-        if runs.first.calibration != ZERO_DIGEST:
-            raw = source.object(runs.first.calibration, MAX_OBJECT_BYTES)
+        named = runs.first.calibration
+        if named != ZERO_DIGEST and (calibration := shipped_as(named)) is None:
+            raw = source.object(named, MAX_OBJECT_BYTES)
             domain = deployment.domain_of(CalibrationStatement)
             calibration = parse_signed(raw, facts.manager, domain)
         if (calibration or shipped()).digest() != verification_class:

@@ -28,7 +28,7 @@ from prime_envs.registry import environment_for
 from prime_envs.sources import bring_files, datasets_folder
 from prime_validator.api import ValidatorApi
 from prime_validator.settings import Settings
-from prime_verify.proofs.thresholds import Calibration, parse_signed
+from prime_verify.proofs.thresholds import Calibration, parse_signed, shipped_as
 
 FILE = "pool.json"
 
@@ -146,13 +146,16 @@ class Runs:
 
 
 def run_calibration(pool: PoolOnChain, api: ValidatorApi) -> Calibration | None:
-    """Returns the run's own calibration object; None if it uses the shipped one.
+    """Returns the calibration that the run names, a shipped one or an object; None if it names none
+    and so uses the shipped one.
 
     Raises UserError if the orchestrator lacks the object, or the manager did not sign it.
     """
     named = pool.run.calibration
     if named == ZERO_DIGEST:
         return None
+    if found := shipped_as(named):
+        return found
     try:
         raw = api.object(named)
     except NotFoundError as error:

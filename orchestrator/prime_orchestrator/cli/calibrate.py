@@ -189,13 +189,16 @@ def _propose(
     from prime_orchestrator.manager.uncalibrated import observations
     from prime_orchestrator.store import backup
     from prime_verify.observed import propose
-    from prime_verify.proofs.thresholds import load, shipped
+    from prime_verify.proofs.thresholds import load, newest, shipped
 
-    base = load(keep) if keep else shipped()
+    bases = [load(keep)] if keep else [newest(), shipped()]
     with options.pool({"objects": objects} if objects else {}) as (settings, store):
         kept = settings.open_objects("", backup.place(store))
         with store.read() as connection:
-            tables, left_out = observations(connection, kept, base, card)
+            for base in bases:  # the first by which accepted files were judged
+                tables, left_out = observations(connection, kept, base, card)
+                if tables:
+                    break
     try:
         found = propose(base, card, tables)
     except UserError as error:

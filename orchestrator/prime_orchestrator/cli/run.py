@@ -107,14 +107,15 @@ def revise(
 
 
 def define(values: dict[str, Any], source: Path, model: Path) -> RunDefinition:
-    """The run that `values` describe, for the base model in `model`. Raises UserError with the
-    name of what is wrong."""
+    """The run that `values` describe, for the base model in `model`. It names the newest shipped
+    calibration unless they name one. Raises UserError with the name of what is wrong."""
     from prime_broadcast.manifest import build_manifest
     from prime_envs.definition import require_config, run_from
+    from prime_verify.proofs.thresholds import newest
 
     require_config(model)
     base = build_manifest(model, pool=0, version=0, step=0).result_digest
-    return run_from(values, source, model, base)
+    return run_from({"calibration": newest().digest(), **values}, source, model, base)
 
 
 def _show(

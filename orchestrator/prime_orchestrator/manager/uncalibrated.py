@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from prime_core.errors import MalformedError, NotFoundError, PrimeError
-from prime_core.ids import ZERO_DIGEST, Address, Digest
+from prime_core.ids import Address, Digest
 from prime_core.known_cards import family_of, is_gpu
 from prime_core.node import Hardware
 from prime_core.run import RunDefinition
@@ -35,7 +35,7 @@ from prime_core.verdict import MAX_TABLE_BYTES, Reason, Verdict, VerdictTable
 from prime_orchestrator.context import read_object
 from prime_orchestrator.store import Connection, drift, nodes, submissions
 from prime_orchestrator.store.nodes import NodeRow
-from prime_verify.proofs.thresholds import Calibration, shipped
+from prime_verify.proofs.thresholds import Calibration, shipped_as
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +251,10 @@ class KeptQuota:
         """The run's calibration; None if there is no quota, or if its object could not be read in
         the last SECONDS."""
         named = Digest(run.calibration)
-        if not run.task.gpus or named == ZERO_DIGEST:
-            return shipped() if run.task.gpus else None
+        if not run.task.gpus:
+            return None
+        if found := shipped_as(named):
+            return found
         if named not in self._calibrations and not 0 <= now - self._failed_at < SECONDS:
             try:
                 raw = read_object(objects, named)

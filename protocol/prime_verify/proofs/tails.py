@@ -84,6 +84,29 @@ def fit(values: Sequence[float], chance: float, least: float = 1.0) -> Tail:
     )
 
 
+def fit_groups(groups: Sequence[Sequence[float]], chance: float, least: float = 1.0) -> Tail:
+    """As `fit`, of honest values of several models or machines, whose levels differ more than
+    their tails. Each group has its own start; the mean excess is that of all groups. The largest
+    start gives the limit, so different levels are not taken for one long tail."""
+    starts = [float(np.quantile(group, 1 - SHARE)) for group in groups]
+    excess = [
+        value - start
+        for group, start in zip(groups, starts, strict=True)
+        for value in group
+        if value > start
+    ]
+    scale = float(np.mean(excess)) * left_open(len(excess)) if excess else 0.0
+    largest = max(max(group) for group in groups)
+    reach = max(starts) + scale * math.log(max(1.0, SHARE / chance))
+    return fit([value for group in groups for value in group], chance, least).model_copy(
+        update={
+            "start": _micro(max(starts)),
+            "scale": _micro(scale),
+            "limit": _micro(max(least, SAFETY * largest, reach)),
+        }
+    )
+
+
 def left_open(count: int) -> float:
     """β⁺/β: the factor by which the mean of `count` ≥ 1 exponential values may underestimate the
     true mean, with probability UNLUCKY. The χ² quantile is approximated by Wilson and Hilferty

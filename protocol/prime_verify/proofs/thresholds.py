@@ -4,6 +4,8 @@
 
     orchestrator calibrate --model DIR … --out prime_verify/proofs/calibration.json
 
+and `calibration-2.json` by `python -m bench few`, which adds limits of few rows.
+
 It generates honest files with every available setup, replays them like a validator, and records
 the distribution of each statistic over rows and over files. Values are multiples of the explained
 drift: one rounding step of the stored numbers (FLOORS) plus, for a file in another dtype than the
@@ -36,12 +38,15 @@ from prime_core import encoding
 from prime_core.calibration import CalibrationSignature, CalibrationStatement
 from prime_core.errors import MalformedError, UntrustedError, UserError
 from prime_core.given import read_given
-from prime_core.ids import Address, Digest
+from prime_core.ids import ZERO_DIGEST, Address, Digest
 from prime_core.known_cards import family_of, is_gpu
 from prime_core.signing import DigestField, Domain, Signer, Strict
 from prime_verify.proofs.tails import MICRO, Tail
 
 SHIPPED = Path(__file__).with_name("calibration.json")
+"""Selected by a run that names no calibration. Its digest is a verification class: it stays."""
+NEWEST = Path(__file__).with_name("calibration-2.json")
+"""The same limits, and those of few rows. `orchestrator run new` names its digest in the run."""
 AIM = 1e-6
 """Target probability that an honest file is accused, over all statistics and rows."""
 ROWS_OF_A_FILE = 64
@@ -259,6 +264,11 @@ def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
         }
 
     here, there = _few_of(one), _few_of(other)
+    both = {
+        tokens: of(here.get(tokens, {}), there.get(tokens, {}))
+        for tokens in here.keys() | there.keys()
+    }
+    file = of(one.file, other.file)
     return SetupLimits(
         engine=one.engine,
         dtype=one.dtype,
@@ -268,13 +278,28 @@ def wider(one: SetupLimits, other: SetupLimits) -> SetupLimits:
         files=one.files + other.files,
         tokens=one.tokens + other.tokens,
         row=of(one.row, other.row),
-        file=of(one.file, other.file),
+        file=file,
         long=of(one.long, other.long),
-        few=tuple(
-            FewRows(tokens=tokens, of=of(here.get(tokens, {}), there.get(tokens, {})))
-            for tokens in sorted(here.keys() | there.keys())
-        ),
+        few=few_limits(both, file),
     )
+
+
+def few_limits(
+    fitted: Mapping[int, Mapping[str, Tail]], file: Mapping[str, Tail]
+) -> tuple[FewRows, ...]:
+    """The limits of few rows with so many tokens, by ascending tokens. None is tighter than that of
+    more tokens or of a whole `file`: a mean of fewer tokens scatters more."""
+    found: list[FewRows] = []
+    least = dict(file)
+    for tokens in sorted(fitted, reverse=True):
+        of = {
+            name: tail.model_copy(update={"limit": max(tail.limit, least.get(name, tail).limit)})
+            for name, tail in fitted[tokens].items()
+        }
+        if of:
+            found.insert(0, FewRows(tokens=tokens, of=of))
+        least |= of
+    return tuple(found)
 
 
 def _few_of(setup: SetupLimits) -> dict[int, dict[str, Tail]]:
@@ -562,3 +587,21 @@ def shipped() -> Calibration:
 def shipped_digest() -> Digest:
     """The digest of the shipped calibration."""
     return shipped().digest()
+
+
+@cache
+def newest() -> Calibration:
+    """The newest calibration shipped with this code, which new runs name by its digest."""
+    return load(NEWEST)
+
+
+@cache
+def _shipped_by_name() -> dict[str, Calibration]:
+    return {one.digest(): one for one in (newest(), shipped())} | {ZERO_DIGEST: shipped()}
+
+
+def shipped_as(named: str) -> Calibration | None:
+    """The calibration shipped with this code that a run selects by naming the digest `named` (zero:
+    the shipped one); None if it names an object of its own. A shipped one needs no signature:
+    everyone has it."""
+    return _shipped_by_name().get(named)
