@@ -597,7 +597,8 @@ def newest() -> Calibration:
 
 @cache
 def _shipped_by_name() -> dict[str, Calibration]:
-    return {one.digest(): one for one in (newest(), shipped())} | {ZERO_DIGEST: shipped()}
+    found: dict[str, Calibration] = {ZERO_DIGEST: shipped()}
+    return found | {str(one.digest()): one for one in (newest(), shipped())}
 
 
 def shipped_as(named: str) -> Calibration | None:
