@@ -47,16 +47,29 @@ def typed(
     return run
 
 
+def validate(operator: Operator, url: str, **changes: str) -> list[str]:
+    """The words after `orchestrator` that start a validator."""
+    flags = {
+        "orchestrator": url,
+        "wallet": str(operator.folder / "manager.json"),
+        "password-file": str(operator.folder / "password"),
+        "rpc": SILENT,
+        "data": str(operator.folder / "validator"),
+        "first-answer-seconds": "0",
+    } | changes
+    return ["validate", *(word for name, value in flags.items() for word in (f"--{name}", value))]
+
+
 @pytest.mark.slow
 def test_a_validator_whose_rpc_never_answered_ends_and_says_what_to_check(
     operator: Operator,
 ) -> None:
     operator.serve()
-    folder = operator.folder
     command = [
-        *(sys.executable, "-m", "prime_validator.cli", "run", "--orchestrator", operator.url),
-        *("--wallet", str(folder / "manager.json"), "--password-file", str(folder / "password")),
-        *("--rpc", SILENT, "--data", str(folder / "validator"), "--first-answer-seconds", "0"),
+        sys.executable,
+        "-m",
+        "prime_orchestrator.cli.main",
+        *validate(operator, operator.url),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 69

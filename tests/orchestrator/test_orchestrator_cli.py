@@ -41,8 +41,25 @@ def test_help_names_every_command_and_imports_none_of_them() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    for name in ("serve", "relay", "pool", "rewards", "deployment", "store"):
+    for name in ("serve", "validate", "relay", "pool", "rewards", "deployment", "store"):
         assert name in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "who"),
+    [
+        ("validate", "validator run"),  # a program of its own, which goes by its own name
+        ("relay", "orchestrator relay"),
+        ("pool", "orchestrator pool"),
+        ("rewards", "orchestrator rewards"),
+        ("deployment", "orchestrator deployment"),
+    ],
+)
+def test_each_forwarded_command_answers_for_itself(command: str, who: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"Usage: {who} " in done.stdout
 
 
 @pytest.mark.slow

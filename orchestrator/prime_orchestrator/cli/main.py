@@ -7,7 +7,9 @@ are one sentence and an exit code.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -81,6 +83,16 @@ app = program(
 )
 store_app = group("The store behind the API.")
 app.add_typer(store_app, name="store")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def validate(context: typer.Context) -> None:
+    """Judge submitted files. The same as `validator run`."""
+    words = [sys.executable, "-m", "prime_validator.cli", "run", *context.args]
+    os.execv(sys.executable, words)  # noqa: S606
 
 
 @app.command()
