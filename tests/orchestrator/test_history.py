@@ -72,12 +72,13 @@ def test_means_of_margins_are_compared_once_they_rest_on_enough_tokens(statistic
     rare = _sums(OTHER, [0.0] * 450 + [0.3] * 50, statistic)
     assert excess(_sums(NODE, [0.0] * 90 + [0.6] * 10, statistic), [rare]) is None
     found = excess(_sums(NODE, [0.0] * 450 + [0.6] * 50, statistic), [rare])
-    assert found == pytest.approx(0.03 / (0.09 * (2 / 500) ** 0.5))
+    assert found == pytest.approx(0.03 / (0.18 * (2 / 500) ** 0.5))  # its own deviation
     own = _sums(NODE, [0.2, 0.4] * 20, statistic)
     assert excess(own, [_sums(OTHER, [0.0] * 460 + [0.3] * 40, statistic)]) is None
     often = _sums(OTHER, [0.1, 0.3] * 20, statistic)
     assert excess(own, [often]) == pytest.approx(0.1 / (0.1 * (2 / 40) ** 0.5))
     assert excess(_sums(NODE, [0.0] * 8, statistic), [often]) is None
+    assert excess(_sums(NODE, [1e-200] * 8, statistic), [often]) is None
     assert excess(_sums(NODE, [0.4] * 99, "margin_max"), [_sums(OTHER, [0.1, 0.3] * 9)]) is None
 
 

@@ -47,7 +47,8 @@ MARGINS = frozenset({"margin_mean", "twin_margin"})
 who decodes with other weights and computes states and proof passes with the true ones."""
 LARGEST_ERROR = 1 / 7
 """Standard error of a mean of MARGINS, as a share of it, up to which the mean is compared. It takes
-about 100 tokens with a margin above 0, and the mean is then nearly normal."""
+about 100 tokens with a margin above 0, and the mean is then nearly normal. The node's own variance
+counts if it is the larger: its files may have fewer rows drawn than the others'."""
 
 LEAST_MISMATCHES = 2
 MOST_TIMES = 3
@@ -88,17 +89,21 @@ def excess(sums: DriftRow, others: Sequence[DriftRow]) -> float | None:
     variance = squares / files - mean * mean
     if variance <= 0:
         return None
-    if sums.statistic in MARGINS and (
-        _relative_error(files, total, squares) > LARGEST_ERROR
-        or _relative_error(sums.files, sums.total, sums.squares) > LARGEST_ERROR
-    ):
-        return None
+    if sums.statistic in MARGINS:
+        if (
+            _relative_error(files, total, squares) > LARGEST_ERROR
+            or _relative_error(sums.files, sums.total, sums.squares) > LARGEST_ERROR
+        ):
+            return None
+        variance = max(variance, sums.squares / sums.files - sums.mean * sums.mean)
     return (sums.mean - mean) / math.sqrt(variance * (1 / files + 1 / sums.files))
 
 
 def _relative_error(files: int, total: float, squares: float) -> float:
-    """The standard error of a mean over `files`, as a share of the mean, which is not negative."""
-    return math.sqrt(max(squares / total**2 - 1 / files, 0.0)) if total > 0 else math.inf
+    """The standard error of a mean over `files`, as a share of the mean, which is not negative.
+    Infinite where the total's square is 0: validators state the numbers, so it may be tiny."""
+    square = total * total
+    return math.sqrt(max(squares / square - 1 / files, 0.0)) if square > 0 else math.inf
 
 
 def mismatching(connection: Connection, nodes: Collection[Address]) -> frozenset[Address]:
