@@ -421,7 +421,7 @@ class ClassInfo(Answer):
     to repeat a proof pass. `digest` follows from `facts` and `fingerprint`."""
 
     digest: DigestField
-    facts: dict[str, str]
+    facts: ClassFacts
     fingerprint: DigestField
     policy_version: int
 

@@ -103,19 +103,20 @@ class ValidatorApi:
 
     def exact_class(self, digest: Digest) -> NumericClass | None:
         """Returns the exact class of that digest; None if the orchestrator cannot say now."""
-        if digest not in self._classes:
+        if known := self._classes.get(digest):
+            return known
+        with self._lock:
             try:
-                with self._lock:
-                    info = self.client.get(f"/v1/classes/{digest}", ClassInfo)
+                info = self.client.get(f"/v1/classes/{digest}", ClassInfo)
             except PrimeError:
                 return None
             found = NumericClass(info.facts, Digest(info.fingerprint))
             if found.digest() != digest:
                 return None
-            while len(self._classes) >= KEPT_CLASSES:
-                self._classes.pop(next(iter(self._classes)), None)
+            if len(self._classes) >= KEPT_CLASSES:
+                del self._classes[next(iter(self._classes))]
             self._classes[digest] = found
-        return self._classes.get(digest)
+        return found
 
     def keep(self, submissions: Sequence[Digest]) -> None:
         request = KeepRequest(worker=self.worker, submissions=tuple(submissions))
