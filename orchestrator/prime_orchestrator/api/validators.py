@@ -491,9 +491,11 @@ def _present(backend: Backend, key: str) -> str:
 
 
 def keep(backend: Backend, account: Address, request: KeepRequest) -> None:
-    """Extends claims that were made in the last PATIENCE_SECONDS, while their files are judged."""
+    """Extends claims that were made in the last PATIENCE_SECONDS, while their files are judged.
+    Raises PolicyError if the account is not appointed: one that was dismissed holds no files."""
     now = backend.now()
     with backend.store.begin() as connection:
+        require_appointed(backend, connection, account)
         jobs.note_validators(connection, [account], now)
         jobs.keep(
             connection,

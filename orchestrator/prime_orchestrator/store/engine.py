@@ -79,7 +79,10 @@ class Store:
         with self._writing, _reachable(self.engine), self.engine.begin() as connection:
             yield connection.execution_options(**{_ON_COMMIT: calls})
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception:  # the transaction is committed, and its caller must know that
+                log.exception("a call after a commit failed")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
