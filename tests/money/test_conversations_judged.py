@@ -260,7 +260,7 @@ def test_special_tokens_and_an_answer_in_a_search_hit_are_text(
     def parsing(signed: SignedLease, lease_digest: Digest) -> bytes:
         engine = panel.engines.engine(0, signed.lease.policy_digest)
         with monkeypatch.context() as patch:
-            patch.setattr(type(engine), "tokenizer", Parses(engine.tokenizer))
+            patch.setattr(engine, "tokenizer", Parses(engine.tokenizer))
             return panel.honest(signed, lease_digest)
 
     row = panel.judged(parsing, LIAR)

@@ -68,6 +68,7 @@ from prime_trainer.samples import SAMPLES, append_samples, sample_line, spread, 
 from prime_trainer.sampling import Answered, Sampling, recorded
 from prime_trainer.train import MAX_SKIPPED_IN_A_ROW
 from prime_verify.build import PlannedRow, generate_rows, plan_rows
+from prime_verify.proofs.thresholds import newest
 from prime_verify.setups import synthetic_lease
 
 log = logging.getLogger(__name__)
@@ -175,10 +176,11 @@ def _source(row: PlannedRow) -> str:
 
 
 def local_run(source: Path, model: Path) -> RunDefinition:
-    """Builds the run of a TOML file for the base model in `model`. Raises UserError."""
+    """Builds the run of a TOML file for the base model in `model`, as `orchestrator run new` does.
+    Raises UserError."""
     require_config(model)
     require_model_folder(model)
-    values = {**POOL_ONLY, **read_toml(source)}
+    values = {**POOL_ONLY, "calibration": newest().digest(), **read_toml(source)}
     base = build_manifest(model, pool=0, version=0, step=0).result_digest
     return run_from(values, source, model, base)
 
@@ -570,12 +572,12 @@ class Local:
             self.folder = out / "policies" / str(self.version)
             weights = published_state(learner.policy, self.world)
             export(weights, self.base, self.folder, self.settings.training())
-        for name, key, newest in (
+        for name, key, last in (
             ("metrics.jsonl", "step", self.version - 1),
             (SAMPLES, "step", self.version - 1),
             ("evaluations.jsonl", "version", self.evaluated),
         ):
-            kept = [line for line in read_lines(out / name, key) if line[key] <= newest]
+            kept = [line for line in read_lines(out / name, key) if line[key] <= last]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             with writing(f"the file {name}", out / name):
                 write_whole(out / name, text.encode())
