@@ -542,6 +542,9 @@ def test_a_dismissed_validators_opinion_does_not_count_however_far_it_came(
         panel.validator.give(signed)
     with pytest.raises(PolicyError, match="not appointed"):
         panel.validator.claim()
+    keep = KeepRequest(worker="kit", submissions=(Digest(row.digest),))
+    with pytest.raises(PolicyError, match="not appointed"):
+        validators.keep(panel.mgr.backend, VALIDATOR.address, keep)
     appoint(panel.mgr.store, 1, VALIDATOR.address)
     panel.validator.give(signed)
     appoint(panel.mgr.store, 1, VALIDATOR.address, on=False)  # before the manager looks
