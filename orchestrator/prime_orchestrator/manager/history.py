@@ -43,12 +43,12 @@ SMOOTH = frozenset(
 """Statistics whose means over files are nearly normal. Maxima are excluded because they are not
 means: honest nodes differ by 8 standard errors in them."""
 MARGINS = frozenset({"margin_mean", "twin_margin"})
-"""Statistics that are 0 for most tokens, and for all tokens of many short files. They alone show
-who decodes with other weights and computes states and proof passes with the true ones."""
+"""Statistics that are 0 for most tokens, and for every token of many short files. Only they reveal
+a node that samples with other weights but computes states and proof passes with the true ones."""
 LARGEST_ERROR = 1 / 7
-"""Standard error of a mean of MARGINS, as a share of it, up to which the mean is compared. It takes
-about 100 tokens with a margin above 0, and the mean is then nearly normal. The node's own variance
-counts if it is the larger: its files may have fewer rows drawn than the others'."""
+"""A mean of MARGINS is compared only if its standard error is at most this share of it. That takes
+about 100 tokens with a margin above 0, after which the mean is nearly normal. The larger of the
+node's and the others' variance is used, because fewer rows may be drawn from the node's files."""
 
 LEAST_MISMATCHES = 2
 MOST_TIMES = 3
