@@ -344,7 +344,8 @@ def test_few_rows_are_measured_in_the_smallest_sets_with_so_many_tokens(
         counts = [counted(length) for length in lengths[one]]
         assert len(counts) < FILE_ROWS
         assert sum(counts) >= tokens > sum(counts[:-1])
-    left = [lengths[start : start + FILE_ROWS - 1] for start in range(end, len(lengths))]
+    starts = range(end, len(lengths), FILE_ROWS - 1)
+    left = [lengths[start : start + FILE_ROWS - 1] for start in starts]
     assert all(sum(map(counted, one)) < tokens for one in left)
 
 
