@@ -182,16 +182,23 @@ def _node_found(files: Sequence[Finding], honest: Sequence[Finding]) -> bool:
     """Whether a node with these files is found, next to other nodes with `honest` ones."""
     if any(map(_rejected, files)):
         return True
-    excess = (
-        history.excess(_sums(files, name), [_sums(honest, name)]) for name in files[0].shares()
-    )
+    excess = (_excess(files, honest, name) for name in files[0].shares())
     return any(found is not None and found > history.MOST_EXCESS for found in excess)
+
+
+def _excess(files: Sequence[Finding], honest: Sequence[Finding], name: str) -> float | None:
+    """By how much the node's files exceed the others' in a statistic; all files are of one kind."""
+    own, others = _sums(files, name), _sums(honest, name)
+    everyone = (
+        own.files + others.files, own.total + others.total, own.squares + others.squares
+    )  # fmt: skip
+    return history.excess([own], {(own.setup, own.kind, name): everyone})
 
 
 def _sums(files: Sequence[Finding], statistic: str) -> DriftRow:
     shares = [finding.shares()[statistic] for finding in files]
     squares = sum(share * share for share in shares)
-    return DriftRow(ZERO_ADDRESS, files[0].setup, statistic, len(files), sum(shares), squares)
+    return DriftRow(ZERO_ADDRESS, files[0].setup, "", statistic, len(files), sum(shares), squares)
 
 
 def saved(folder: Path, rows: int = 16, tokens: int = 96) -> float:

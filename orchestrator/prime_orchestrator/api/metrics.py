@@ -20,7 +20,7 @@ from prime_orchestrator.api import reach
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.manager import revisions, targets, uploads
 from prime_orchestrator.manager.funding import funding
-from prime_orchestrator.manager.history import Totals, excess, others_of
+from prime_orchestrator.manager.history import Totals, by_statistic, excess
 from prime_orchestrator.store import (
     Connection,
     batches,
@@ -262,18 +262,19 @@ def _drift(sums: Sequence[DriftRow], totals: Totals) -> Iterator[Metric]:
         "How far prime_node_drift exceeds the other nodes'. Unit: standard errors.",
         labels=labels,
     )
-    found = [(excess(row, others_of(row, totals)), row) for row in sums]
-    for errors, row in nlargest(MOST_DRIFTING, found, key=_errors):
-        named = [row.node, row.setup, row.statistic]
-        mean.add_metric(named, row.mean)
-        files.add_metric(named, row.files)
+    found = [(excess(rows, totals), rows) for rows in by_statistic(sums)]
+    for errors, rows in nlargest(MOST_DRIFTING, found, key=_errors):
+        named = [rows[0].node, rows[0].setup, rows[0].statistic]
+        count = sum(row.files for row in rows)
+        mean.add_metric(named, sum(row.total for row in rows) / count)
+        files.add_metric(named, count)
         if errors is not None:
             beyond.add_metric(named, errors)
     if sums:
         yield from (mean, files, beyond)
 
 
-def _errors(found: tuple[float | None, DriftRow]) -> float:
+def _errors(found: tuple[float | None, Sequence[DriftRow]]) -> float:
     return -inf if found[0] is None else found[0]
 
 

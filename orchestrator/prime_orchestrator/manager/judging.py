@@ -76,7 +76,15 @@ from prime_core.verdict import (
     VerdictTable,
 )
 from prime_orchestrator.context import PoolContext, read_object
-from prime_orchestrator.manager import draws, reviews, revisions, slashing, standing, suspicion
+from prime_orchestrator.manager import (
+    draws,
+    history,
+    reviews,
+    revisions,
+    slashing,
+    standing,
+    suspicion,
+)
 from prime_orchestrator.manager.draws import DrawBoard
 from prime_orchestrator.manager.endings import void
 from prime_orchestrator.manager.members import apply_node_event
@@ -875,9 +883,10 @@ def _credit(
 ) -> None:
     """Writes credits, drift and free groups of accepted files. The rows of their nodes are
     locked."""
-    earned = []
+    earned, sums = [], []
     for row, judgement in accepted:
         run, table = runs.at(row.step), judgement.table
+        sums.append((row.node, table.setup, history.kind_of(run, table), judgement.shares()))
         earned.append(
             CreditRow(
                 submission_digest=row.digest,
@@ -890,9 +899,7 @@ def _credit(
     rewards.add_credits(connection, earned)
     for node in sorted(rewards.withheld_among(connection, {row.node for row, _ in accepted})):
         refresh_credits(connection, node)
-    drift.add_files(
-        connection, [(row.node, one.table.setup, one.shares()) for row, one in accepted]
-    )
+    drift.add_files(connection, sums)
     held_out = evaluations.held_out(connection, [row.lease_digest for row, _ in accepted])
     found = []
     for row, one in accepted:

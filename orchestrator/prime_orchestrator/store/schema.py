@@ -613,11 +613,12 @@ drift = Table(
     metadata,
     Column("node", Text, nullable=False),
     Column("setup", Text, nullable=False),
+    Column("kind", Text, nullable=False),  # only files of one kind are compared
     Column("statistic", Text, nullable=False),
     Column("files", BigInteger, nullable=False),
     Column("total", Float, nullable=False),  # sum of the files' shares of their limits
     Column("squares", Float, nullable=False),
-    PrimaryKeyConstraint("node", "setup", "statistic"),
+    PrimaryKeyConstraint("node", "setup", "kind", "statistic"),
 )
 
 opinions = Table(  # each validator's opinion on a file
