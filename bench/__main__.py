@@ -36,6 +36,7 @@ BENCHES = {
     "gas": "Gas of each act in a pool of 400 nodes, next to the ancestor's",
     "detection": "What each lie costs to find, and what honest files cost to check",
     "few": "Limits of fewer than 8 replayed rows, and what they find of 8-bit weights",
+    "margins": "After how many files sums of sampling margins find a node that proves honestly",
     "exact": "What proof passes of an exact class find, and what they do not",
     "proofs": "Cost and soundness of activation proofs",
     "multiturn": "What conversations cost to verify, and honest ones of which none is rejected",
@@ -54,7 +55,7 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Words without the options of two benches, and these. An option without its value, or
     with one that is not a number, stays where it is and is refused as an unknown flag."""
     kinds: dict[str, Callable[[str], Any]] = {}
-    if {"detection", "proofs", "few"} & {*words}:
+    if {"detection", "proofs", "few", "margins"} & {*words}:
         kinds["--minutes"] = float
     if {"detection", "proofs"} & {*words}:
         kinds["--device"] = str

@@ -162,20 +162,20 @@ def _work(minutes: float | None) -> Iterator[File]:
     """All files, as far as `minutes` of CPU time allow."""
     for unit in units():
         kept = (FOLDER / f"{unit.name}.json").exists()
-        if not kept and minutes is not None and _cpu_minutes() > minutes:
+        if not kept and minutes is not None and cpu_minutes() > minutes:
             continue
-        before = _cpu_minutes()
+        before = cpu_minutes()
         try:
             yield from measured(unit)
         except UnavailableError as error:
             print(f"bench: {unit.name}: {error}", file=sys.stderr, flush=True)
             continue
         if not kept:
-            spent = 60 * (_cpu_minutes() - before)
+            spent = 60 * (cpu_minutes() - before)
             print(f"{unit.name}: {spent:.1f} s of CPU time", file=sys.stderr, flush=True)
 
 
-def _cpu_minutes() -> float:
+def cpu_minutes() -> float:
     """CPU time of this process and those that it waited for."""
     return sum(os.times()[:4]) / 60
 
