@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isascii() or not length.isdigit() or len(length) > 18:
             raise MalformedError("a request needs a Content-Length")
         if len(length) > 9:
-            raise MalformedError(f"a body of {length} bytes exceeds what any request may have")
+            raise MalformedError(f"a body of {length} bytes is larger than any request may be")
         return int(length)
 
     def _read_body(self) -> bytes:

@@ -69,7 +69,7 @@ def join(
         typer.Option(help='Cards of this node: all, none, or their numbers such as "0,1".'),
     ] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Cards that hold the model together; 0 chooses.")
+        int | None, typer.Option(help="Cards that share one copy of the model; 0 chooses.")
     ] = None,
     memory_share: Annotated[
         float | None, typer.Option(help="Share of each card's memory for the engine; 0 chooses.")
@@ -89,17 +89,18 @@ def join(
     ] = None,
     max_unpaid: Annotated[
         str | None,
-        typer.Option(help="Tokens; while more of the node's work is unpaid, no lease is taken."),
+        typer.Option(help="In PRIME, such as 50: no new lease while the pool owes the node more."),
     ] = None,
     images: Annotated[
         list[str] | None, typer.Option("--image", help="Image that may run; repeat for more.")
     ] = None,
     base_model: BaseModel = None,
     provider_wallet: Annotated[
-        Path | None, typer.Option(help="Owner's keystore, where the owner is at this machine.")
+        Path | None, typer.Option(help="Owner's keystore, if its key is on this machine.")
     ] = None,
     provider_password_file: Annotated[
-        Path | None, typer.Option(help="File with the owner's password, if it has its own.")
+        Path | None,
+        typer.Option(help="File with the owner's password, if it differs from the node's."),
     ] = None,
     throttle: Annotated[
         float | None,
@@ -118,7 +119,7 @@ def join(
     first_answer_seconds: FirstAnswer = None,
     allow_private: AllowPrivate = None,
     worker_command: Annotated[str | None, typer.Option(hidden=True)] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Join the pool and work until SIGTERM or Ctrl-C."""
     from prime_node.agent import Agent

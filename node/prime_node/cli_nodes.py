@@ -37,7 +37,7 @@ def consent(
     settings: Settings,
     out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
     days: Annotated[
-        int, typer.Option(help="How long it is good for.", min=1, max=3650)
+        int, typer.Option(help="How many days it is valid.", min=1, max=3650)
     ] = CONSENT_DAYS,
 ) -> None:
     """At the node: sign that this machine belongs to --provider. For `node add` or `node move`."""
@@ -132,7 +132,8 @@ def move(
 def remove(
     settings: Settings, node: Node = None, dry_run: DryRun = False, as_json: Json = False
 ) -> None:
-    """Let a node go. Its seats stay until it leaves; who answers for its work stays the same."""
+    """Remove a node from its owner. Its seats stay until it leaves, and the owner still answers
+    for the work of these seats."""
     target = node_account(settings, node)
     send_calls(
         of_no_pool(settings),
@@ -169,7 +170,9 @@ def revoke(
 @configured
 def allow(
     settings: Settings,
-    off: Annotated[bool, typer.Option("--off", help="Agree no more; taken seats stay.")] = False,
+    off: Annotated[
+        bool, typer.Option("--off", help="Withdraw the consent; seats that are taken stay.")
+    ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:

@@ -137,14 +137,14 @@ class HeartbeatLoop:
             return
         try:
             if (run := self._broker.wanted_run()) is not None:
-                log.info("the task of run %s takes the present one's place", run.digest())
+                log.info("the task of run %s replaces the current one", run.digest())
                 self._task.replace(run.task, self._options(run), REPLACE_SECONDS)
                 self._broker.use_run(run)
             self._task.tend()
             self._tend_pause = FIRST_PAUSE
         except UnavailableError as error:
             log.warning(
-                "the task is not looked after: %s; again in %.0f s", error, self._tend_pause
+                "the task cannot be managed: %s; trying again in %.0f s", error, self._tend_pause
             )
             self._next_tend = time.monotonic() + self._tend_pause
             self._tend_pause = min(LONGEST_PAUSE, self._tend_pause * 2)
@@ -190,7 +190,7 @@ class HeartbeatLoop:
                     )  # fmt: skip
                     log.warning("the file %s", _sentence(ending), extra=about)
         except UnavailableError as error:
-            log.warning("what the verdicts were is not kept: %s", error)
+            log.warning("the verdicts cannot be stored: %s", error)
             return  # not stored: they are sent again
         self._heard_at = answer.server_time
 

@@ -141,7 +141,7 @@ class OwnersPart:
         for line in (
             "this node waits for its owner, which has to add it:",
             f"  {self._provider}",
-            "its consent, good for 7 days, is in the file",
+            "its consent, valid for 7 days, is in the file",
             f"  {file}",
             "with a copy of it, the owner types one command:",
             f"  prime-node node add consent.json --stake {stake} \\",

@@ -559,7 +559,7 @@ class LeaseBroker:
             with self._api_lock:
                 self._api.abandon(lease_digest)
         except PrimeError as error:
-            log.warning("the orchestrator did not take it back (%s); it runs out by itself", error)
+            log.warning("the orchestrator did not take it back (%s); it expires by itself", error)
 
 
 def speed(hand_in: HandIn) -> int:

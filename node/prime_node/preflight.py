@@ -99,7 +99,7 @@ def verify(
         library = HttpSource(api.client)
         signed = given or _lease(named, settings, library)
         if signed.lease.digest(api.client.domain("work")) != named:
-            raise UntrustedError(f"the lease at hand is not {named}, which the file names")
+            raise UntrustedError(f"the given lease is not {named}, which the file names")
         run = api.run(signed.lease.run_digest)
         data_folder = DataFolder(settings.data)
         finding = verify_file(

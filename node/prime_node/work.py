@@ -144,7 +144,7 @@ def pick(found: Sequence[Receipted], submission: Digest | None) -> list[Receipte
         if not due:
             raise UserError(
                 "no receipt here is known to be forgotten",
-                hint="see them with: prime-node work list; name one to post it all the same",
+                hint="see them with: prime-node work list; name one to post it anyway",
             )
         return due
     named = [one for one in found if one.entry.submission_digest == submission]

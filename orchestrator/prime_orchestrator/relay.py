@@ -84,7 +84,7 @@ def relay(
         typer.Option(envvar="PRIME_RELAY_PUBLIC_URL", help="How nodes reach this relay."),
     ] = None,
     upstream: Annotated[
-        list[str] | None, typer.Option(help="Relay to feed from; repeat for more.")
+        list[str] | None, typer.Option(help="Relay to fetch policies from; repeat for more.")
     ] = None,
     wallet: Annotated[
         Path | None,
@@ -99,28 +99,31 @@ def relay(
     rpc_quorum: Quorum = None,
     deployment: Annotated[Path | None, typer.Option(help="Deployment JSON, with --rpc.")] = None,
     trainer: Annotated[
-        str | None, typer.Option(help="The trainer's address, if you know it from elsewhere.")
+        str | None, typer.Option(help="The trainer's address, if it is not read from the chain.")
     ] = None,
     keep: Annotated[int, typer.Option(help="Versions to keep.", min=1)] = KEEP,
     poll: Annotated[
-        float, typer.Option(help="Seconds between looks at the orchestrator.", min=0.2)
+        float, typer.Option(help="Seconds between two requests for new policies.", min=0.2)
     ] = 1.0,
     access: Annotated[
         Access,
-        typer.Option(help="Who may read: anyone, who signs, or the pool's nodes and --allow."),
+        typer.Option(
+            help="Who may read: anyone, signed requests, or members (the pool's nodes and --allow)."
+        ),
     ] = Access.SIGNED,
     allow: Annotated[
         list[str] | None, typer.Option(help="Account that may read besides the pool's nodes.")
     ] = None,
     connections: Annotated[int, typer.Option(help="Most connections at once.", min=1)] = 1024,
     connections_each: Annotated[
-        int, typer.Option(help="Of one address at once; 0: unlimited.", min=0)
+        int, typer.Option(help="Most connections of one address at once; 0: unlimited.", min=0)
     ] = 256,
     max_rate: Annotated[
-        float, typer.Option(help="Bytes per second to send in all; 0: unlimited.", min=0)
+        float, typer.Option(help="Bytes per second to all readers together; 0: unlimited.", min=0)
     ] = 0.0,
     requests_per_second: Annotated[
-        float, typer.Option(help="Of one reader, on average; 0: unlimited.", min=0)
+        float,
+        typer.Option(help="Requests per second of one reader, on average; 0: unlimited.", min=0),
     ] = 0.0,
     allow_private: AllowPrivate = None,
     first_answer_seconds: Annotated[

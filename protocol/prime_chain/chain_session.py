@@ -1,6 +1,6 @@
 """What every command that sends transactions shares: its flags, its sender, and how it answers.
 
-    send        journalled, one after the other; typed again after an interruption it goes on
+    send        journalled, one after the other; after an interruption the same command goes on
     --dry-run   nothing is sent: what each transaction would cost, or why it would be refused
                 (then the exit code is not 0)
     --calldata  nothing is sent: what a multisig or another wallet has to send
@@ -151,8 +151,8 @@ class ChainSession:
         return done
 
     def perform(self, calls: Sequence[Call]) -> None:
-        """Sends each in order, as an act of its own: typed again, it is done again, except for what
-        an interrupted command had left and this one has finished."""
+        """Sends each in order. The same command sends them again when it is run again, except for
+        those of an interrupted command that this one has finished."""
         from prime_chain.sender import left_of
 
         for call in left_of(calls, self.finished, self.act):
@@ -244,7 +244,7 @@ def open_session(
     command: str,
 ) -> Iterator[ChainSession]:
     """The session that these flags describe. `command`: see Sender.acting. Raises UserError for
-    what a person can mend."""
+    what the user can correct."""
     from prime_chain.client import ChainClient
     from prime_chain.contracts import Contracts
     from prime_chain.networks import POLL_SECONDS

@@ -62,7 +62,7 @@ def by_chain_id(chain_id: int) -> Network:
         if network.chain_id == chain_id:
             return network
     raise UserError(
-        f"chain id {chain_id} is none of the networks this program knows",
+        f"chain id {chain_id} is not one of the networks that this program knows",
         hint="known: " + ", ".join(f"{n.name} ({n.chain_id})" for n in NETWORKS),
     )
 

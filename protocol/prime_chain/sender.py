@@ -114,7 +114,7 @@ class Sender:
         self._queue.build(intent_id, call, self._clock.now())
 
     def retry(self, intent_id: str) -> None:
-        """Queues a failed intent again (its cause has been mended)."""
+        """Queues a failed intent again (its cause has been removed)."""
         found = self._queue.get(intent_id)
         if found is not None and found.status == "failed":
             self._queue.retry(intent_id, self._clock.now())

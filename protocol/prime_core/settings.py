@@ -81,7 +81,7 @@ def load_settings(
         ]
         if unknown:
             raise UserError(
-                "; ".join(_unknown(path, kind) for path in unknown), hint=f"mend {toml or 'it'}"
+                "; ".join(_unknown(path, kind) for path in unknown), hint=f"correct {toml or 'it'}"
             ) from error
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "?"

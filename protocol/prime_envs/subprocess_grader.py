@@ -236,6 +236,6 @@ def require_module(python: str, module: str, variable: str, need: str, hint: str
             [python, "-c", look, module], capture_output=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{python} cannot be run: {error}", hint=f"mend {variable}") from error
+        raise UserError(f"{python} cannot be run: {error}", hint=f"correct {variable}") from error
     if done.returncode != 0:
         raise UserError(f"{need}, which is not installed for {python}", hint=hint)

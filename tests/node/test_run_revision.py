@@ -96,7 +96,7 @@ def test_a_run_is_revised_under_load_and_no_file_is_lost(world: NodeWorld) -> No
         assert status in ("submitted", "open")
     assert sum(status == "open" for _, status in given) <= 1
     assert len(world.submissions()) == sum(status == "submitted" for _, status in given)
-    assert world.log().count("takes the present one's place") == 1
+    assert world.log().count("replaces the current one") == 1
 
 
 @pytest.mark.slow

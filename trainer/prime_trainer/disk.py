@@ -55,6 +55,6 @@ def whole_lines(path: Path) -> list[str]:
 def _refused(what: str, where: Path, cause: BaseException) -> UnavailableError:
     why = (isinstance(cause, OSError) and cause.strerror) or str(cause).partition("\n")[0]
     return UnavailableError(
-        f"{what} could not be written to {where}: {why}; free some space (or mend the folder's "
+        f"{what} could not be written to {where}: {why}; free some space (or correct the folder's "
         "permissions) and start again: training goes on from the last checkpoint"
     )

@@ -106,7 +106,7 @@ def chosen_samples(
     Raises UserError if there are none, `order` is not one of ORDERS, or the file is damaged.
     """
     if order not in ORDERS:
-        raise UserError(f"the order {order!r} is none of {', '.join(ORDERS)}")
+        raise UserError(f"the order {order!r} is not one of {', '.join(ORDERS)}")
     path = folder / SAMPLES
     lines = read_lines(path, *SHOWN)
     known = sorted({int(line["step"]) for line in lines})

@@ -33,6 +33,13 @@ DEFAULTS = Periods()
 ROOT = Path(__file__).resolve().parents[3]
 CHECK_FAILED = 1
 
+Epoch = Annotated[int, typer.Option(help="Period of pay, in seconds.")]
+Validity = Annotated[int, typer.Option(help="Seconds after a root in which its files are judged.")]
+SlashWindow = Annotated[int, typer.Option(help="Seconds in which a slash can be disputed.")]
+DisputeWindow = Annotated[int, typer.Option(help="Seconds in which a dispute can be judged.")]
+RewardDelay = Annotated[int, typer.Option(help="Seconds before a reward root can be claimed.")]
+Unbonding = Annotated[int, typer.Option(help="Seconds before unbonded stake can be withdrawn.")]
+
 
 def default_file(chain_id: int) -> Path:
     """Where a deployment is written by default."""
@@ -71,19 +78,24 @@ def deploy(
     ] = "",
     holder: Annotated[str, typer.Option(help="Receives the initial supply.")] = "",
     supply: Annotated[int, typer.Option(help="Initial supply, in whole tokens.")] = 1_000_000_000,
-    dispute_deposit: Annotated[str, typer.Option(help="In whole tokens, or 0.")] = "100",
+    dispute_deposit: Annotated[
+        str, typer.Option(help="Cost of a dispute, in whole tokens, or 0.")
+    ] = "100",
     validator_bond: Annotated[
-        str, typer.Option(help="In whole tokens, or 0 (default: 1000; 0 on local).")
+        str,
+        typer.Option(
+            help="Stake behind a slash proposal, in whole tokens, or 0 (default: 1000; 0 on local)."
+        ),
     ] = "",
     juror_bond: Annotated[
-        str, typer.Option(help="A juror's, for each verification class, in whole tokens.")
+        str, typer.Option(help="Bond of a juror for one verification class, in whole tokens.")
     ] = "1000",
-    epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
-    validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
-    slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
-    dispute_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.dispute_window,
-    reward_delay: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.reward_delay,
-    unbonding: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.unbonding,
+    epoch: Epoch = DEFAULTS.epoch_length,
+    validity: Validity = DEFAULTS.validity,
+    slash_window: SlashWindow = DEFAULTS.slash_window,
+    dispute_window: DisputeWindow = DEFAULTS.dispute_window,
+    reward_delay: RewardDelay = DEFAULTS.reward_delay,
+    unbonding: Unbonding = DEFAULTS.unbonding,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print calldata and gas; send nothing.")
     ] = False,

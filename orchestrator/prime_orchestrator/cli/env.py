@@ -164,7 +164,8 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to make; its name na
     name = folder.name
     if not re.fullmatch("[a-z][a-z0-9-]{1,62}", name):
         raise UserError(
-            f"{name!r} is not a name for an environment", hint="small letters, digits and dashes"
+            f"{name!r} is not a name for an environment",
+            hint="use lowercase letters, digits and dashes",
         )
     for path in write_template(folder, name):
         typer.echo(f"wrote {path}")

@@ -106,14 +106,15 @@ def serve(
     ] = None,
     also_known_as: Annotated[
         list[str] | None,
-        typer.Option(help="Another URL that clients are given for it; repeat for more."),
+        typer.Option(help="Another URL at which clients reach this server; repeat for more."),
     ] = None,
     replica: Annotated[
         str | None,
         typer.Option(help="Standby of the PostgreSQL database; public pages are read from it."),
     ] = None,
     s3_public_endpoint: Annotated[
-        str | None, typer.Option(help="URL at which nodes reach it, if that is another.")
+        str | None,
+        typer.Option(help="URL at which nodes reach the S3 server, if it is a different one."),
     ] = None,
     rpc_ws: Annotated[
         list[str] | None,
@@ -122,7 +123,7 @@ def serve(
     chain_poll_seconds: PollSeconds = None,
     chain_idle_seconds: Annotated[
         float | None,
-        typer.Option(help="Pause between looks at the chain while nothing is awaited (12)."),
+        typer.Option(help="Seconds between two reads of the chain while nothing is expected (12)."),
     ] = None,
     password_fd: PasswordFd = None,
     allow_relay: Annotated[
@@ -134,10 +135,10 @@ def serve(
         typer.Option(help="Node of the manager's own whose files are planted; repeat for more."),
     ] = None,
     planted_secret: Annotated[
-        Path | None, typer.Option(help="File with the secret that planted nodes share with us.")
+        Path | None, typer.Option(help="File with the secret that the planted nodes also have.")
     ] = None,
     planted_one_in: Annotated[
-        int | None, typer.Option(help="One lease in N goes to them (default 50).")
+        int | None, typer.Option(help="One lease in N goes to planted nodes (default 50).")
     ] = None,
     lease_slots: Annotated[
         int | None, typer.Option(help="Most leases that a node holds open at once (default 4).")
@@ -154,7 +155,7 @@ def serve(
         typer.Option(
             "--trusted-proxy",
             help="Address or network of a reverse proxy whose X-Forwarded-For says who asks; "
-            "repeat for more. By default none is trusted.",
+            "repeat for more. By default no proxy is trusted.",
         ),
     ] = None,
     log_level: LogLevel = None,

@@ -43,7 +43,9 @@ def invite(
     node: NodeAddress,
     pool: PoolNumber,
     out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
-    seconds: Annotated[int, typer.Option(help="How long it is good for.", min=1)] = INVITE_SECONDS,
+    seconds: Annotated[
+        int, typer.Option(help="How many seconds it is valid.", min=1)
+    ] = INVITE_SECONDS,
 ) -> Done:
     """Sign an invite for a node. Anyone sends it by `pool join` or `prime-node`. Sends
     nothing.
@@ -141,7 +143,9 @@ def list_only(
 @sends_transactions
 def allow(
     session: ChainSession,
-    provider: Annotated[list[str], typer.Argument(help="Address of a provider; several may be.")],
+    provider: Annotated[
+        list[str], typer.Argument(help="Address of a provider; several are allowed.")
+    ],
     pool: PoolNumber,
     off: Annotated[bool, typer.Option("--off", help="Take it off the list.")] = False,
 ) -> Done:

@@ -1,4 +1,4 @@
-"""`orchestrator quickstart`: a pool from nothing, step by step; typed again, it resumes."""
+"""`orchestrator quickstart`: makes a pool from nothing, step by step. Run again, it resumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from prime_core.command_line import Json, command
 from prime_core.deployment import Periods
 from prime_core.errors import UserError
 from prime_core.waiting import until_stopped
+from prime_orchestrator.cli.deployment import (
+    DEFAULTS,
+    DisputeWindow,
+    Epoch,
+    RewardDelay,
+    SlashWindow,
+    Unbonding,
+    Validity,
+)
 
 if TYPE_CHECKING:
     from prime_orchestrator.quickstart import Found, Quickstart
 
 MARKS = {"done": "✓", "to do": "…", "waits": "…", "failed": "✗", "note": "!"}
 STARTED = ("orchestrator", "validator", "relay")
-DEFAULTS = Periods()
 
 app = command()
 
@@ -54,12 +62,12 @@ def quickstart(
     origin_url: Annotated[
         str, typer.Option(help="How others reach the trainer, on port 8475.")
     ] = "",
-    epoch: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.epoch_length,
-    validity: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.validity,
-    slash_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.slash_window,
-    dispute_window: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.dispute_window,
-    reward_delay: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.reward_delay,
-    unbonding: Annotated[int, typer.Option(help="Seconds.")] = DEFAULTS.unbonding,
+    epoch: Epoch = DEFAULTS.epoch_length,
+    validity: Validity = DEFAULTS.validity,
+    slash_window: SlashWindow = DEFAULTS.slash_window,
+    dispute_window: DisputeWindow = DEFAULTS.dispute_window,
+    reward_delay: RewardDelay = DEFAULTS.reward_delay,
+    unbonding: Unbonding = DEFAULTS.unbonding,
     check: Annotated[
         bool, typer.Option("--check", help="Look at everything; change nothing.")
     ] = False,

@@ -273,7 +273,7 @@ def _wanted(since: str | None, verdict: str | None, node: str | None) -> Wanted:
     from prime_orchestrator.store.submissions import Wanted
 
     if verdict is not None and verdict not in VERDICTS:
-        raise UserError(f"the verdict {verdict!r} is none of {', '.join(VERDICTS)}")
+        raise UserError(f"the verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
     account: Address | None = None
     if node is not None:
         try:
