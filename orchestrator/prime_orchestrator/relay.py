@@ -185,20 +185,13 @@ def relay(
 
 
 class Members:
-    """Accounts allowed to read: the pool's nodes as listed by the orchestrator, and those allowed
-    by hand. `known` is called from the server's thread and never blocks."""
+    """Accounts allowed to read: the pool's nodes as listed by the orchestrator, and those of
+    --allow. `known` is called from the server's thread and never blocks."""
 
-    def __init__(
-        self,
-        client: OrchestratorClient,
-        allowed: Sequence[Address],
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, client: OrchestratorClient, allowed: Sequence[Address]) -> None:
         self._client = client
         self._allowed = frozenset(allowed)
         self._nodes: frozenset[Address] = frozenset()
-        self._now = now
         self._at = float("-inf")
 
     def known(self) -> frozenset[Address]:
@@ -210,11 +203,11 @@ class Members:
         self._nodes = frozenset(
             known.node for known in self._client.nodes() if known.status not in ("left", "ejected")
         )
-        self._at = self._now()
+        self._at = time.monotonic()
 
     def refresh_now_and_then(self) -> None:
         """Calls `refresh` if the list is older than MEMBERS_SECONDS."""
-        if self._now() - self._at >= MEMBERS_SECONDS:
+        if time.monotonic() - self._at >= MEMBERS_SECONDS:
             self.refresh()
 
 
@@ -229,13 +222,11 @@ class Loop:
         before_turn: Callable[[], None] = lambda: None,
         *,
         announces: bool,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._server = server
         self._upstreams = list(upstreams)
         self._announces = announces
-        self._now = now
         self._published: tuple[SignedManifest, ...] = ()
         self._tag: str | None = None
         self._sources: list[str] = []
@@ -266,9 +257,9 @@ class Loop:
         changed = self._client.get_changed("/v1/policies", PolicyList, self._tag)
         if changed is not None:
             self._published, self._tag = changed[0].policies, changed[1]
-        if self._now() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
+        if time.monotonic() - self._sources_at >= LOOK_FOR_SOURCES_SECONDS:
             self._find_sources()
-            self._sources_at = self._now()
+            self._sources_at = time.monotonic()
         groups = [self._upstreams, self._sources] if self._upstreams else [self._sources]
         self._server.offer(self._published, groups, self._own)
         self._announce()
@@ -286,12 +277,12 @@ class Loop:
         if not self._announces:
             return
         versions = tuple(self._server.versions())
-        fresh = self._now() - self._announced_at < ANNOUNCE_SECONDS
+        fresh = time.monotonic() - self._announced_at < ANNOUNCE_SECONDS
         if fresh and versions == self._announced:
             return
         info = RelayAnnouncement(url=self._server.url, versions=versions)
         self._client.post("/v1/relays", info, Empty)
-        self._announced, self._announced_at = versions, self._now()
+        self._announced, self._announced_at = versions, time.monotonic()
 
 
 def _trust(

@@ -102,9 +102,10 @@ def read_events(
 ) -> list[Event]:  # fmt: skip
     """Events of `contracts` in blocks first … last (deployment … newest by default), in order.
 
-    With `pool`, only events that have this pool indexed are asked for. With `names`, those events
-    of every pool and account are, next to `pool`'s or alone. `span` blocks are asked for
-    at a time, fewer where the endpoint refuses. Raises UnavailableError if no endpoint answers.
+    With `pool`, only events that have this pool indexed are read. With `names`, events of these
+    names are read for all pools and accounts, in addition to those of `pool` if it is given. Reads
+    `span` blocks at a time, fewer if the endpoint refuses. Raises UnavailableError if no endpoint
+    answers.
     """
     number = deployment.block if first is None else first
     end = client.block_number() if last is None else last

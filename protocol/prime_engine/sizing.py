@@ -257,7 +257,6 @@ def plan_replay(
     card_bytes: int,
     *,
     length: int = 0,
-    memory_share: float = REPLAY_SHARE,
 ) -> ReplayPlan:
     """Plans replays, in float32 and bfloat16, of rows of `length` tokens (0: the model's positions,
     at most USUAL_LENGTH) of a model whose files are bfloat16."""
@@ -266,7 +265,7 @@ def plan_replay(
     for size, card in zip(parts, placed(parts, cards), strict=True):
         loads[card] += size * WEIGHT_BYTES
     working = shape.replay_bytes(min(length or USUAL_LENGTH, shape.positions))
-    room = int(card_bytes * memory_share) - working
+    room = int(card_bytes * REPLAY_SHARE) - working
     return ReplayPlan(cards, card_bytes, max(loads), working, max(0, room // max(loads)))
 
 

@@ -251,12 +251,12 @@ def _listed(folder: Path) -> list[Path]:
         raise UserError(f"{folder} cannot be read: {error.strerror}") from error
 
 
-def open_packed(path: Path, budgets: LengthBudgets | None = None) -> CrowdEnvironment:
+def open_packed(path: Path) -> CrowdEnvironment:
     """Opens a packed environment, accepting any digest. Raises the same errors as
     CrowdEnvironment."""
     from prime_envs.sources import file_digest
 
-    budgets = budgets or LengthBudgets(targets=(1000,), penalty_micro=0)
+    budgets = LengthBudgets(targets=(1000,), penalty_micro=0)
     return CrowdEnvironment({"sha256": file_digest(path), "path": str(path)}, budgets)
 
 
