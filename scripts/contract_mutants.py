@@ -1,7 +1,4 @@
-"""The guards of the contracts, each with what stands in its place once it is removed.
-
-The material of scripts/mutate_contracts.py.
-"""
+"""The mutants of scripts/mutate_contracts.py: each removes or weakens a guard of the contracts."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """In `file` under contracts/src, `old` (found once) becomes `new`. `money`: the invariant suite
-    alone must notice as well."""
+    """A change of `file` under contracts/src: `old`, which occurs once there, becomes `new`. With
+    `money`, the money invariants alone must find it too."""
 
     name: str
     file: str

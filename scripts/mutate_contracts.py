@@ -1,17 +1,22 @@
-"""Removes one guard of the contracts at a time and shows that a test notices.
+"""Removes one guard of the contracts at a time, and checks that a test fails.
 
-    scripts/mutate_contracts.py [--only SUBSTRING] [--invariants | --both] [--check] [--json]
-                                [--out FILE]
+    scripts/mutate_contracts.py [--only TEXT]... [--missing] [--invariants | --both] [--check]
+                                [--json] [--out FILE]
 
-Works on a copy; the tree is not touched. By default forge's unit and fuzz tests are the judge; with
---invariants only the money suite is, and only the mutants that it is meant to catch are tried;
---both asks one after the other, which compiles each mutant once. Tests are linked to the contracts
-when they run, so a mutant costs one compilation of the contract that it is in; before the first,
-contracts compiled in this way must be those that forge compiles, and the judges must pass them.
---check compiles nothing: it says whether every mutation still fits the sources. --out writes the
-score after each mutant (bench/results/mutations-contracts.json is the committed one: results of
-mutants that are not tried now stay, those of mutants that are no more go).
-Exit code 1 if a mutant survives or a mutation no longer fits the sources.
+The mutants are in scripts/contract_mutants.py. The script works on a copy; the tree is not changed.
+By default it runs forge's unit and fuzz tests against each mutant. --invariants runs the money
+invariants instead, against the mutants that they must find (`money`); --both runs both, and
+compiles each mutant once.
+
+--only takes the mutants whose name contains TEXT; repeat it for more. --out writes the results into
+FILE after each mutant (the committed one is bench/results/mutations-contracts.json). It keeps the
+results of mutants that are not tried now, and removes those of mutants that no longer exist. With
+--missing, only mutants without a result in FILE are tried, so an interrupted run can continue.
+--check only tests whether each mutation still fits the sources.
+
+Tests link the contracts when they run, so a mutant costs one compilation of its contract. First,
+the script checks that it compiles the unchanged contracts as forge does, and that they pass.
+Exit code 1 if a mutant passes the tests, or if a mutation no longer fits the sources.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TESTS, INVARIANTS = "tests", "invariants"
 SKIPPED = ("Gas.t.sol", "Vectors.t.sol")
-"""What judges neither rules nor money: figures, and digests shared with Python."""
+"""Tests of gas figures and of digests shared with Python, which are not run."""
 CONTRACTS = ("PrimeToken", "Registry", "StakeVault", "Pools", "Work", "Rewards", "Slasher", "Court")
 PARTS = {
     "PoolState.sol": ("Pools",),
@@ -43,12 +48,12 @@ PARTS = {
     "WindowTime.sol": ("StakeVault", "Work", "Slasher", "Rewards", "Court"),
     "libraries/Statements.sol": CONTRACTS,
 }
-"""Contracts whose code a file that is none of them is part of. They know each other by call only,
-so a mutant of one changes no other's code."""
+"""Contracts that contain the code of a file which is not a contract of its own. Contracts do not
+contain each other's code, so a mutant of one changes only that one."""
 
 
-class Court:
-    """A copy of contracts and tests, compiled once; `root` is its folder."""
+class CompiledCopy:
+    """A copy of contracts and tests in the folder `root`, compiled once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,8 +63,8 @@ class Court:
         given = json.loads(info.read_text())["input"]
         self._input = {key: given[key] for key in ("language", "sources", "settings")}
         self._forge("build")
-        self._honest = self.compile("", CONTRACTS)
-        for name, code in self._honest.items():
+        self._unchanged = self.compile("", CONTRACTS)
+        for name, code in self._unchanged.items():
             if json.loads(self._artifact(name).read_text())["bytecode"]["object"] != "0x" + code:
                 sys.exit(f"{name} is compiled to other code than forge's")
 
@@ -99,39 +104,39 @@ class Court:
         }
 
     def put(self, codes: Mapping[str, str]) -> None:
-        """What the tests deploy from now on."""
+        """Makes the tests deploy these codes (hex, by contract)."""
         for name, code in codes.items():
             body = json.loads(self._artifact(name).read_text())
             body["bytecode"]["object"] = "0x" + code
             self._artifact(name).write_text(json.dumps(body))
 
     def mutate(self, mutant: Mutant) -> None:
-        """Puts a mutant in the place of what it mutates."""
+        """Makes the tests deploy the mutant."""
         names = PARTS.get(mutant.file, (mutant.file.removesuffix(".sol"),))
         source = (self.root / "contracts" / "src" / mutant.file).read_text()
         codes = self.compile(mutant.file, names, source.replace(mutant.old, mutant.new))
-        if codes == {name: self._honest[name] for name in names}:
+        if codes == {name: self._unchanged[name] for name in names}:
             sys.exit(f"{mutant.name}: it changes no code")
-        self.put(self._honest | codes)
+        self.put(self._unchanged | codes)
 
-    def pardon(self) -> None:
-        """Puts the contracts as they are back."""
-        self.put(self._honest)
+    def restore(self) -> None:
+        """Makes the tests deploy the unchanged contracts again."""
+        self.put(self._unchanged)
 
-    def judge(self, judge_name: str) -> tuple[bool, str]:
-        """Whether forge's tests pass, and why not. The first failure ends the run."""
-        which = "--match-contract" if judge_name == INVARIANTS else "--no-match-contract"
+    def run(self, suite: str) -> tuple[bool, str]:
+        """Returns whether the suite passes, and its first failure, which ends the run."""
+        which = "--match-contract" if suite == INVARIANTS else "--no-match-contract"
         done = self._forge("test", "--fail-fast", which, "MoneyInvariant")
         if "Compiling" in done.stdout:
-            sys.exit("forge compiled again: it did not judge the mutant")
+            sys.exit("forge compiled again, so it did not test the mutant")
         failed = [line.strip() for line in done.stdout.splitlines() if line.startswith("[FAIL")]
         if done.returncode and not failed:
-            sys.exit(f"forge judged nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            sys.exit(f"forge ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.returncode == 0, failed[0][:200] if failed else ""
 
 
 def copy_tree(to: Path) -> None:
-    """What the judges compile, without the tests that they do not run."""
+    """Copies what the tests need into the folder `to`, without the tests that are not run."""
     for part in ("contracts/src", "tests/contracts", "tests/vectors", "scripts"):
         shutil.copytree(ROOT / part, to / part, ignore=shutil.ignore_patterns(*SKIPPED))
     shutil.copy(ROOT / "foundry.toml", to)
@@ -150,7 +155,7 @@ def misfits() -> list[str]:
 
 
 def merged(before: list[dict[str, object]], new: list[dict[str, object]]) -> dict[str, object]:
-    """A judge's score: `new` results, and of `before` those of mutants that still are."""
+    """Returns a suite's `new` results, with those of `before` whose mutants still exist."""
     known = {mutant.name for mutant in MUTANTS}
     found = {str(r["mutant"]): r for r in [*before, *new] if r["mutant"] in known}
     results = [found[name] for name in sorted(found)]
@@ -158,8 +163,16 @@ def merged(before: list[dict[str, object]], new: list[dict[str, object]]) -> dic
     return {"killed": killed, "mutants": len(results), "results": results}
 
 
+def scored(path: Path | None, suite: str) -> set[str]:
+    """Names of the mutants that have a result of this suite in the file; empty without a file."""
+    if path is None or not path.exists():
+        return set()
+    results = json.loads(path.read_text()).get(suite, {}).get("results", ())
+    return {result["mutant"] for result in results}
+
+
 def write_score(path: Path, results: dict[str, list[dict[str, object]]]) -> None:
-    """Puts the results of each judge into the file."""
+    """Writes the results of each suite into the file."""
     score = json.loads(path.read_text()) if path.exists() else {}
     for name, new in results.items():
         if new:
@@ -169,41 +182,60 @@ def write_score(path: Path, results: dict[str, list[dict[str, object]]]) -> None
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="only mutants whose name holds this")
-    parser.add_argument("--invariants", action="store_true", help="the money suite is the judge")
-    parser.add_argument("--both", action="store_true", help="the tests, then the money suite")
-    parser.add_argument("--check", action="store_true", help="do the mutations fit the sources?")
+    parser.add_argument("--only", action="append", help="only mutants whose name contains this")
+    parser.add_argument(
+        "--missing", action="store_true", help="only mutants that have no result in --out"
+    )
+    parser.add_argument(
+        "--invariants", action="store_true", help="run the money invariants instead"
+    )
+    parser.add_argument(
+        "--both", action="store_true", help="run the tests, then the money invariants"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only test whether the mutations fit the sources"
+    )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="the score's file")
+    parser.add_argument("--out", type=Path, help="file of results")
     arguments = parser.parse_args()
     wrong = misfits()
     if wrong or arguments.check:
         print("\n".join(wrong) or f"{len(MUTANTS)} mutations fit the sources")
         return int(bool(wrong))
-    judges = [INVARIANTS] if arguments.invariants else [TESTS]
+    suites = [INVARIANTS] if arguments.invariants else [TESTS]
     if arguments.both:
-        judges = [TESTS, INVARIANTS]
+        suites = [TESTS, INVARIANTS]
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    results: dict[str, list[dict[str, object]]] = {name: [] for name in judges}
+    results: dict[str, list[dict[str, object]]] = {name: [] for name in suites}
     with tempfile.TemporaryDirectory() as temporary:
-        court = Court(Path(temporary))
-        for name in judges:
-            passed, why = court.judge(name)
+        copy = CompiledCopy(Path(temporary))
+        for name in suites:
+            passed, why = copy.run(name)
             if not passed:
                 sys.exit(f"the contracts as they are do not pass the {name}: {why}")
-        for mutant in (m for m in MUTANTS if arguments.only in m.name):
-            chosen = [name for name in judges if name == TESTS or mutant.money]
-            if chosen:
-                court.mutate(mutant)
+        done = {
+            name: scored(arguments.out, name) if arguments.missing else set() for name in suites
+        }
+        for mutant in MUTANTS:
+            if not any(text in mutant.name for text in arguments.only or [""]):
+                continue
+            chosen = [
+                name
+                for name in suites
+                if (name == TESTS or mutant.money) and mutant.name not in done[name]
+            ]
+            if not chosen:
+                continue
+            copy.mutate(mutant)
             for name in chosen:
-                survived, why = court.judge(name)
+                survived, why = copy.run(name)
                 results[name].append(
                     {"mutant": mutant.name, "killed": not survived, "by": why, "date": today}
                 )
                 if not arguments.json:
                     end = "SURVIVED" if survived else "killed  "
                     print(f"{end} by {name}: {mutant.name}: {why}", flush=True)
-            court.pardon()
+            copy.restore()
             if arguments.out is not None:
                 write_score(arguments.out, results)
     found = [result for new in results.values() for result in new]
