@@ -31,6 +31,7 @@ from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote
 
 from pydantic import BaseModel
 
@@ -73,6 +74,7 @@ from prime_core.settlement import (
 from prime_core.storage.base import digest_key
 from prime_core.storage.directory import DirectoryStore
 from prime_core.task import SignedLease
+from prime_core.transport import copies
 from prime_core.transport.client import OrchestratorClient, run_bytes
 from prime_core.transport.problems import CONTENT_TYPE, to_problem
 from prime_core.verdict import Evidence, Outcome, Verdict
@@ -117,6 +119,7 @@ class HttpSource:
 
     def __init__(self, client: OrchestratorClient) -> None:
         self._client = client
+        self._gives_copies = True
 
     def object(self, digest: Digest, limit: int) -> bytes:
         return self._client.get_object(digest, limit)
@@ -129,6 +132,25 @@ class HttpSource:
 
     def submission(self, digest: Digest) -> SubmissionInfo:
         return self._client.get(f"/v1/submissions/{digest}", SubmissionInfo)
+
+    def copies(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Returns the bytes of `names` (KIND/DIGEST), asked for together. What the source lacks or
+        is too large is left out; a server of before this request gives nothing."""
+        found: dict[str, bytes] = {}
+        left = list(dict.fromkeys(names))
+        while left and self._gives_copies:
+            asked = ",".join(left[: copies.MOST_NAMES])
+            try:
+                raw = self._client.request("GET", f"/v1/copies?names={asked}", b"", signed=False)
+            except NotFoundError:
+                self._gives_copies = False
+                break
+            given = copies.unpack(raw)
+            if not given.keys() & left:
+                left = left[copies.MOST_NAMES :]  # what is too large for an answer
+            found |= {n: data for n in left if (data := given.get(n)) is not None}
+            left = [name for name in left if name not in given]
+        return found
 
 
 class AnySource:
@@ -319,7 +341,7 @@ class Mirror:
         folder: Path,
         deployment: Deployment,
         pool: int,
-        source: Source,
+        source: HttpSource,
         *,
         max_bytes: int,
     ) -> None:
@@ -331,6 +353,7 @@ class Mirror:
         self._max_bytes = max_bytes
         self._writing = threading.Lock()
         self._done: set[Event | Digest] = set()
+        self._given: dict[Digest, SubmissionInfo] = {}
         self._failures = 0
         self._pass = Copied()
         self._refused = False  # whether something found no room in this step of a pass
@@ -402,8 +425,9 @@ class Mirror:
         listed = self._parsed(DrawList, lease.opening.draws)
         if listed is None:
             return False
-        names = [signed.commitment.commitment for signed in listed.commitments]
-        shown = [self._object(name, due=False) for name in (*names, listed.second)]
+        names = [signed.commitment.commitment for signed in listed.commitments] + [listed.second]
+        self._objects(names)
+        shown = [self._object(name, due=False) for name in names]
         return None not in shown
 
     def _reward_root(self, event: Event) -> bool:
@@ -425,14 +449,19 @@ class Mirror:
         return self._verdicts(part.files)
 
     def _verdicts(self, files: Sequence[SettledFile]) -> bool:
-        held = [self._verdict(file.verdict) for file in files if file.verdict != ZERO_DIGEST]
-        return all(held)
+        names = [file.verdict for file in files if file.verdict != ZERO_DIGEST]
+        held = True
+        for some in _chunks(names):
+            self._verdicts_with_tables(some)
+            for name in some:
+                held = self._verdict(name) and held
+        return held
 
     def _work_root(self, event: Event) -> bool:
         if self._is_full():  # later roots find no room either
             return False
         if isinstance(event, LeafPosted):
-            return self._submission(event.leaf)
+            return self._submissions([event.leaf])
         if not isinstance(event, RootPosted) or event.leaves_object == ZERO_DIGEST:
             return False
         data = self._object(event.leaves_object)
@@ -444,11 +473,17 @@ class Mirror:
             self._pass.missing[str(event.leaves_object)] = str(error)
             return True  # another copy would be the same
         domain = self._deployment.domain_of(Submission)
+        return self._submissions([leaf.submission.digest(domain) for leaf in leaves])
+
+    def _submissions(self, leaves: Sequence[Digest]) -> bool:
+        """Like `_submission` for each leaf, with few requests for all of them together."""
         held = True
-        for leaf in leaves:
-            held = self._submission(leaf.submission.digest(domain)) and held
-            if not held and self._is_full():
-                break
+        for some in _chunks([name for name in leaves if name not in self._done]):
+            self._records(some)
+            for name in some:
+                if self._is_full():
+                    return False
+                held = self._submission(name) and held
         return held
 
     def _is_full(self) -> bool:
@@ -462,7 +497,7 @@ class Mirror:
         if name in self._done and not again:
             return True
         key = f"submissions/{name}"
-        info = None if again else self._whole(key)
+        info = None if again else self._given.pop(name, None) or self._whole(key)
         if info is None:
             info = self._asked(key, lambda: self._source.submission(name))
             if info is None or not self._put(key, info.model_dump_json().encode()):
@@ -509,6 +544,51 @@ class Mirror:
             return False
         self._done.add(name)
         return True
+
+    # -- several at once: what these do not get is asked for by its own path ---------------------
+
+    def _records(self, leaves: Sequence[Digest]) -> None:
+        """Asks for the records of those leaves that are not held in full, and stores them, their
+        leases, verdicts and tables."""
+        held = {name: self._whole(f"submissions/{name}") for name in leaves}
+        self._given = {name: info for name, info in held.items() if info is not None}
+        found = self._together([f"submissions/{name}" for name in leaves if held[name] is None])
+        records: list[SubmissionInfo] = []
+        for key, data in found.items():
+            with suppress(ValueError):
+                info = SubmissionInfo.model_validate_json(data)
+                if self._put(key, info.model_dump_json().encode()):
+                    self._given[Digest(key.partition("/")[2])] = info
+                    records.append(info)
+        leases = [f"leases/{info.lease_digest}" for info in records]
+        found = self._together([key for key in leases if not self.store.exists(key)])
+        for key, data in found.items():
+            with suppress(ValueError):
+                self._put(key, SignedLease.model_validate_json(data).model_dump_json().encode())
+        self._verdicts_with_tables([info.verdict for info in records if info.verdict])
+
+    def _verdicts_with_tables(self, names: Sequence[Digest]) -> None:
+        named: list[Digest] = []
+        for data in self._objects([name for name in names if name not in self._done]):
+            with suppress(MalformedError, ValueError):
+                deciding = Verdict.model_validate_json(data).deciding.opinion
+                rejected = deciding.outcome == Outcome.REJECTED
+                named += [deciding.table, deciding.evidence] if rejected else [deciding.table]
+        self._objects(named)
+
+    def _objects(self, names: Sequence[Digest]) -> list[bytes]:
+        """Stores those objects that the folder lacks. Returns what was fetched."""
+        lacking = [name for name in names if not self.store.exists(digest_key(name))]
+        found = self._together([f"objects/{name}" for name in lacking])
+        for data in found.values():
+            self._put(digest_key(sha256(data)), data)
+        return list(found.values())
+
+    def _together(self, names: Sequence[str]) -> dict[str, bytes]:
+        try:
+            return self._source.copies(names)
+        except REFUSALS:
+            return {}
 
     # -- copying --------------------------------------------------------------------------------
 
@@ -581,6 +661,11 @@ class Mirror:
             return None
         self._failures = 0
         return found
+
+
+def _chunks(names: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
+    for at in range(0, len(names), copies.MOST_NAMES):
+        yield names[at : at + copies.MOST_NAMES]
 
 
 class Follower:
@@ -722,6 +807,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, body, headers)
 
     def _found(self) -> _Reply:
+        path, _, query = self.path.partition("?names=")
+        if path == "/v1/copies":
+            return self._copies(unquote(query))
         found = _PATH.fullmatch(self.path)
         kind, name = (found[1], Digest(found[2])) if found else ("", ZERO_DIGEST)
         if kind == "objects":
@@ -740,6 +828,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._missing(name)
         kind = "application/octet-stream" if kind == "bytes" else "application/json"
         return 200, data, {"Content-Type": kind}
+
+    def _copies(self, query: str) -> _Reply:
+        def read(kind: str, name: Digest, limit: int) -> bytes:
+            key = digest_key(name) if kind == "objects" else f"{kind}/{name}"
+            return self.objects.get(key, limit)
+
+        try:
+            body = copies.pack(copies.parse_names(query), read)
+        except MalformedError as error:
+            return self._problem(error)
+        return 200, body, {"Content-Type": "application/octet-stream"}
 
     def _missing(self, name: str) -> _Reply:
         return self._problem(NotFoundError(f"this mirror has no {name}"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from chain_kit import World, run_indexer_tick
 from fastapi.testclient import TestClient
 from money_kit import RUN, VALIDATOR, key
 from programs import typed
+from starlette.types import Receive, Scope, Send
 from walk_kit import HONEST, LIAR, OWNER, one, settled
 
 from prime_chain.claims import Payable
@@ -66,9 +68,15 @@ STRANGER = key(30)
 class Orchestrator(HttpSource):
     """The API itself, without a socket."""
 
-    def __init__(self, world: World) -> None:
-        client = OrchestratorClient("http://testserver")
-        client._http = TestClient(create_app(world.mgr.backend), follow_redirects=False)
+    def __init__(self, world: World, *, older: bool = False) -> None:
+        """`older`: a server of before `GET /v1/copies`."""
+        app, client = create_app(world.mgr.backend), OrchestratorClient("http://testserver")
+
+        async def before(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope["path"].replace("copies", "unknown") if older else scope["path"]
+            await app(scope | {"path": path}, receive, send)
+
+        client._http = TestClient(before, follow_redirects=False)
         super().__init__(client)
 
 
@@ -316,6 +324,13 @@ def test_a_mirror_goes_on_where_it_was_and_lists_what_is_withheld(worked: World)
             self.fetched += 1
             return data
 
+        def copies(self, names: Sequence[str]) -> dict[str, bytes]:
+            asked.extend(Digest(name.partition("/")[2]) for name in names if "sub" in name)
+            shown = [name for name in names if name.partition("/")[2] not in self.hidden]
+            found = super().copies(shown)
+            self.fetched += sum("objects" in name for name in found)
+            return found
+
         def submission(self, digest: Digest) -> SubmissionInfo:
             asked.append(digest)
             return super().submission(digest)
@@ -374,13 +389,51 @@ def test_what_a_manager_names_in_place_of_a_verdict_is_missing(worked: World) ->
     assert "is larger than" in update(sha256(large))[digest_key(sha256(large))]
 
 
+def test_a_mirror_asks_for_many_things_at_once_where_its_source_answers_that(
+    worked: World, tmp_path: Path
+) -> None:
+    """Four requests bring records, then leases, verdicts and tables of any 64 files."""
+
+    def copied(name: str, source: HttpSource) -> tuple[dict[str, bytes], Counter[str]]:
+        paths: Counter[str] = Counter()
+        count = [lambda request: paths.update([request.url.path.split("/")[2]])]
+        source._client._http.event_hooks = {"request": count}
+        mirror = Mirror(tmp_path / name, worked.deployment, 1, source, max_bytes=10**8)
+        assert mirror.update(read_events(worked.client, worked.deployment)).missing == {}
+        return {key: mirror.store.get(key, 10**6) for key in mirror.store.keys("")}, paths
+
+    whole, by_hand = copied("older", Orchestrator(worked, older=True))
+    found, asked = copied("now", Orchestrator(worked))
+    assert found == whole
+    assert by_hand["copies"] == 1, "an older server is asked once"
+    assert by_hand["submissions"] == 4, "of one file in the first root and three in the second"
+    assert (asked["submissions"], asked["leases"]) == (1, 1), "the slash's"
+    assert by_hand["objects"] - asked["objects"] == 4, "verdicts and tables of accepted files"
+    assert asked["copies"] == 9, "secrets; 2 of a settlement; 2 and 4 of roots of one and 3 files"
+    server = MirrorServer(tmp_path / "now", "127.0.0.1:0")
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        url = f"http://127.0.0.1:{server.port}"
+        again, of_mirror = copied(
+            "second", HttpSource(stack.enter_context(OrchestratorClient(url)))
+        )
+        wrong = httpx.get(f"{url}/v1/copies?names=pool,objects/0x12", timeout=20)
+    assert again == whole
+    assert of_mirror["copies"] == asked["copies"], "a mirror answers it, too"
+    assert wrong.status_code == 400
+
+
 def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> None:
     class Counting(Orchestrator):
+        def copies(self, names: Sequence[str]) -> dict[str, bytes]:
+            asked.extend(name for name in names if "submissions" in name)
+            return super().copies(names)
+
         def submission(self, digest: Digest) -> SubmissionInfo:
-            asked.append(digest)
+            asked.append(f"{digest}")
             return super().submission(digest)
 
-    asked: list[Digest] = []
+    asked: list[str] = []
     found = follower(worked, Counting(worked), max_bytes=2000).tick()
     assert found.missing
     assert all("full" in why for why in found.missing.values())
@@ -392,7 +445,7 @@ def test_a_full_mirror_says_so_and_one_without_a_source_waits(worked: World) -> 
     )
     asked.clear()
     assert "full" in str(lacking.update([root, replace(root, log_index=99)]).missing)
-    assert len(asked) == 1, "no other record finds room either"
+    assert len(asked) == len(set(asked)) == root.count, "no record is asked for a second time"
     small = Mirror(worked.folder / "small", worked.deployment, 1, Orchestrator(worked), max_bytes=5)
     for data in (b"four", b"four", b"more"):
         small.hold(data)

@@ -337,6 +337,8 @@ class Walk:
         name = min(urls)
         self._store("GET", urls[name])
         self.send("GET /v1/objects/{digest}", digest=name)
+        names = f"?names=objects/{name},objects/{ZERO_DIGEST}"
+        self.send("GET /v1/copies", query=names)
         self.digests.append(Digest(name))
         self.send("GET /v1/batches/{step}/manifest", step="0")
         self.send("POST /v1/policies", world.manifest(1), trainer)

@@ -19,6 +19,8 @@ from prime_core import ids
 from prime_core.errors import MalformedError, NotFoundError, UnavailableError
 from prime_core.storage.base import CHUNK_BYTES, digest_key
 from prime_core.storage.directory import DirectoryStore, Sink
+from prime_core.transport import copies
+from prime_orchestrator.api import leasing, status
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.routes.http import BODY_SECONDS, in_path, takes_bytes
 from prime_orchestrator.store import archive
@@ -94,6 +96,24 @@ def router(backend: Backend) -> APIRouter:
             raise absent(digest)
         url = backend.objects.signed_get(key, int(backend.now()) + GET_SECONDS)
         return RedirectResponse(url, status_code=307)
+
+    def copy(kind: str, digest: ids.Digest, limit: int) -> bytes:
+        if kind == "objects":
+            return backend.objects.get(digest_key(digest), limit)
+        if kind == "leases":
+            return leasing.handed_in(backend, digest).model_dump_json().encode()
+        return status.submission_info(backend, digest).model_dump_json().encode()
+
+    @routes.get(
+        "/v1/copies",
+        response_class=Response,
+        responses={200: {"content": {"application/octet-stream": {}}}},
+    )
+    def several(names: str) -> Response:
+        """Several objects, submissions and leases at once: `names` are KIND/DIGEST, with commas
+        between. The answer is a line of JSON with the name and length of each, then their bytes."""
+        body = copies.pack(copies.parse_names(names), copy)
+        return Response(body, media_type="application/octet-stream")
 
     return routes
 
