@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import sqlalchemy as sa
 from judges import Bench, bench
 from money_kit import NODE as HONEST
 from money_kit import VALIDATOR, ManagerSide, key
@@ -161,6 +162,44 @@ def test_a_damaged_draw_list_holds_up_only_files_whose_leases_name_it(
     assert found == {row.digest for row in old}
 
 
+def test_a_file_that_no_live_validator_can_judge_is_written_about_only_when_something_changed(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
+    first, second, other = (one.signer.address for one in crowd)
+    written: list[str] = []
+
+    @sa.event.listens_for(mgr.store.engine, "before_cursor_execute")
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        if statement != "BEGIN" and not statement.startswith(("SELECT", "WITH")):
+            written.append(statement)
+
+    kept = validators.Unassigned()
+
+    def look(*accounts: Address) -> list[list[Digest]]:
+        """What each is given, with what the look wrote in `written`."""
+        written.clear()
+        asked = [(account, WISH) for account in accounts]
+        return [files(one) for one in validators.claim_all(mgr.backend, asked, kept)]
+
+    mgr.now.time += validators.LIVE_SECONDS + 1
+    digest = mgr.submit(HONEST).digest
+    assert look(first) == [[digest]], "the other that the file needs is away"
+    look(first)
+    for _ in range(3):
+        assert look(first) == [[]]
+        assert written == []
+    mgr.now.time += validators.SEEN_SECONDS
+    assert look(first) == [[]]
+    assert written, "the poll is recorded, and the file looked at again"
+    assert look(first) == [[]]
+    assert written == []
+    later = mgr.submit(HONEST).digest
+    assert look(first) == [[later]]
+    assert look(second) == [[digest, later]]
+    assert look(first, second, other) == [[], [], []]
+
+
 # ── claims that wait ──
 
 
@@ -173,7 +212,9 @@ def counted(mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looks: list[int] = []
     real = validators.claim_all
 
-    def claim_all(backend: object, asked: list[tuple[Address, ClaimRequest]]) -> object:
+    def claim_all(
+        backend: object, asked: list[tuple[Address, ClaimRequest]], unassigned: object
+    ) -> object:
         looks.append(len(asked))
         return real(mgr.backend, asked)
 

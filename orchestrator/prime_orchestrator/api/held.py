@@ -32,7 +32,7 @@ class HeldClaims:
     def __init__(self, backend: Backend, seconds: float = HOLD_SECONDS) -> None:
         self._seconds = seconds
         self._gathered = Gathered[tuple[Address, ClaimRequest], ClaimAnswer](
-            partial(validators.claim_all, backend)
+            partial(validators.claim_all, backend, unassigned=validators.Unassigned())
         )
         self._held: Counter[Address] = Counter()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from prime_core import encoding
 from prime_core.draws import DrawList, DrawReveal, file_secret, lot
@@ -85,6 +85,8 @@ PATIENCE_SECONDS = 900.0
 RETRY_MS = 300
 LOST_SECONDS = 60.0
 """How long a file that is missing from the object store is postponed."""
+MAX_UNASSIGNED = 4096
+"""Most files that are known to have no validator."""
 ROOM = 8
 """Most files assigned to a validator at once."""
 MAX_ATTEMPTS = 3
@@ -146,23 +148,44 @@ def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:
 # ── assignment and claims ────────────────────────────────────────────────────────────────────────
 
 
+@dataclass
+class Unassigned:
+    """Files for which no validator of `able` was found, with their jobs as they were then."""
+
+    able: frozenset[Address] = frozenset()
+    jobs: dict[Digest, JobRow] = field(default_factory=dict)
+
+    def among(self, able: Collection[Address]) -> Mapping[Digest, JobRow]:
+        """Returns those jobs if the same validators are able now, else none."""
+        return self.jobs if self.able == able else {}
+
+
 def claim_all(
-    backend: Backend, asked: Sequence[tuple[Address, ClaimRequest]]
+    backend: Backend,
+    asked: Sequence[tuple[Address, ClaimRequest]],
+    unassigned: Unassigned | None = None,
 ) -> list[ClaimAnswer | PrimeError]:
     """Returns each caller's next files and the opinions that it must submit now, all with the same
-    few transactions. An entry is a PolicyError if its account is not appointed."""
+    few transactions. An entry is a PolicyError if its account is not appointed.
+
+    `unassigned` is kept from call to call: a file in it whose job is still the same is looked at
+    again with the next record of the callers' polls (SEEN_SECONDS), so that other looks write
+    nothing because of it.
+    """
+    unassigned = unassigned or Unassigned()
     now = backend.now()
     with backend.store.read() as connection:
         appointed = chain.appointed(connection, backend.context.pool)
         callers = {account for account, _ in asked} & appointed
         able = callers | (jobs.live(connection, now - LIVE_SECONDS) & appointed)
-        lacking = jobs.short(connection, _reach(callers), able, backend.draws.without())
-        short = [job.submission_digest for job in lacking]
-        quiet = (
-            not short
-            and jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
-            and not jobs.waits_for(connection, callers, now)
-        )
+        seen = jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
+        passed = unassigned.among(able) if seen else {}
+        but = backend.draws.without() | passed.keys()
+        lacking = jobs.short(connection, _reach(callers), able, but)
+        short = [
+            job.submission_digest for job in lacking if passed.get(job.submission_digest) != job
+        ]
+        quiet = not short and seen and not jobs.waits_for(connection, callers, now)
         reveal = jobs.to_reveal(connection, callers, MAX_REVEALS)
         unread = _unread(connection, backend, short)
     wishes = [
@@ -173,7 +196,7 @@ def claim_all(
     found = iter(
         [[]] * len(wishes)
         if quiet
-        else _claim(backend, wishes, short, unread, appointed, able, now)
+        else _claim(backend, wishes, short, unread, appointed, able, now, unassigned)
     )
     answers: list[ClaimAnswer | PrimeError] = []
     for account, _ in asked:
@@ -213,6 +236,7 @@ def _claim(
     appointed: Collection[Address],
     able: Collection[Address],
     now: float,
+    unassigned: Unassigned,
 ) -> list[list[Job]]:
     """Assigns the files `short` to those `able`, claims some for each wish and returns them. The
     object store is asked while nothing is locked; `unread`: leases whose draw lists `assign_files`
@@ -224,8 +248,11 @@ def _claim(
         jobs.note_validators(connection, callers, now)
         ended = end_overdue(connection, now)
         names = list(dict.fromkeys([*short, *ended]))
-        assign_files(connection, backend, now, names, appointed, able)
+        left = assign_files(connection, backend, now, names, appointed, able)
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
+    known = unassigned.among(able) if len(unassigned.jobs) <= MAX_UNASSIGNED else {}
+    others = {name: job for name, job in known.items() if name not in names}
+    unassigned.able, unassigned.jobs = frozenset(able), others | left
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)
     except UnavailableError:
@@ -289,14 +316,17 @@ def assign_files(
     names: Sequence[Digest],
     appointed: Collection[Address],
     able: Collection[Address],
-) -> None:
+) -> dict[Digest, JobRow]:
     """Assigns the given files that lack a validator to those `able`, the live ones of the
     `appointed`, that their leases name, in the drawn order, as long as any of them has room. A file
-    whose draw list this process has not read waits for the next claim."""
+    whose draw list this process has not read waits for the next claim.
+
+    Returns the jobs of files for which none of `able` was found although each had room.
+    """
     found_now = jobs.those(connection, names)
     short = [job for name in names if (job := found_now.get(name)) is not None and job.short]
     if not short:
-        return
+        return {}
     lists = backend.draws.known([job.submission_digest for job in short])
     load = jobs.load_of(connection)
     known = jobs.assignments_among(connection, [job.submission_digest for job in short])
@@ -304,6 +334,7 @@ def assign_files(
     asked = {*able, *(part.validator for parts in known.values() for part in parts)}
     provers = exact_classes.members(connection, named, asked) if named else {}
     first: list[JobRow] = []
+    left: dict[Digest, JobRow] = {}
     given: list[tuple[Digest, Address]] = []
     for job in short:
         if all(load.get(one, 0) >= ROOM for one in able):
@@ -316,7 +347,8 @@ def assign_files(
         secret, needed = backend.draws.secret(connection, listed.second), job.needed
         if needed is None:
             needed = first_needed(listed, secret, digest)
-            first.append(replace(job, needed=needed))
+            job = replace(job, needed=needed)
+            first.append(job)
         parts = {one.validator: one for one in known.get(digest, ())}
         members = frozenset[Address]() if found.numeric is None else provers[found.numeric]
         accused = found.numeric is not None and _accused(connection, digest, parts)
@@ -325,13 +357,17 @@ def assign_files(
         if no_new and _active(parts) < needed:
             if not chosen and accused and no_one_left(listed, parts.values(), appointed):
                 jobs.change(connection, digest, status="full", needed=_active(parts))
-            elif _settle_short(connection, digest, listed, parts, now):
                 continue
+            if _settle_short(connection, digest, listed, parts, now):
+                continue
+        if not chosen:
+            left[digest] = job
         for validator in chosen:
             load[validator] = load.get(validator, 0) + 1
         given += [(digest, validator) for validator in chosen]
     jobs.set_needed(connection, first)
     jobs.assign(connection, given, now=now)
+    return left if all(load.get(one, 0) < ROOM for one in able) else {}
 
 
 def _accused(
