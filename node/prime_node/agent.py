@@ -88,7 +88,7 @@ class Agent:
         self._signer = signer
         self._owner_signer = owner_signer
         self._data = DataFolder(settings.data)
-        self._give_up = None if _heard_before(settings) else settings.first_answer_seconds
+        self._give_up = None if _had_answers(settings) else settings.first_answer_seconds
         self._stop = threading.Event()
         self._manager: Address | None = None
 
@@ -120,8 +120,8 @@ class Agent:
         if settings.shadow:
             log.warning(SHADOW)
         api = self._api(stack)
-        pool = self._patiently(api.client.pool)
-        run = self._patiently(lambda: newest_run(api))
+        pool = self._until_answered(api.client.pool)
+        run = self._until_answered(lambda: newest_run(api))
         if pool is None or run is None:
             return 0
         self._manager = api.manager = pool.manager  # compared with the chain below
@@ -170,7 +170,7 @@ class Agent:
             )  # fmt: skip
 
         mounts = Mounts(data.policies, data.task_outbox, bridge_folder)
-        if not self._bring_dataset(run):
+        if not self._fetch_dataset(run):
             return 0
         task = TaskKeeper(runtime, run.task, mounts, options(run), now=time.monotonic)
 
@@ -239,7 +239,7 @@ class Agent:
         """Checks the orchestrator's statements about the pool against the chain; returns False if
         stopped before. An unavailable RPC is tolerated if an earlier start got an answer."""
         if self._give_up is not None:
-            return self._patiently(lambda: check_pool(link, api)) is not None
+            return self._until_answered(lambda: check_pool(link, api)) is not None
         try:
             check_pool(link, api)
         except UnavailableError as error:
@@ -253,7 +253,7 @@ class Agent:
             self._check_on_chain(api, digest)
             return True
 
-        return self._patiently(checked) is not None
+        return self._until_answered(checked) is not None
 
     def _revisions(
         self, run: RunDefinition, hardware: Hardware, runtime: Runtime, chain: bool
@@ -331,15 +331,15 @@ class Agent:
         stack.callback(lambda: shutil.rmtree(short, ignore_errors=True))
         return short
 
-    def _bring_dataset(self, run: RunDefinition) -> bool:
+    def _fetch_dataset(self, run: RunDefinition) -> bool:
         """Downloads the run's dataset and corpus, if any, for the worker, which has no network.
         Retries while a server is unavailable; returns False if stopped first."""
         folder = self._data.policies / DATASETS_FOLDER
         public_only = self._settings.public_only
-        brought = self._patiently(lambda: bring_files(run, folder, public_only=public_only))
-        return brought is not None
+        fetched = self._until_answered(lambda: bring_files(run, folder, public_only=public_only))
+        return fetched is not None
 
-    def _patiently(self, ask: Callable[[], T]) -> T | None:
+    def _until_answered(self, ask: Callable[[], T]) -> T | None:
         """Retries until there is an answer; returns None if stopped first. On the first start in
         this data folder, raises UnavailableError if no answer comes in time."""
 
@@ -380,7 +380,7 @@ def newest_run(api: NodeApi) -> RunDefinition:
     return api.run(final[-1] if final else listed.first)
 
 
-def _heard_before(settings: Settings) -> bool:
+def _had_answers(settings: Settings) -> bool:
     """Whether an earlier start in this data folder got answers from this orchestrator and from a
     chain. A node with that history may also start without its current RPC."""
     kept, given = remembered(settings.data), settings.to_remember()

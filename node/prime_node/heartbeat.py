@@ -102,8 +102,8 @@ class HeartbeatLoop:
         self._heartbeat_ms = 0
         self._next_beat = 0.0
         self._join_pause = 1.0
-        self._next_tend = 0.0
-        self._tend_pause = FIRST_PAUSE
+        self._next_task_check = 0.0
+        self._task_pause = FIRST_PAUSE
         self._member = False
         self._proves = False
         """The latest answer asks for a proof of the cards."""
@@ -126,28 +126,28 @@ class HeartbeatLoop:
                     "is delivered; change the limit, or give the seat up with: prime-node leave"
                 )
             if self._member and not self._drained:
-                self._tend()
+                self._manage_task()
             self._stop.wait(max(0.05, min(TICK_SECONDS, self._next_beat - time.monotonic())))
         log.warning("asked to stop: open leases are finished or given back")
         return 0
 
-    def _tend(self) -> None:
+    def _manage_task(self) -> None:
         """Manages the task; an engine that does not answer is retried with growing pauses."""
-        if time.monotonic() < self._next_tend:
+        if time.monotonic() < self._next_task_check:
             return
         try:
             if (run := self._broker.wanted_run()) is not None:
                 log.info("the task of run %s replaces the current one", run.digest())
                 self._task.replace(run.task, self._options(run), REPLACE_SECONDS)
                 self._broker.use_run(run)
-            self._task.tend()
-            self._tend_pause = FIRST_PAUSE
+            self._task.keep_running()
+            self._task_pause = FIRST_PAUSE
         except UnavailableError as error:
             log.warning(
-                "the task cannot be managed: %s; trying again in %.0f s", error, self._tend_pause
+                "the task cannot be managed: %s; trying again in %.0f s", error, self._task_pause
             )
-            self._next_tend = time.monotonic() + self._tend_pause
-            self._tend_pause = min(LONGEST_PAUSE, self._tend_pause * 2)
+            self._next_task_check = time.monotonic() + self._task_pause
+            self._task_pause = min(LONGEST_PAUSE, self._task_pause * 2)
 
     def _beat(self) -> int | None:
         """Sends one heartbeat and follows its answer; returns an exit status if the agent must
@@ -156,7 +156,7 @@ class HeartbeatLoop:
         try:
             body = self._body()
             asked_at = time.monotonic()
-            answer = self._adapted(self._api.heartbeat(body))
+            answer = self._for_this_agent(self._api.heartbeat(body))
             self._heartbeat_ms = round(1000 * (time.monotonic() - asked_at))
         except FINAL_ERRORS:
             raise
@@ -172,7 +172,7 @@ class HeartbeatLoop:
         self._take_endings(answer)
         if answer.run_digest is not None:
             self._revisions.received(answer.run_digest)
-        status = self._obey(answer)
+        status = self._follow(answer)
         try:
             self._write_status(answer)
         except UnavailableError as error:
@@ -222,7 +222,7 @@ class HeartbeatLoop:
         silence = time.monotonic() - self._silent_since
         self._next_beat += min(LONGEST_SILENCE, silence)
 
-    def _adapted(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
+    def _for_this_agent(self, answer: HeartbeatAnswer) -> HeartbeatAnswer:
         """Adapts the answer to how this agent was started: a paid agent whose node is in shadow
         must join. Raises PolicyError if a shadow agent's node has a seat."""
         if self._api.shadow and answer.status in ("active", "silent", "admitted"):
@@ -234,7 +234,7 @@ class HeartbeatLoop:
             return answer.model_copy(update={"directive": "join", "reason": "it worked in shadow"})
         return answer
 
-    def _obey(self, answer: HeartbeatAnswer) -> int | None:
+    def _follow(self, answer: HeartbeatAnswer) -> int | None:
         if answer.directive != self._directive:
             log.info(
                 "directive %s %s", answer.directive, f"({answer.reason})" * bool(answer.reason)

@@ -421,7 +421,7 @@ class LeaseBroker:
             raise ConflictError("no open lease has a file of this name: it is refused")
         digest, held = named[0], opened[named[0]]
         held.sent = True
-        with self._noting(digest, held):
+        with self._recording_problems(digest, held):
             others = {file_name(one) for one in opened if one != digest}
             self._task_uploads.receive(name, size, read, keep=others)
 
@@ -430,7 +430,7 @@ class LeaseBroker:
         MalformedError (bad name, size), ConflictError (not an open lease)."""
         held = self._held(hand_in.lease_digest)
         signed = held.signed
-        with self._noting(hand_in.lease_digest, held):
+        with self._recording_problems(hand_in.lease_digest, held):
             file = self._spool.take_in(self._task_uploads.folder, hand_in.file)
         submission = Submission(
             pool=signed.lease.pool,
@@ -449,7 +449,7 @@ class LeaseBroker:
             node=self._signer.address,
             signature=self._signer.sign(submission, self._domain),
         )
-        with self._noting(hand_in.lease_digest, held):
+        with self._recording_problems(hand_in.lease_digest, held):
             made = tokens_in(file.path, hand_in.tokens)
             worth = 0 if signed.lease.shadow else self._run.unjudged_worth(made)
             self._spool.add(digest, body, signed, worth=worth)
@@ -472,7 +472,7 @@ class LeaseBroker:
         return held
 
     @contextmanager
-    def _noting(self, lease: Digest, held: Held) -> Iterator[None]:
+    def _recording_problems(self, lease: Digest, held: Held) -> Iterator[None]:
         """Records why a lease's file is not accepted: problems of this machine are logged once,
         faults of the worker are counted."""
         try:

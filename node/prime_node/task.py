@@ -48,7 +48,7 @@ class TaskKeeper:
             return self._handle.name
         return f"starts again in {max(0.0, self._not_before - self._now()):.0f} s"
 
-    def tend(self) -> None:
+    def keep_running(self) -> None:
         """Starts the task if it does not run, and detects if it has died.
 
         Raises PolicyError or UserError if the worker says that it cannot do this run's work,
@@ -84,7 +84,7 @@ class TaskKeeper:
         )
 
     def replace(self, task: Task, options: WorkerOptions, grace: float) -> None:
-        """Stops the current task within `grace` seconds; the next `tend` starts `task`."""
+        """Stops the current task within `grace` seconds; the next `keep_running` starts `task`."""
         self.stop(grace)
         self._task, self._options = task, options
         self._deaths, self._not_before = 0, 0.0

@@ -170,7 +170,7 @@ def relay(
                 passes=Passes(signer or ephemeral_signer(), registry),
                 public_only=not client.allows_private,
             ),
-            on_event=_tell,
+            on_event=_log_event,
         )
         with server:
             state = json.dumps({"url": server.url, "trainer": trust.trainer}).encode()
@@ -297,7 +297,7 @@ def _trust(
     """Returns whose signatures to trust: read from the chain if there is an RPC, else the given
     trainer, else the orchestrator's answer (which is logged). Waits for the answers; raises
     UnavailableError after `give_up` seconds (None: never), StoppedError if stopped."""
-    pool = _patiently(lambda: client.pool().pool, stop, give_up)
+    pool = _until_answered(lambda: client.pool().pool, stop, give_up)
     domain = client.domain("pools")
     if rpc:
         if deployment is None:
@@ -314,7 +314,9 @@ def _trust(
             )
         chain = ChainClient(rpc, known.chain_id, quorum=quorum)
         try:
-            address = _patiently(lambda: Pools(chain, known).pool_of(pool).trainer, stop, give_up)
+            address = _until_answered(
+                lambda: Pools(chain, known).pool_of(pool).trainer, stop, give_up
+            )
         finally:
             chain.close()
         if trainer is not None and ids.address(trainer) != address:
@@ -326,7 +328,9 @@ def _trust(
     return Trust(client.pool().trainer, domain, pool)
 
 
-def _patiently(ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None) -> _Answer:
+def _until_answered(
+    ask: Callable[[], _Answer], stop: threading.Event, give_up: float | None
+) -> _Answer:
     """Waits for `ask` to answer and returns the answer; logs once that it is waiting."""
     failures: list[str] = []
 
@@ -345,7 +349,7 @@ def _source(url: str) -> str:
         raise UserError(str(error), hint="give --upstream http://HOST:PORT") from error
 
 
-def _tell(event: RelayEvent) -> None:
+def _log_event(event: RelayEvent) -> None:
     _log(event.kind, version=event.version, detail=event.detail)
 
 

@@ -175,13 +175,15 @@ def policy_keeper(kit: Kit) -> PolicyKeeper:
 
 
 def heartbeat_loop(
-    kit: Kit, tend: Callable[[threading.Event], None], threads: tuple[WatchedThread, ...] = ()
+    kit: Kit,
+    keep_running: Callable[[threading.Event], None],
+    threads: tuple[WatchedThread, ...] = (),
 ) -> tuple[HeartbeatLoop, DataFolder]:
-    """The agent's main loop as a member of the served pool; `tend` is its task's."""
+    """The agent's main loop as a member of the served pool; `keep_running` is its task's."""
     data = DataFolder(kit.folder.parent / "data")
     data.make()
     stop = threading.Event()
-    task: Any = SimpleNamespace(tend=lambda: tend(stop), description="a test")
+    task: Any = SimpleNamespace(keep_running=lambda: keep_running(stop), description="a test")
     join: Any = SimpleNamespace(measure=lambda: None, measuring=False)
     parts = Parts(
         kit.broker, policy_keeper(kit), kit.spool, join, task, kit.revisions,

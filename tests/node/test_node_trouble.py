@@ -99,14 +99,14 @@ def test_policies_arrive_once_the_full_disk_has_room(
 def test_engine_that_restarts_is_asked_again(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
     times = itertools.count()
 
-    def tend(stop: threading.Event) -> None:
+    def keep_running(stop: threading.Event) -> None:
         if next(times) == 0:
             raise UnavailableError("the Docker engine does not answer: restarting")
         stop.set()
 
-    loop, _ = heartbeat_loop(kit, tend)
+    loop, _ = heartbeat_loop(kit, keep_running)
     assert loop.run() == 0
-    assert "restarting; again in 1 s" in caplog.text
+    assert "restarting; trying again in 1 s" in caplog.text
 
 
 def test_engine_that_went_away_is_unavailable(tmp_path: Path) -> None:

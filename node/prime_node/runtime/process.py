@@ -58,10 +58,10 @@ class ProcessHandle:
         self._outbox = outbox
         self._ended_because = ""
         self._done = threading.Event()
-        self._watch = threading.Thread(target=self._look_after, name="task-room", daemon=True)
+        self._watch = threading.Thread(target=self._limit_disk, name="task-room", daemon=True)
         self._watch.start()
 
-    def _look_after(self) -> None:
+    def _limit_disk(self) -> None:
         while not self._done.wait(LOOK_SECONDS) and self._process.poll() is None:
             if self._log.exists() and self._log.stat().st_size > LARGEST_LOG:
                 self._end(f"its log {self._log} holds more than {LARGEST_LOG >> 20} MiB")
