@@ -11,8 +11,10 @@ from prometheus_client import generate_latest
 from bench.seats import Pool
 from prime_core.messages import LeaseRequest
 from prime_orchestrator.api import leasing, status
+from prime_orchestrator.api.liveness import LifeTicks
 from prime_orchestrator.api.metrics import PoolMetrics, RequestCounts
 from prime_orchestrator.manager.batches import seal_ready_batches
+from prime_orchestrator.store import nodes
 
 HISTORY = frozenset(
     {"assignments", "batches", "groups", "intents", "jobs", "leases", "opinions", "policies"}
@@ -51,3 +53,22 @@ def test_no_frequent_query_reads_all_rows_of_a_table_that_grows_with_files(tmp_p
             scanned = step.startswith("SCAN") and step.split()[1] in HISTORY
             bounded = ("LIMIT" in statement and "USING" in step) or step.endswith(PARTIAL)
             assert not scanned or bounded, f"{step}: {statement}"
+
+
+def test_nodes_that_fall_silent_together_are_written_by_one_statement(tmp_path: Path) -> None:
+    """As after a cut of the network: one for each would hold the lock of leases for seconds."""
+    pool, written = Pool.make(tmp_path), list[str]()
+    pool.seat(3, honest=True)
+    life = LifeTicks(pool.backend)
+    sa.event.listen(
+        pool.backend.store.engine,
+        "before_cursor_execute",
+        lambda _c, _cursor, statement, *_: written.append(statement),
+    )
+    for _ in range(8):
+        pool.clock[0] += 9.0
+        life.tick()
+    with pool.backend.store.read() as connection:
+        assert nodes.counts(connection) == {"silent": 3}
+    pool.backend.store.close()
+    assert len([one for one in written if one.startswith("UPDATE nodes")]) == 1

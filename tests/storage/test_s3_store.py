@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 import secrets
+import socket
+import threading
 import time
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
@@ -26,11 +31,13 @@ from prime_core.errors import MalformedError, NotFoundError, UnavailableError, U
 from prime_core.ids import Digest
 from prime_core.messages import UploadAnswer
 from prime_core.storage.base import digest_key
-from prime_core.storage.s3 import LONGEST_SECONDS, MAX_PUT_BYTES, PART_BYTES, S3Store
+from prime_core.storage.s3 import LONGEST_SECONDS, MAX_PUT_BYTES, PART_BYTES, S3Store, _client
+from prime_core.storage.s3_requests import ShortRequests, Signer
 from prime_core.transport.client import OrchestratorClient
 from prime_core.transport.problems import to_problem
 
 DATA = b"a rollout file"
+KEYS = SimpleNamespace(access_key="key", secret_key="secret", token=None)
 
 
 def opened(server: S3Server, prefix: str = "", **changes: str) -> S3Store:
@@ -139,6 +146,100 @@ def test_a_server_without_a_date_tells_no_time(
     monkeypatch.setattr(store._client, "list_objects_v2", lambda **_: answer)
     with pytest.raises(UnavailableError, match="no valid date"):
         store.clock_skew()
+
+
+@pytest.mark.parametrize("token", ["", "a/token+=="])
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"endpoint": "http://127.0.0.1:9000"},
+        {"endpoint": "http://[::1]:9000", "prefix": "1/0xAb/1"},
+        {"public_endpoint": "https://Objects.example:443/sub"},
+        {"region": "eu-west-1"},
+    ],
+)
+def test_urls_are_signed_as_boto3_signs_them(
+    monkeypatch: pytest.MonkeyPatch, place: dict[str, str], token: str
+) -> None:
+    import boto3
+
+    for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "se/cr+et")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    store, moment = S3Store("bucket", now=lambda: 0.0, **place), "20260102T030405Z"
+    monkeypatch.setattr("prime_core.storage.s3_requests._moment", lambda: moment)
+    monkeypatch.setattr(
+        "botocore.auth.get_current_datetime", lambda: datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    )
+    theirs = _client(
+        boto3.Session(),
+        place.get("public_endpoint") or place.get("endpoint", ""),
+        place.get("region", "us-east-1"),
+    )
+    name, key = sha256(DATA), {"Bucket": "bucket", "Key": f"{store.prefix}uploads/1-a_b.c"}
+    bound = {"ContentLength": 5, "ContentType": "application/octet-stream",
+             "ChecksumSHA256": base64.b64encode(bytes.fromhex(name[2:])).decode()}  # fmt: skip
+    for ours, method, parameters in (
+        (store.signed_put("uploads/1-a_b.c", 5, name, 60).url, "put_object", key | bound),
+        (store.signed_get("uploads/1-a_b.c", 60), "get_object", key),
+    ):
+        wanted = theirs.generate_presigned_url(method, Params=parameters, ExpiresIn=60)
+        assert ours.partition("?")[0] == wanted.partition("?")[0]
+        assert parse_qs(urlsplit(ours).query) == parse_qs(urlsplit(wanted).query)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+COPIED = b"<CopyObjectResult></CopyObjectResult>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "copied", "kept"),
+    [
+        (OK + b"Content-Length: 37\r\n\r\n" + COPIED, True, True),
+        (OK + b"Content-Length: 37\r\nConnection: close\r\n\r\n" + COPIED, True, False),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n5;a=b\r\n<Copy\r\n20\r\n" + COPIED[5:]
+         + b"\r\n0\r\nTrailer: 1\r\n\r\n", True, True),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\n<CopyObjectResult", False, False),
+        (OK + b"Content-Length: 21\r\n\r\n<Error>slow</Error>\r\n", False, True),
+        (OK + b"Content-Length: 99999999\r\n\r\n", False, False),
+        (OK + b"\r\n" + COPIED, False, False),
+        (OK + b"A: b\r\n" * 200 + b"\r\n", False, False),
+        (b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", False, False),
+        (b"SSH-2.0\r\n", False, False),
+        (b"", False, False),
+    ],
+)  # fmt: skip
+def test_a_short_request_takes_a_plain_success_and_leaves_all_else_to_boto3(
+    answer: bytes, copied: bool, kept: bool
+) -> None:
+    """`kept`: a second request goes over the same connection."""
+    seen: list[list[bytes]] = []
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                wire, _ = listener.accept()
+            except OSError:
+                return
+            seen.append([])
+            with wire, wire.makefile("rb") as file:
+                while lines := list(iter(file.readline, b"\r\n")):
+                    if b"" in lines:
+                        break
+                    seen[-1].append(lines[0])
+                    wire.sendall(answer)
+                    if not kept:
+                        break
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,), daemon=True)
+        server.start()
+        place = f"http://127.0.0.1:{listener.getsockname()[1]}/bucket/"
+        requests = ShortRequests(Signer(place, "us-east-1", lambda: KEYS), "bucket", None)
+        assert requests.copy("a", "b", '"tag"') is copied
+        assert requests.copy("a", "b", '"tag"') is copied
+        listener.shutdown(socket.SHUT_RDWR)
+    assert seen == ([[b"PUT /bucket/b HTTP/1.1\r\n"] * 2] if kept else [[seen[0][0]]] * 2)
 
 
 # -- what lies in the bucket -----------------------------------------------------------------------

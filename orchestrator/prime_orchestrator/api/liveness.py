@@ -396,6 +396,7 @@ class LifeTicks:
             quiet = nodes.active_before(connection, now - backend.context.run.death_seconds)
             late = leases.late_nodes(connection, now)
             # A verdict locks its node, then that node's leases.
+            changed = []
             for node in nodes.lock_rows(connection, late | {one.address for one in quiet}).values():
                 state, _ = step_node(
                     NodeState(node.status, node.last_heartbeat),
@@ -406,9 +407,8 @@ class LifeTicks:
                 )
                 if state.status != node.status:
                     log_change(connection, node, state.status, SILENT)
-                    nodes.set_status(
-                        connection, node.address, state.status, last_heartbeat=node.last_heartbeat
-                    )
+                    changed.append(replace(node, status=state.status))
+            nodes.set_statuses(connection, changed)
             for lease in leases.overdue(connection, now):
                 standing.expire(
                     connection,

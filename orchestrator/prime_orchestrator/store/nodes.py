@@ -193,6 +193,11 @@ def set_status(
     )
 
 
+def set_statuses(connection: Connection, rows: Sequence[NodeRow]) -> None:
+    """Writes the statuses of nodes. The caller has locked the rows."""
+    update_each(connection, schema.nodes, rows, ("status",))
+
+
 def set_member(connection: Connection, address: Address, *, provider: Address) -> None:
     """Sets a member's provider according to the chain (used by the indexer)."""
     connection.execute(

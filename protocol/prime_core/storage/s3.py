@@ -33,12 +33,11 @@ from prime_core.storage.base import (
     check_prefix,
     named_digest,
 )
+from prime_core.storage.s3_requests import CONNECT_SECONDS, READ_SECONDS, ShortRequests, Signer
 
 try:
     import boto3
     from boto3.s3.transfer import TransferConfig
-    from botocore.auth import S3SigV4Auth
-    from botocore.awsrequest import AWSRequest
     from botocore.config import Config
     from botocore.exceptions import (
         BotoCoreError,
@@ -50,7 +49,7 @@ try:
     from botocore.exceptions import (
         ConnectionError as NoConnectionError,
     )
-    from botocore.httpsession import URLLib3Session
+    from botocore.httpsession import get_cert_path
     from botocore.utils import get_environ_proxies
 except ImportError as missing:
     raise UserError(
@@ -64,8 +63,6 @@ MAX_PUT_BYTES = 5 << 30
 """S3's limit on the size of an object written by one PUT or one copy."""
 LONGEST_SECONDS = 7 * 86_400
 """S3's limit on the lifetime of a presigned URL."""
-CONNECT_SECONDS = 5
-READ_SECONDS = 30
 MOST_CONNECTIONS = 50
 _TYPE = "application/octet-stream"
 _MISSING = ("404", "NoSuchKey", "NotFound")
@@ -98,10 +95,14 @@ class S3Store:
         self._now = now
         session = boto3.Session()  # a new one: boto3's default one caches the first credentials
         self._client = _client(session, endpoint, region)
-        self._signer = (
-            _client(session, public_endpoint, region) if public_endpoint else self._client
-        )
-        self._short = _ShortRequests(session, self._client, bucket, region)
+        public = _client(session, public_endpoint, region) if public_endpoint else self._client
+        self._signer = _signer(session, public, bucket, region)
+        own = self._signer
+        if public is not self._client:
+            own = _signer(session, self._client, bucket, region)
+        self._short: ShortRequests | None = None
+        if own is not None and not get_environ_proxies(own.base):  # only boto3 speaks with proxies
+            self._short = ShortRequests(own, bucket, get_cert_path(True))
 
     def __repr__(self) -> str:
         return f"S3Store({self.bucket}/{self.prefix} at {self.endpoint or 'AWS'})"
@@ -241,14 +242,14 @@ class S3Store:
             _promised(target, seen.sha256)
         origin = self._at(source)
         with self._errors("copy", source):  # the ETag pins the bytes that were checked
-            if self._short.copy(origin["Key"], place["Key"], tag):
+            if self._short and self._short.copy(origin["Key"], place["Key"], tag):
                 return
             self._client.copy_object(**place, CopySource=origin, CopySourceIfMatch=tag)
 
     def delete(self, key: str) -> None:
         place = self._at(key)
         with self._errors("delete", key):
-            if not self._short.delete(place["Key"]):
+            if not (self._short and self._short.delete(place["Key"])):
                 self._client.delete_object(**place)
 
     # -- reading -------------------------------------------------------------------------------
@@ -300,18 +301,17 @@ class S3Store:
     def signed_put(self, key: str, size: int, sha256: Digest, expires_at: int) -> SignedUrl:
         if size > MAX_PUT_BYTES:
             raise MalformedError(f"one upload has at most {MAX_PUT_BYTES} bytes")
-        checksum, seconds = _base64(sha256), self._seconds(expires_at)
-        bound = {"ContentLength": size, "ContentType": _TYPE, "ChecksumSHA256": checksum}
-        url = self._presigned("put_object", {**self._at(key), **bound}, seconds)
+        seconds = self._seconds(expires_at)
         headers = {
             "Content-Type": _TYPE,
             "Content-Length": str(size),
-            CHECKSUM_HEADER: checksum,
+            CHECKSUM_HEADER: _base64(sha256),
         }
+        url = self._presigned("PUT", key, seconds, headers)
         return SignedUrl(url=url, expires_at=int(self._now()) + seconds, headers=headers)
 
     def signed_get(self, key: str, expires_at: int) -> str:
-        return self._presigned("get_object", self._at(key), self._seconds(expires_at))
+        return self._presigned("GET", key, self._seconds(expires_at), {})
 
     # -- below ---------------------------------------------------------------------------------
 
@@ -321,10 +321,13 @@ class S3Store:
     def _head(self, key: str) -> dict[str, Any]:
         place = self._at(key)
         with self._errors("read", key):
-            answer = self._short.head(place["Key"])
-            if answer is None:
-                answer = self._client.head_object(**place, ChecksumMode="ENABLED")
-        return answer
+            found = self._short.head(place["Key"]) if self._short else None
+            if found is None:
+                answer: dict[str, Any] = self._client.head_object(**place, ChecksumMode="ENABLED")
+                return answer
+        head = {"ContentLength": found["content-length"], "ETag": found["etag"]}
+        checksum = found.get(CHECKSUM_HEADER)
+        return head if checksum is None else head | {"ChecksumSHA256": checksum}
 
     def _stat(self, key: str, head: dict[str, Any]) -> ObjectStat:
         size, kept = int(head["ContentLength"]), head.get("ChecksumSHA256", "")
@@ -344,12 +347,13 @@ class S3Store:
         S3 allows."""
         return max(1, min(expires_at - int(self._now()), LONGEST_SECONDS))
 
-    def _presigned(self, method: str, parameters: dict[str, Any], seconds: int) -> str:
-        with self._errors("sign a URL for", parameters["Key"]):
-            url: str = self._signer.generate_presigned_url(
-                method, Params=parameters, ExpiresIn=seconds
-            )
-        return url
+    def _presigned(self, method: str, key: str, seconds: int, headers: Mapping[str, str]) -> str:
+        bound = {name.lower(): value for name, value in headers.items()}
+        name = self._at(key)["Key"]
+        with self._errors("sign a URL for", key):
+            if self._signer is None:
+                raise NoCredentialsError
+            return self._signer.url(method, name, seconds, bound)
 
     @contextmanager
     def _errors(self, what: str, key: str) -> Iterator[None]:
@@ -384,64 +388,17 @@ def _prefix_of(rule: Mapping[str, Any]) -> str:
     return str(of.get("Prefix", rule.get("Prefix", "")))
 
 
-class _ShortRequests:
-    """The three requests that every accepted file needs, without boto3's client, which takes five
-    times the CPU time of signing and sending them. Each method returns nothing (None or False)
-    if the answer is not a plain success; the client then makes the request again, with its own
-    retries and errors."""
-
-    def __init__(self, session: Any, client: Any, bucket: str, region: str) -> None:
-        self._session, self._bucket, self._region = session, bucket, region
-        self._credentials: Any = None
-        try:
-            url: str = client.generate_presigned_url(
-                "get_object", Params={"Bucket": bucket, "Key": "x"}
-            )
-        except BotoCoreError:  # without credentials; `check` says so
-            url = ""
-        self._base = url.partition("?")[0].removesuffix("x")
-        self._http = URLLib3Session(
-            proxies=get_environ_proxies(self._base),
-            timeout=(CONNECT_SECONDS, READ_SECONDS),
-            max_pool_connections=MOST_CONNECTIONS,
+def _signer(session: Any, client: Any, bucket: str, region: str) -> Signer | None:
+    """Returns one for the bucket's URL as boto3's `client` makes it; None without credentials,
+    which `check` asks for."""
+    try:
+        url: str = client.generate_presigned_url(
+            "get_object", Params={"Bucket": bucket, "Key": "x"}
         )
-
-    def head(self, key: str) -> dict[str, Any] | None:
-        answer = self._ask("HEAD", key, {"x-amz-checksum-mode": "ENABLED"})
-        if answer is None or not {"content-length", "etag"} <= {*map(str.lower, answer.headers)}:
-            return None
-        found = {
-            "ContentLength": int(answer.headers["Content-Length"]),
-            "ETag": answer.headers["ETag"],
-        }
-        checksum = answer.headers.get(CHECKSUM_HEADER)
-        return found if checksum is None else found | {"ChecksumSHA256": checksum}
-
-    def copy(self, source: str, target: str, tag: str) -> bool:
-        origin = {
-            "x-amz-copy-source": f"{self._bucket}/{source}",
-            "x-amz-copy-source-if-match": tag,
-        }
-        answer = self._ask("PUT", target, origin)
-        return answer is not None and b"<CopyObjectResult" in answer.content  # 200 may be an error
-
-    def delete(self, key: str) -> bool:
-        return self._ask("DELETE", key, {}) is not None
-
-    def _ask(self, method: str, key: str, headers: dict[str, str]) -> Any:
-        """Returns the answer if its status is 200 or 204. Keys need no quoting (`check_key`)."""
-        if not self._base:
-            return None
-        try:
-            if self._credentials is None:  # they renew themselves
-                self._credentials = self._session.get_credentials()
-            request = AWSRequest(method, self._base + key, headers=headers)
-            frozen = self._credentials.get_frozen_credentials()
-            S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
-            answer = self._http.send(request.prepare())
-        except BotoCoreError:
-            return None
-        return answer if answer.status_code in (200, 204) else None
+    except BotoCoreError:
+        return None
+    found = session.get_credentials()  # they renew themselves
+    return Signer(url.partition("?")[0].removesuffix("x"), region, found.get_frozen_credentials)
 
 
 def _client(session: Any, endpoint: str, region: str) -> Any:
