@@ -3,8 +3,10 @@ heartbeat announced or what a lease needs.
 
     heartbeat: newest version, relays ──► its manifest ──► PolicyFolder.ensure ──► on_arrival
 
-The next version's manifest is asked for alone. A node that is new or more than one version behind
-asks for the list of the newest, whose deltas may lead from a policy on disk to the wanted one.
+Besides the wanted version's manifest, a node asks for those that a chain of deltas from a policy on
+disk passes. Only after a version did not arrive it asks for the list of the newest: no source may
+have that version whole, but an older one and the deltas since. The manifests of a large model take
+hundreds of kB each.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from prime_broadcast.folder import Arrived, PolicyFolder
+from prime_broadcast.plans import between
 from prime_broadcast.sources import Fault
+from prime_core.checkpoint import SignedManifest
 from prime_core.errors import NotFoundError, PrimeError, UnavailableError
 from prime_core.ids import Digest
 from prime_core.logs import fields
@@ -58,6 +62,7 @@ class PolicyKeeper:
         self._bad_sources: set[str] = set()
         self._stopping = False
         self._failed: int | None = None
+        self._undelivered: int | None = None
         self.thread = WatchedThread("policies", self._run)
         for version in folder.versions():
             self._note(version)
@@ -152,7 +157,7 @@ class PolicyKeeper:
 
     def _fetch(self, version: int, api: NodeApi) -> None:
         with self._changed:
-            relays, behind = self._relays, version - 1 not in self._digests
+            relays = self._relays
         try:
             wanted = api.policy(version)
         except NotFoundError as error:
@@ -166,10 +171,13 @@ class PolicyKeeper:
                 version,
                 wanted,
                 relays,
-                others=api.policies().policies if behind else (),
+                others=self._others(wanted, api),
                 on_fault=self._note_fault,
             )
             self._record(arrived, time.monotonic() - started)
+        except UnavailableError:
+            self._undelivered = version
+            raise
         except OSError as error:
             raise UnavailableError(f"the disk refuses it: {error}") from error
         self._note(version)
@@ -186,6 +194,14 @@ class PolicyKeeper:
             self._prune()
         except OSError as error:
             raise UnavailableError(f"old policies cannot be removed: {error}") from error
+
+    def _others(self, wanted: SignedManifest, api: NodeApi) -> Sequence[SignedManifest]:
+        """Returns the further manifests by which `wanted` may be reached."""
+        if self._undelivered == wanted.manifest.version:
+            return api.policies().policies
+        here = self._folder.versions()
+        passed = between(wanted.manifest, here, base_model=self._folder.has_base_model)
+        return [api.policy(version) for version in passed]
 
     def _note(self, version: int) -> None:
         digest = self._folder.manifest(version).manifest.digest()

@@ -53,6 +53,7 @@ class PolicyFolder:
     ) -> None:
         self.root = root
         self._base_model = base_model
+        self.has_base_model = base_model is not None
         self._most_bytes = most_bytes
         self.trust = trust
         self._book = book or SourceBook()

@@ -14,6 +14,8 @@ APPLY_RATE = 1e9
 """Bytes of resulting weights a second that a delta is applied at, where nothing was measured."""
 
 
+FARTHEST = 16
+"""Who is more versions behind takes the whole."""
 WORTH_SECONDS = 1.0
 """Only a gain of more time than this justifies more bytes: the links are others', too."""
 
@@ -86,6 +88,19 @@ def plan_route(
 def seconds_of(plan: Plan, speed: Speed) -> float:
     """How long a plan takes."""
     return price(plan.cost, sum(total_size(hop.target) for hop in plan.hops), speed)
+
+
+def between(manifest: Manifest, here: Collection[int], *, base_model: bool) -> range:
+    """The versions whose manifests a chain of deltas to `manifest` passes, from the newest version
+    before it `here`. If none is here, from policy 0 where this machine has a source of the
+    `base_model`, that policy's own manifest included. Empty if a delta begins with a version that
+    is here, or if the way is longer than FARTHEST."""
+    version = manifest.version
+    before = [number for number in here if number < version]
+    if not manifest.deltas or any(entry.base in before for entry in manifest.deltas):
+        return range(0)
+    first = max(before) + 1 if before else 0 if base_model else version
+    return range(first, version) if version - first < FARTHEST else range(0)
 
 
 def plan_from_anchor(

@@ -23,6 +23,7 @@ from served import served
 from prime_broadcast.client import FetchStats
 from prime_broadcast.folder import PolicyFolder
 from prime_broadcast.manifest import Trust
+from prime_broadcast.plans import FARTHEST, between
 from prime_core.checkpoint import FileEntry, Manifest
 from prime_core.errors import UnavailableError
 from prime_core.ids import Address, Digest
@@ -155,18 +156,23 @@ class Folder:
     def __init__(self, root: Path, here: tuple[int, ...], never: tuple[int, ...] = ()) -> None:
         self.root = root / "policies"
         self.here, self.never, self.tried = [*here], never, list[int]()
-        self.others: list[int] = []
+        self.others: list[list[int]] = []
+        self.has_base_model = False
 
     def versions(self) -> list[int]:
         return self.here
 
     def manifest(self, version: int) -> Any:
-        inner = SimpleNamespace(version=version, digest=lambda: f"{version}", result_digest="")
+        deltas = [SimpleNamespace(base=base) for base in (version - 2, version - 1) if base >= 0]
+        inner = SimpleNamespace(
+            version=version, digest=lambda: f"{version}", result_digest="", deltas=deltas
+        )
         return SimpleNamespace(manifest=inner)
 
     def ensure(self, version: int, *arguments: object, **options: object) -> Any:
         self.tried.append(version)
-        self.others.append(len(options["others"]))  # type: ignore[arg-type]
+        others: Any = options["others"]
+        self.others.append([one.manifest.version for one in others])
         if version in self.never:
             raise UnavailableError("no relay has it")
         self.here.append(version)
@@ -187,22 +193,54 @@ def keeper_over(folder: Folder, newest: int) -> PolicyKeeper:
 @pytest.mark.parametrize(
     ("here", "newest", "tried", "others"),
     [
-        ((), 3, [3], [4]),
-        ((0,), 3, [1, 2, 3], [0, 0, 0]),
-        ((2,), 2 + CATCH_UP, [3, 4, 5, 6, 7], [0] * 5),
-        ((2,), 3 + CATCH_UP, [3 + CATCH_UP], [4 + CATCH_UP]),
+        ((), 3, [3], [[]]),
+        ((0,), 3, [1, 2, 3], [[], [], []]),
+        ((2,), 2 + CATCH_UP, [3, 4, 5, 6, 7], [[]] * 5),
+        ((2,), 3 + CATCH_UP, [3 + CATCH_UP], [[3, 4, 5, 6, 7]]),
+        ((2,), 3 + FARTHEST, [3 + FARTHEST], [[]]),
     ],
-    ids=["nothing is here", "a little behind", "just not too far", "too far"],
+    ids=["nothing is here", "a little behind", "just not too far", "too far", "no chain leads"],
 )
 def test_a_node_a_little_behind_takes_each_version_in_turn_and_one_far_behind_the_newest(
-    tmp_path: Path, here: tuple[int, ...], newest: int, tried: list[int], others: list[int]
+    tmp_path: Path, here: tuple[int, ...], newest: int, tried: list[int], others: list[list[int]]
 ) -> None:
-    """The list of manifests is asked for only where a chain of deltas may need it."""
+    """The manifests between are asked for only where a chain of deltas passes them."""
     folder = Folder(tmp_path, here)
     with started(keeper_over(folder, newest)) as keeper:
         keeper.note_answer(newest, ("http://relay",))
         until(lambda: keeper.newest() == newest, "the newest arrives")
     assert (folder.tried, folder.others) == (tried, others)
+
+
+def test_the_list_of_manifests_is_asked_for_once_a_version_was_not_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
+    folder = Folder(tmp_path, (), never=(3,))
+    with started(keeper_over(folder, 3)) as keeper:
+        keeper.note_answer(3, ("http://relay",))
+        until(lambda: len(folder.tried) > 1, "the second try")
+    assert folder.others[:2] == [[], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("version", "here", "base_model", "passed"),
+    [
+        (5, (), True, [0, 1, 2, 3, 4]),
+        (2, (), True, [0, 1]),
+        (FARTHEST, (), True, []),
+        (5, (9,), False, []),
+        (5, (1, 3), False, []),
+        (5, (1, 2, 9), False, [3, 4]),
+    ],
+    ids=["from the base model", "its manifest, too", "too far from it", "a newer one is here",
+         "a delta begins here", "from the newest before"],
+)  # fmt: skip
+def test_the_manifests_between_are_those_that_a_chain_of_deltas_passes(
+    tmp_path: Path, version: int, here: tuple[int, ...], base_model: bool, passed: list[int]
+) -> None:
+    manifest = Folder(tmp_path, ()).manifest(version).manifest
+    assert list(between(manifest, here, base_model=base_model)) == passed
 
 
 def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
