@@ -7,12 +7,14 @@ One reading from a deployment's first block; who follows the chain uses the watc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from prime_chain import codec
 from prime_chain.amounts import prime
-from prime_chain.client import ChainClient
+from prime_chain.client import Call, ChainClient, Log
 from prime_chain.contracts.court import Vote
 from prime_chain.contracts.vault import Vault
 from prime_chain.errors import RpcError
@@ -35,13 +37,17 @@ from prime_chain.events import (
     of_receipt,
 )
 from prime_chain.watcher import Query, named_queries, next_span, pool_queries
-from prime_core.deployment import Deployment, Periods
+from prime_core.deployment import SOLIDITY_NAMES, Deployment, Periods
 from prime_core.errors import UnavailableError, UserError
-from prime_core.ids import Address, Digest
+from prime_core.ids import Address, Digest, to_bytes
 from prime_core.signing import ContractName
 from prime_core.verdict import Reason, reason_of
 
 SlashStatus = Literal["proposed", "disputed", "executed", "cancelled"]
+SPAN = 5000
+"""Blocks of one eth_getLogs."""
+STAKE_MOVES = frozenset({"Deposited", "UnbondStarted", "Rebonded", "Withdrawn"})
+"""Events of transactions by which an account moves its own stake."""
 CourtStatus = Literal["", "opened", "drawn", "left to the arbiter", "settled"]
 
 
@@ -96,7 +102,7 @@ def read_events(
     ),
     first: int | None = None,
     last: int | None = None,
-    span: int = 5000,
+    span: int = SPAN,
     pool: int | None = None,
     names: Collection[str] = (),
 ) -> list[Event]:  # fmt: skip
@@ -115,8 +121,22 @@ def read_events(
         queries += pool_queries(deployment, pool, contracts)
     elif not names:
         queries = [Query(addresses)]
-    largest, times = span, dict[int, int]()
+    times = dict[int, int]()
     found: list[Event] = []
+    for log in _logs(client, queries, number, end, span):
+        if log.block not in times:
+            times[log.block] = client.agreed_block(log.block).time
+        event = decode(log, times[log.block], deployment)
+        if event is not None:
+            found.append(event)
+    return found
+
+
+def _logs(
+    client: ChainClient, queries: Sequence[Query], number: int, end: int, span: int
+) -> Iterator[Log]:
+    """Yields the logs of all `queries` in blocks number … end, in order."""
+    largest = span
     while number <= end:
         until = min(end, number + span - 1)
         try:
@@ -131,13 +151,27 @@ def read_events(
             span = next_span(until - number + 1, False, largest)
             continue
         span, number = next_span(span, True, largest), until + 1
-        for log in sorted(logs, key=lambda log: (log.block, log.log_index)):
-            if log.block not in times:
-                times[log.block] = client.agreed_block(log.block).time
-            event = decode(log, times[log.block], deployment)
-            if event is not None:
-                found.append(event)
-    return found
+        yield from sorted(logs, key=lambda log: (log.block, log.log_index))
+
+
+def stake_transactions(
+    client: ChainClient, pools: Address, accounts: Collection[Address], since: float
+) -> list[Digest]:
+    """Returns the transactions since a time (Unix seconds) that deposited, unbonded, bonded again
+    or withdrew stake of one of `accounts`. `pools`: the address of the contract Pools, which names
+    the vault. Raises UnavailableError if no endpoint answers."""
+    if not accounts:
+        return []
+    item = codec.artifact(SOLIDITY_NAMES["pools"]).function("vault")
+    call = Call(pools, codec.encode_call(item, ()), 0, "reading Pools.vault")
+    (vault,) = client.agreed_read(call, lambda data: codec.decode(item.outputs, data))
+    kinds = codec.artifact(SOLIDITY_NAMES["vault"]).events.values()
+    selectors = [kind.selector for kind in kinds if kind.name in STAKE_MOVES]
+    owners = [bytes(12) + to_bytes(account) for account in sorted(accounts)]
+    end = client.block_number()
+    first = bisect_left(range(end + 1), since, key=lambda number: client.block(number).time)
+    found = _logs(client, [Query([vault], (selectors, owners))], first, end, SPAN)
+    return list(dict.fromkeys(log.tx_hash for log in found))
 
 
 def slashes(events: Iterable[Event]) -> list[Slash]:

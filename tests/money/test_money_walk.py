@@ -324,13 +324,17 @@ def test_costs_are_the_fees_that_the_manager_paid(members: World) -> None:
     assert (after["files"], after["l1_wei"], after["others"]) == (1, "0", {})
     assert "for 1 files" in said()
 
-    world.sender(VALIDATOR)  # which funds it
+    vault = world.contracts.vault
+    world.send(VALIDATOR, world.contracts.token.faucet())
+    world.send(VALIDATOR, world.contracts.token.approve(vault.address, 2))
     manager, held = (world.client.balance(one.address) for one in (MANAGER, VALIDATOR))
     world.send(VALIDATOR, world.contracts.work.announce_mirror(1, "https://mirror.example"))
+    for call in (vault.deposit(2), vault.unbond(1), vault.rebond(1)):
+        world.send(VALIDATOR, call)
     world.ticks()
     paid = held - world.client.balance(VALIDATOR.address)
     found = json.loads(said("--json"))
-    assert found["others"] == {"validators": {"transactions": 1, "wei": str(paid)}}
+    assert found["others"] == {"validators": {"transactions": 4, "wei": str(paid)}}
     spent = manager - world.client.balance(MANAGER.address)
     assert int(found["wei"]) - int(after["wei"]) == spent, "the validator's is not the manager's"
     assert "validators, paid by themselves" in said()

@@ -25,8 +25,8 @@ MOST = 5_000
 """Most transactions whose receipts are read, of the manager and of others."""
 DAY_HOURS = 24.0
 NOT_SEEN = (
-    "not included: deployments, pool funds, and transactions of validators and trainer that no "
-    "event of the pool names, such as bonds"
+    "not included: deployments, pool funds, and transactions of validators and trainer that "
+    "neither moved their stake nor made an event of the pool that names them"
 )
 
 app = command()
@@ -68,8 +68,8 @@ def costs(
     """Show what the manager's recent transactions cost, by kind, and the cost per day.
 
     Fees come from the receipts and include the L1 data fee on an OP-stack chain. Transactions of
-    the pool's validators and trainer are shown apart, as far as events of the pool name them.
-    Deployments, stake and pool funds are not included.
+    the pool's validators and trainer are shown apart: those that moved their stake, and those that
+    events of the pool name. Deployments and pool funds are not included.
 
     With --files: the cost of a day with that many files, slashes, policies, joins and ejections,
     from measured gas; with --rpc, at the fees of --network now.
@@ -127,13 +127,15 @@ def _load_text(files: int, found: list[DailyCost]) -> str:
 
 def _paid(options: StoreOptions, hours: float, chain: dict[str, object], json_output: bool) -> None:
     """Shows what the transactions of the last `hours` cost."""
+    from prime_chain.history import stake_transactions
+    from prime_core.ids import Address
     from prime_orchestrator.store import chain as chain_store
     from prime_orchestrator.store import intents, meta, submissions
 
     since = time.time() - 3600 * hours
     with options.pool(chain) as (settings, store):
         with store.read() as connection:
-            chain_id = int(str(meta.get(connection, meta.SERVES)).partition("/")[0])
+            chain_id, pools, _ = str(meta.get(connection, meta.SERVES)).split("/")
             mined = intents.mined_since(connection, since, MOST + 1)
             files = submissions.received_since(connection, since)
             roles = {
@@ -145,13 +147,15 @@ def _paid(options: StoreOptions, hours: float, chain: dict[str, object], json_ou
                 for account in accounts
             }
             named = chain_store.naming(connection, roles, since, MOST + 1)
-        if max(len(mined), len(named)) > MOST:
-            raise UserError(
-                f"the pool has more than {MOST} transactions in {hours:g} hours",
-                hint="choose a shorter period with --hours",
-            )
-        client = settings.open_chain(chain_id)
+        client = settings.open_chain(int(chain_id))
         try:
+            staked = stake_transactions(client, Address(pools), roles, since)
+            named = list(dict.fromkeys([*named, *staked]))
+            if max(len(mined), len(named)) > MOST:
+                raise UserError(
+                    f"the pool has more than {MOST} transactions in {hours:g} hours",
+                    hint="choose a shorter period with --hours",
+                )
             kinds: dict[str, list[PaidFee]] = defaultdict(list)
             by_others: dict[str, list[PaidFee]] = defaultdict(list)
             ours = {tx_hash for _, tx_hash in mined}
