@@ -36,7 +36,7 @@ from prime_core.verdict import (
 from prime_orchestrator.cli.calibrate import app
 from prime_orchestrator.manager import uncalibrated
 from prime_orchestrator.manager.uncalibrated import OUTSIDE, SECONDS, WINDOW
-from prime_orchestrator.store import drift, leases, meta, nodes, schema
+from prime_orchestrator.store import drift, leases, lock, meta, nodes, schema
 from prime_verify import observed
 from prime_verify.proofs.thresholds import (
     LEAST_LIE_SETS,
@@ -206,6 +206,32 @@ def test_new_keys_of_a_provider_that_showed_such_a_card_need_its_place(world: Wo
     assert info(world, again).uncalibrated_card == L4
     assert ask(world, old).lease is not None, "its files show what it works on"
     assert ask(world, other).lease is not None
+
+
+def test_other_leases_can_be_given_while_the_quota_is_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once for new nodes, then once in SECONDS, each time without the lock of leases."""
+    free, read = list[bool](), uncalibrated.read
+
+    def reading(*arguments: Any) -> uncalibrated.Quota:
+        with world.backend.store.begin() as connection:  # fails where the lock is held
+            lock(connection, "leases")
+            free.append(True)
+        return read(*arguments)
+
+    monkeypatch.setattr(uncalibrated, "read", reading)
+    first, second = member(world, 1, H200), member(world, 2, L4)
+    for _ in range(2):
+        assert ask(world, first).lease is not None
+        assert "1 of 2 active nodes" in ask(world, second).reason
+    assert len(free) == 1
+    third = member(world, 3, L4)
+    assert "1 of 3 active nodes" in ask(world, third).reason
+    assert len(free) == 2
+    later(world)
+    assert "1 of 3 active nodes" in ask(world, second).reason
+    assert len(free) == 3
 
 
 def test_nodes_without_a_place_are_not_idle(world: World) -> None:

@@ -83,11 +83,27 @@ def lease(
 
 def lease_all(backend: Backend, asked: Sequence[Ask]) -> list[LeaseAnswer | PolicyError]:
     """Answers requests in order, like `lease`, in one transaction that reads the pool once. An
-    entry is a PolicyError if its account is not a member of the pool."""
+    entry is a PolicyError if its account is not a member of the pool.
+
+    Reading the quota of cards without limits takes long in a large pool. Where it is due, the
+    transaction ends, the quota is read without a lock, and the requests are answered again.
+    """
+    try:
+        return _lease_all(backend, asked, reads_quota=False)
+    except uncalibrated.QuotaDueError as due:
+        with backend.store.read() as connection:
+            backend.quota.of(connection, backend.objects, due.run, backend.now(), due.asks)
+    return _lease_all(backend, asked, reads_quota=True)
+
+
+def _lease_all(
+    backend: Backend, asked: Sequence[Ask], *, reads_quota: bool
+) -> list[LeaseAnswer | PolicyError]:
     with backend.store.begin() as connection:
         lock(connection, "leases")
         now = backend.now()  # after the lock: the deadline must not outlive the draw's secret
-        view = PoolView(connection, backend, now, {ask.account for ask in asked})
+        accounts = {ask.account for ask in asked}
+        view = PoolView(connection, backend, now, accounts, reads_quota=reads_quota)
         answers = [_lease(view, ask) for ask in asked]
         view.write()
     return answers
@@ -232,8 +248,7 @@ def _unproven(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
 def _over_quota(view: PoolView, node: NodeRow) -> LeaseAnswer | None:
     """The answer to a node whose card has no limits and which has no place in the quota of such
     nodes; None if it may get a lease."""
-    backend = view.backend
-    quota = backend.quota.of(view.connection, backend.objects, view.run, view.now, node)
+    quota = view.quota(node)
     if node.address not in quota.cards:
         return None
     why = quota.troubles.get(node.address)

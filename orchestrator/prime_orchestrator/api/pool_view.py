@@ -22,6 +22,7 @@ from prime_orchestrator.api.evaluating import Blocks, blocks_of
 from prime_orchestrator.manager import revisions, standing, targets
 from prime_orchestrator.manager.funding import Funding, funding
 from prime_orchestrator.manager.members import Coverage
+from prime_orchestrator.manager.uncalibrated import Quota, QuotaDueError
 from prime_orchestrator.scheduler import Supply, TargetCounts
 from prime_orchestrator.store import (
     Connection,
@@ -73,9 +74,17 @@ class PoolView:
     first) are of the accounts that ask."""
 
     def __init__(
-        self, connection: Connection, backend: Backend, now: float, accounts: Collection[Address]
+        self,
+        connection: Connection,
+        backend: Backend,
+        now: float,
+        accounts: Collection[Address],
+        *,
+        reads_quota: bool,
     ) -> None:
+        """`reads_quota`: whether `quota` reads what is not kept, or raises QuotaDueError."""
         self.connection = connection
+        self._reads_quota = reads_quota
         self.backend = backend
         self.now = now
         self.nodes = nodes.those(connection, accounts)
@@ -96,10 +105,19 @@ class PoolView:
     def idle(self) -> int:
         """How many active nodes have no open lease and may get one."""
         self.write()  # nodes that were just granted a lease are not idle
-        quota = self.backend.quota.of(self.connection, self.backend.objects, self.run, self.now)
-        count = leases.idle_nodes(self.connection, self.now, list(quota.troubles))
+        count = leases.idle_nodes(self.connection, self.now, list(self.quota().troubles))
         self.backend.idle.note(count, self.now)
         return count
+
+    def quota(self, asks: NodeRow | None = None) -> Quota:
+        """The quota of cards without limits. `asks`: an active node, which it has to know."""
+        backend = self.backend
+        kept = backend.quota.kept(self.run, self.now, asks)
+        if kept is not None:
+            return kept
+        if not self._reads_quota:
+            raise QuotaDueError(self.run, asks)
+        return backend.quota.of(self.connection, backend.objects, self.run, self.now, asks)
 
     @property
     def idle_lately(self) -> int:

@@ -215,6 +215,15 @@ def read(connection: Connection, run: RunDefinition, calibration: Calibration) -
     )
 
 
+class QuotaDueError(Exception):
+    """The quota of `run` must be read before a lease can be decided; see KeptQuota.of."""
+
+    def __init__(self, run: RunDefinition, asks: NodeRow | None) -> None:
+        super().__init__("the quota of cards without limits is not read")
+        self.run = run
+        self.asks = asks
+
+
 @dataclass
 class KeptQuota:
     """The quota, read once in SECONDS."""
@@ -235,24 +244,34 @@ class KeptQuota:
     ) -> Quota:
         """Returns the quota of `run` at `now` (Unix seconds). `asks`: an active node, which it has
         to know. Empty if the run's calibration cannot be read: then no file can be judged."""
+        if (kept := self.kept(run, now, asks)) is not None:
+            return kept
         calibration = self._calibration(objects, run, now)
         if calibration is None:
             return Quota()
-        old = self._of != run.calibration or not 0 <= now - self._read_at < SECONDS
+        self._quota = read(connection, run, calibration)
+        self._of, self._read_at = Digest(run.calibration), now
+        return self._quota
+
+    def kept(self, run: RunDefinition, now: float, asks: NodeRow | None) -> Quota | None:
+        """Like `of`, but reads nothing: None where `of` would read."""
+        named = Digest(run.calibration)
+        if not run.task.gpus:
+            return Quota()
+        calibration = shipped_as(named) or self._calibrations.get(named)
+        if calibration is None:
+            return Quota() if 0 <= now - self._failed_at < SECONDS else None
+        old = self._of != named or not 0 <= now - self._read_at < SECONDS
         unknown = asks is not None and asks.address not in self._quota.seen
         if old or (unknown and asks is not None and declared(asks, run, calibration)):
-            self._quota = read(connection, run, calibration)
-            self._of, self._read_at = Digest(run.calibration), now
+            return None
         return self._quota
 
     def _calibration(
         self, objects: ObjectStore, run: RunDefinition, now: float
     ) -> Calibration | None:
-        """The run's calibration; None if there is no quota, or if its object could not be read in
-        the last SECONDS."""
+        """The run's calibration; None if its object could not be read in the last SECONDS."""
         named = Digest(run.calibration)
-        if not run.task.gpus:
-            return None
         if found := shipped_as(named):
             return found
         if named not in self._calibrations and not 0 <= now - self._failed_at < SECONDS:
