@@ -119,7 +119,8 @@ class HttpSource:
 
     def __init__(self, client: OrchestratorClient) -> None:
         self._client = client
-        self._gives_copies = True
+        self.gives_copies = True
+        """False once the server did not know the request of `copies`."""
 
     def object(self, digest: Digest, limit: int) -> bytes:
         return self._client.get_object(digest, limit)
@@ -138,12 +139,12 @@ class HttpSource:
         is too large is left out; a server of before this request gives nothing."""
         found: dict[str, bytes] = {}
         left = list(dict.fromkeys(names))
-        while left and self._gives_copies:
+        while left and self.gives_copies:
             asked = ",".join(left[: copies.MOST_NAMES])
             try:
                 raw = self._client.request("GET", f"/v1/copies?names={asked}", b"", signed=False)
             except NotFoundError:
-                self._gives_copies = False
+                self.gives_copies = False
                 break
             given = copies.unpack(raw)
             if not given.keys() & left:
@@ -365,6 +366,7 @@ class Mirror:
         UnavailableError if the source does not answer.
         """
         self._pass = Copied()
+        self._source.gives_copies = True  # the server may be a newer one since the last pass
         mine = [e for e in events if getattr(e, "pool", None) == self.pool]
         for step in (self._definition, self._slash, self._reward_root, self._work_root):
             self._refused = False
