@@ -49,8 +49,11 @@ class DirectoryStore:
     # -- writing -------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes) -> None:
-        with self.receive(key, size=len(data)) as sink:
-            sink.write(data)
+        promised = named_digest(key)
+        if promised is not None and sha256_digest(data) != promised:
+            raise MalformedError("the bytes do not have the digest that was announced")
+        with self._new(key) as file, _medium("write the object"):
+            file.write(data)
 
     def put_file(self, key: str, path: Path) -> None:
         with path.open("rb") as source:
@@ -69,33 +72,52 @@ class DirectoryStore:
     def receive(self, key: str, *, size: int, sha256: Digest | None = None) -> Iterator[Sink]:
         """Stores what is written inside the block, if it is exactly `size` bytes and (if given) has
         that digest. Raises MalformedError as soon as that is impossible."""
-        target = self._path(key)
         promised = {name for name in (sha256, named_digest(key)) if name is not None}
         if len(promised) > 1:
             raise MalformedError("the key names another digest than the one announced")
-        temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        with self._new(key) as file:
+            sink = Sink(file, size)
+            yield sink
+            sink.finish(promised.pop() if promised else None)
+
+    @contextmanager
+    def _new(self, key: str) -> Iterator[BinaryIO]:
+        """Gives a temporary file, which becomes the object if the block ends without an error."""
+        folder, _, name = f"{self.root}/{check_key(key)}".rpartition("/")
+        temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}"
         try:
             with _medium(f"write {key}"):
-                self._check_root()
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file = temporary.open("xb")
+                file = self._create(temporary)
         except (FileExistsError, NotADirectoryError) as error:
             raise MalformedError(f"part of the key {key} already names an object") from error
+        written = False
         try:
             try:
-                sink = Sink(file, size)
-                yield sink
-                sink.finish(promised.pop() if promised else None)
+                yield file
+                with _medium("write the object"):
+                    file.flush()
+                    os.fsync(file.fileno())
             finally:
                 with _medium(f"write {key}"):  # closing writes what is left in the buffer
                     file.close()
             with _medium(f"write {key}"):
-                temporary.replace(target)
-                sync(target.parent)
+                os.replace(temporary, f"{folder}/{name}")  # noqa: PTH105
+                written = True
+                sync(Path(folder))
         except IsADirectoryError as error:
             raise MalformedError(f"the key {key} is part of other keys") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            if not written:
+                Path(temporary).unlink(missing_ok=True)
+
+    def _create(self, temporary: str) -> BinaryIO:
+        """Creates a file, and the folders of its path below the root."""
+        try:
+            return open(temporary, "xb")  # noqa: PTH123
+        except FileNotFoundError:
+            self._check_root()
+            Path(temporary).parent.mkdir(parents=True, exist_ok=True)
+            return open(temporary, "xb")  # noqa: PTH123
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -214,14 +236,11 @@ class Sink:
             self._file.write(data)
 
     def finish(self, promised: Digest | None) -> None:
-        """Checks length and digest, then syncs the file to disk."""
+        """Checks length and digest."""
         if self._left:
             raise MalformedError(f"the object ended {self._left} bytes too early")
         if promised is not None and ids.digest(self._hash.digest()) != promised:
             raise MalformedError("the bytes do not have the digest that was announced")
-        with _medium("write the object"):
-            self._file.flush()
-            os.fsync(self._file.fileno())
 
 
 @contextmanager
