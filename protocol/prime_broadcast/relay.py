@@ -238,6 +238,7 @@ class Scrubber:
                     (v, f) == (version, folder) for v, f, _ in self._list_versions()
                 ):  # else it was dropped meanwhile
                     self._on_rot(version, why)
+                    self._stop.wait(IDLE)  # the version may fail again before a byte is read
                 if self._stop.is_set():
                     return
             if not any(item.size for _, _, items in versions for item in items):
