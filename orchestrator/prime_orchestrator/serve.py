@@ -24,6 +24,7 @@ import resource
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,6 +83,9 @@ BUSY = 500
 """Connections reserved for those with a request in progress."""
 GARBAGE = 50_000
 """New objects, less freed ones, after which the garbage collector looks at them."""
+SWITCH_SECONDS = 0.0005
+"""For how long a thread that computes keeps the interpreter while another one waits for it. A batch
+of heartbeats waits for it after each of its statements, for 5 ms each by Python's default."""
 GRACE_SECONDS = 5
 """Time that running requests get to finish on shutdown."""
 
@@ -230,9 +234,10 @@ class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would raise the signal again at exit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts uvicorn, then calls `collect_garbage_rarely`."""
+        """Starts uvicorn; then garbage is collected rarely, and threads take short turns."""
         await super().startup(sockets)
         collect_garbage_rarely()
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -105,6 +105,8 @@ class Backend:
     medians: Medians = field(default_factory=Medians)
     difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)
     evaluations: KeptInfos = field(default_factory=KeptInfos)
+    arrivals: dict[Address, int] = field(default_factory=dict)
+    """The policy of each node that api/reach.py recorded last."""
 
     @cached_property
     def names(self) -> frozenset[str]:

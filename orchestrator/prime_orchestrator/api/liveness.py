@@ -183,6 +183,7 @@ def _answer_beats(
     latest = pool.latest_version
     reach.note(
         connection,
+        backend.arrivals,
         [
             (row.address, row.policy_version)
             for row in rows.values()

@@ -13,33 +13,42 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prime_core.ids import Address
 from prime_core.messages import PolicyReach
-from prime_orchestrator.store import Connection, nodes, policies
+from prime_orchestrator.store import Connection, nodes, on_commit, policies
 
 SHOWN = 8
 KEPT = 256
 """Versions whose arrivals are kept."""
+MOST_NODES = 100_000
+"""Nodes that a process remembers to have recorded; if there are more, it starts over."""
 MOST_TIMES = 200
 """Most arrivals of a policy that are listed."""
 
 
 def note(
     connection: Connection,
+    written: dict[Address, int],
     said: Sequence[tuple[Address, int | None]],
     latest: int | None,
     *,
     now: float,
 ) -> None:
     """Records the versions that heartbeats report, if those policies were published. `latest` is
-    the newest one."""
+    the newest one. `written`: each node's last version that this process recorded, which costs
+    nothing again."""
     if latest is None:
         return
     known = [
         (node, version)
         for node, version in said
-        if version is not None and latest - KEPT < version <= latest
+        if version is not None
+        and latest - KEPT < version <= latest
+        and written.get(node) != version
     ]
     if known:
         policies.note_arrivals(connection, known, now=now)
+        if len(written) > MOST_NODES:
+            written.clear()
+        on_commit(connection, written.update, dict(known))
 
 
 def forget(connection: Connection) -> None:
