@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -412,6 +413,21 @@ def test_an_opinion_is_due_once_all_that_are_needed_are_sealed(either_store: Sto
         assert jobs.to_reveal(connection, [NODE, other], 9) == both
         jobs.end_assignment(connection, name(1), other, "missed", now=2.0)
         assert [job.assigned for job in jobs.short(connection, 9)] == [1, 2]
+
+
+def test_a_search_for_jobs_that_finds_enough_looks_at_random_ones_now_and_then(
+    either_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with either_store.begin() as connection:
+        jobs.add(connection, {name(number): False for number in range(30)}, now=1.0)
+        assert len(jobs.short(connection, 99)) == 30
+        numbers = iter([1, 0])
+        monkeypatch.setattr(secrets, "randbelow", lambda _: next(numbers))
+        first = jobs.short(connection, 9)
+        assert len(first) == 9
+        second = jobs.short(connection, 9)
+        assert second[:9] == first
+        assert len(second) > 9
 
 
 def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Store) -> None:

@@ -8,6 +8,7 @@ assignment  assigned ─► claimed ─► sealed ─► given
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ _validators = schema.validators.c
 ACTIVE = ("assigned", "claimed", "sealed", "given")
 """Statuses of assignments that lead to an opinion."""
 SEALED = ("sealed", "given")
+AT_RANDOM = 8
+"""One search for jobs in this many also looks at random ones (`short`)."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def short(
 
     First up to `limit` that one of `able` (None: any validator) has not had yet, except those of
     `but`: the oldest first, shadow ones last. Then up to `limit` of all at random, so that files
-    that wait for absent validators are seen without delaying others.
+    that wait for absent validators are seen without delaying others. Sorting all open jobs takes
+    the longer the more there are, so with `limit` jobs found it is done in one call of AT_RANDOM.
     """
     lacking = sa.select(schema.jobs).where(
         _jobs.status == "open",
@@ -215,11 +219,11 @@ def short(
         oldest = oldest.where(had.scalar_subquery() < len(able))
     if but:
         oldest = oldest.where(_jobs.submission_digest.not_in(list(but)))
-    found: dict[Digest, JobRow] = {}
-    for query in (oldest, lacking.order_by(sa.func.random())):
-        for row in records(JobRow, connection.execute(query.limit(limit)).mappings().all()):
-            found.setdefault(row.submission_digest, row)
-    return list(found.values())
+    rows = records(JobRow, connection.execute(oldest.limit(limit)).mappings().all())
+    if len(rows) < limit or secrets.randbelow(AT_RANDOM) == 0:
+        any_of_them = lacking.order_by(sa.func.random()).limit(limit)
+        rows += records(JobRow, connection.execute(any_of_them).mappings().all())
+    return list({row.submission_digest: row for row in rows}.values())
 
 
 def reopen(connection: Connection, submission: Digest) -> bool:
