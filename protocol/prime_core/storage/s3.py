@@ -33,7 +33,13 @@ from prime_core.storage.base import (
     check_prefix,
     named_digest,
 )
-from prime_core.storage.s3_requests import CONNECT_SECONDS, READ_SECONDS, ShortRequests, Signer
+from prime_core.storage.s3_requests import (
+    CONNECT_SECONDS,
+    MOST_CONNECTIONS,
+    READ_SECONDS,
+    ShortRequests,
+    Signer,
+)
 
 try:
     import boto3
@@ -63,7 +69,6 @@ MAX_PUT_BYTES = 5 << 30
 """S3's limit on the size of an object written by one PUT or one copy."""
 LONGEST_SECONDS = 7 * 86_400
 """S3's limit on the lifetime of a presigned URL."""
-MOST_CONNECTIONS = 50
 _TYPE = "application/octet-stream"
 _MISSING = ("404", "NoSuchKey", "NotFound")
 _REFUSED = ("400", "401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import select
-import socket
-import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
+import urllib3
+
 CONNECT_SECONDS = 5
 READ_SECONDS = 30
+MOST_CONNECTIONS = 50
 MOST_BYTES = 64 << 10
-"""Longest line or body of an answer."""
-MOST_HEADERS = 100
+"""Longest body of an answer."""
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _ALGORITHM = "AWS4-HMAC-SHA256"
 
@@ -124,37 +121,26 @@ def _mac(key: bytes, text: str) -> bytes:
     return hmac.digest(key, text.encode(), "sha256")
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The headers, by their lower-case names, and the body of an answer 200 or 204. `last`: the
-    server closes the connection."""
-
-    headers: Mapping[str, str]
-    body: bytes
-    last: bool
-
-
 class ShortRequests:
-    """See the top of this module. `certificates`: the file of those that HTTPS trusts. A refused or
-    broken connection is such an answer, too. Thread-safe: each request has a connection of its own,
-    which is kept for later ones."""
+    """See the top of this module. A refused or broken connection is such an answer, too.
+    Thread-safe."""
 
     def __init__(self, signer: Signer, bucket: str, certificates: str | None) -> None:
+        """`certificates`: the file of those that HTTPS trusts."""
         self._signer, self._bucket = signer, bucket
-        parts = urlsplit(signer.base)
-        self._context: ssl.SSLContext | None = None
-        if parts.scheme == "https":
-            self._context = ssl.create_default_context(cafile=certificates)
-        self._place = parts.hostname or "", parts.port or (443 if self._context else 80)
-        self._idle: deque[_Wire] = deque()
+        self._connections = urllib3.connection_from_url(
+            signer.base,
+            maxsize=MOST_CONNECTIONS,
+            timeout=urllib3.Timeout(CONNECT_SECONDS, READ_SECONDS),
+            **({"ca_certs": certificates} if signer.base.startswith("https:") else {}),
+        )
 
     def head(self, key: str) -> Mapping[str, str] | None:
-        """Returns the headers of an object with at least its length and tag, by their lower-case
-        names."""
+        """Returns the headers of an object with at least its length and tag."""
         answer = self._ask("HEAD", key, {"x-amz-checksum-mode": "ENABLED"})
-        if answer is None or not {"content-length", "etag"} <= answer.headers.keys():
+        if answer is None or not all(name in answer[0] for name in ("content-length", "etag")):
             return None
-        return answer.headers
+        return answer[0]
 
     def copy(self, source: str, target: str, tag: str) -> bool:
         """Copies an object that has this tag."""
@@ -164,105 +150,27 @@ class ShortRequests:
             "x-amz-copy-source-if-match": tag,
         }
         answer = self._ask("PUT", target, origin)
-        return answer is not None and b"<CopyObjectResult" in answer.body  # 200 may be an error
+        return answer is not None and b"<CopyObjectResult" in answer[1]  # 200 may be an error
 
     def delete(self, key: str) -> bool:
         """Deletes an object."""
         return self._ask("DELETE", key, {}) is not None
 
-    def _ask(self, method: str, key: str, headers: Mapping[str, str]) -> _Answer | None:
+    def _ask(
+        self, method: str, key: str, headers: Mapping[str, str]
+    ) -> tuple[Mapping[str, str], bytes] | None:
+        """Returns headers (their names in any case) and body of an answer 200 or 204."""
         signed = self._signer.headers(method, key, headers)
-        lines = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
-        request = f"{method} {self._signer.path}{key} HTTP/1.1\r\n{lines}\r\n".encode()
-        wire = None
         try:
-            wire = self._wire()
-            answer = wire.ask(method, request)
-        except (OSError, ValueError):  # ValueError: not HTTP/1.1
-            answer = None
-        if wire is None or answer is None or answer.last:
-            if wire is not None:
-                wire.close()
-        else:
-            self._idle.append(wire)
-        return answer
-
-    def _wire(self) -> _Wire:
-        while True:
-            try:
-                wire = self._idle.pop()
-            except IndexError:
-                return _Wire(self._place, self._context)
-            if wire.is_silent():
-                return wire
-            wire.close()  # by the server
-
-
-class _Wire:
-    """One connection. Raises OSError if it breaks."""
-
-    def __init__(self, place: tuple[str, int], context: ssl.SSLContext | None) -> None:
-        wire = socket.create_connection(place, CONNECT_SECONDS)
-        try:
-            wire.settimeout(READ_SECONDS)
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if context is not None:
-                wire = context.wrap_socket(wire, server_hostname=place[0])
-        except OSError:
-            wire.close()
-            raise
-        self._socket, self._file = wire, wire.makefile("rb")
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-    def is_silent(self) -> bool:
-        """Whether the server has neither closed the connection nor sent anything."""
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        return not ready.poll(0)
-
-    def ask(self, method: str, request: bytes) -> _Answer | None:
-        """Returns the answer, None if its status is another. Raises ValueError if it is not an
-        answer of HTTP/1.1 within the limits."""
-        self._socket.sendall(request)
-        first = self._file.readline(MOST_BYTES)
-        if not first.startswith((b"HTTP/1.1 200", b"HTTP/1.1 204")):
+            answer = self._connections.urlopen(
+                method, self._signer.path + key, headers=signed, retries=False, redirect=False,
+                preload_content=False,
+            )  # fmt: skip
+            body = answer.read(MOST_BYTES + 1)
+        except urllib3.exceptions.HTTPError:
             return None
-        headers: dict[str, str] = {}
-        while (line := self._line()) != b"":
-            name, _, value = line.partition(b":")
-            headers[name.decode("latin-1").lower()] = value.strip().decode("latin-1")
-            if len(headers) > MOST_HEADERS:
-                raise ValueError("too many headers")
-        body = b""
-        if method != "HEAD" and first[9:12] != b"204":
-            body = self._body(headers)
-        return _Answer(headers, body, headers.get("connection", "").lower() == "close")
-
-    def _line(self) -> bytes:
-        line = self._file.readline(MOST_BYTES)
-        if not line.endswith(b"\r\n"):
-            raise ValueError("an incomplete or too long line")
-        return line[:-2]
-
-    def _body(self, headers: Mapping[str, str]) -> bytes:
-        if headers.get("transfer-encoding", "").lower() != "chunked":
-            return self._read(int(headers.get("content-length", "-1")))
-        body = b""
-        while size := int(self._line().partition(b";")[0], 16):
-            body += self._read(size)
-            if self._line() or len(body) > MOST_BYTES:
-                raise ValueError("not a chunk, or too many")
-        while self._line():  # trailers
-            pass
-        return body
-
-    def _read(self, size: int) -> bytes:
-        if not 0 <= size <= MOST_BYTES:
-            raise ValueError("a body without a length, or a too long one")
-        data = self._file.read(size)
-        if len(data) < size:
-            raise ValueError("an incomplete body")
-        return data
+        if len(body) > MOST_BYTES:
+            answer.close()
+            return None
+        answer.release_conn()
+        return (answer.headers, body) if answer.status in (200, 204) else None
