@@ -11,8 +11,9 @@ are its replayed rows: two, four in its first files, or, now and then, all. OTHE
 the sums of the other nodes. A node is found once history.excess of its sums is beyond
 history.MOST_EXCESS.
 
-    apart_X       mean of `twin_margin` in files of two replayed rows: how many of the honest files'
-                  standard deviations it lies above theirs
+    apart_X_S     how far X's mean of statistic S lies above that of the honest files, in standard
+                  deviations of honest files of which two rows are replayed; ± its standard error,
+                  from files replayed whole
     found_X_N     share of nodes found within N files
     whole_X_N     the same, but all rows of each file are replayed
 
@@ -22,6 +23,7 @@ newest instructions, `batch` in batches of 8 rows.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import defaultdict
@@ -29,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from statistics import mean, pstdev
+from statistics import mean, pstdev, variance
 
 from bench.few import EVALUATED, FOLDER, SMOL, File, Unit, cpu_minutes, measured
 from bench.form import Row
@@ -118,13 +120,21 @@ class Work:
         rows = FILE_ROWS if whole else few
         return self._seen(file, tuple(sorted(lot.sample(range(FILE_ROWS), rows))))
 
-    def twin_margins(self) -> list[float]:
-        """The share of `twin_margin` in each draw of DRAWN rows of each file."""
+    def shares(self, statistic: str, drawn: int) -> list[float]:
+        """The share of a statistic in each draw of `drawn` rows of each file."""
         return [
-            self._seen(file, drawn).shares["twin_margin"]
+            self._seen(file, numbers).shares[statistic]
             for file in self._files
-            for drawn in combinations(range(FILE_ROWS), DRAWN)
+            for numbers in combinations(range(FILE_ROWS), drawn)
         ]
+
+    def apart(self, honest: Work, statistic: str) -> tuple[float, float]:
+        """How far the mean lies above that of `honest`, and its standard error, in standard
+        deviations of honest files of DRAWN rows."""
+        own, others = (work.shares(statistic, FILE_ROWS) for work in (self, honest))
+        deviation = pstdev(honest.shares(statistic, DRAWN))
+        error = math.sqrt(variance(own) / len(own) + variance(others) / len(others))
+        return (mean(own) - mean(others)) / deviation, error / deviation
 
 
 class Sums:
@@ -171,18 +181,19 @@ def files_until_found(
 def run(quick: bool, minutes: float | None = None) -> list[Row]:
     """Returns the rows. No honest node of the others' hardware may be found."""
     files: dict[str, list[File]] = defaultdict(list)
-    for name, file in _work(0.0 if quick and minutes is None else minutes):
+    for name, file in _work(0.5 if quick and minutes is None else minutes):
         files[name].append(file)
     nodes, steps = (QUICK_NODES, QUICK_FILES) if quick else (NODES, FILES)
     works = {name: Work(found) for name, found in files.items()}
     if "honest" not in works:
         raise UnavailableError("no honest file is measured: set PRIME_SMOLLM_HOME, and --minutes")
-    honest = works["honest"].twin_margins()
     rows: list[Row] = []
     for name, work in works.items():
-        values, of = work.twin_margins(), f"{len(files[name])} measured files"
-        apart = (mean(values) - mean(honest)) / pstdev(honest)
-        rows.append(Row(f"apart_{name}", apart, f"standard deviations; {of}"))
+        for statistic in sorted(history.MARGINS) if name != "honest" else ():
+            apart, error = work.apart(works["honest"], statistic)
+            unit = f"± {error:.2f} standard deviations; {len(files[name])} measured files"
+            rows.append(Row(f"apart_{name}_{statistic}", apart, unit))
+    rows.append(Row("honest_files", len(files["honest"]), "measured"))
     for prefix, whole in (("found", False), ("whole", True)):
         lot = random.Random(0)
         others = Sums()
