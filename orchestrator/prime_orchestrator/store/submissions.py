@@ -567,8 +567,8 @@ def accepted_among(connection: Connection, nodes: Collection[Address]) -> dict[A
     )
     found = {Address(node): int(count) for node, count in connection.execute(paid)}
     planted = _planted(connection, one_of(connection, _submissions.node, nodes))
-    older = totals.of(connection, _PLANTED)
-    for node in {*planted, *older} & {*nodes}:
+    older = totals.of(connection, _PLANTED, nodes)
+    for node in {*planted, *older}:
         found[Address(node)] = (
             found.get(Address(node), 0) + planted.get(node, 0) + older.get(node, 0)
         )
@@ -657,7 +657,7 @@ def counts_by_node(
         if row.status == "accepted":
             entry["units"] += int(row.units)
     unjudged = _unjudged(connection, *which)
-    older = totals.of(connection, _UNJUDGED[shadow])
+    older = totals.of(connection, _UNJUDGED[shadow], among)
     for node in {*unjudged, *older} & found.keys():
         number = unjudged.get(node, 0) + older.get(node, 0)
         found[Address(node)]["expired_unjudged"] = number

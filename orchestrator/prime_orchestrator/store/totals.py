@@ -6,20 +6,22 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import add_all, upsert_all
+from prime_orchestrator.store.rows import add_all, one_of, upsert_all
 
 _totals = schema.archive_totals.c
 
 
-def of(connection: Connection, name: str) -> dict[str, int]:
-    """Returns the numbers of a name, by subject."""
+def of(connection: Connection, name: str, among: Collection[str] | None = None) -> dict[str, int]:
+    """Returns the numbers of a name, by subject; `among`: only of these subjects."""
     query = sa.select(_totals.subject, _totals.value).where(_totals.name == name)
+    if among is not None:
+        query = query.where(one_of(connection, _totals.subject, among))
     return {subject: int(value) for subject, value in connection.execute(query)}
 
 
@@ -37,7 +39,7 @@ def add(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
 def raise_to(connection: Connection, name: str, numbers: Mapping[str, int]) -> None:
     """Raises the stored numbers of a name to the given ones, by subject; lowers none. Callers must
     not run concurrently."""
-    known = of(connection, name) if numbers else {}
+    known = of(connection, name, numbers) if numbers else {}
     higher = {key: value for key, value in numbers.items() if value > known.get(key, -1)}
     upsert_all(connection, schema.archive_totals, _rows(name, higher))
 
