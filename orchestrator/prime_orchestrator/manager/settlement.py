@@ -478,7 +478,8 @@ def _leaves(
     missing = {*seqs}
     validity = context.run.validity_seconds
     accountable = context.deployment.periods.accountable
-    for row in roots.leaves(connection, turn.after, turn.epoch, list(seqs)):
+    late = accountable // 2  # a file rooted sooner is answered for: it is valid when received
+    for row in roots.leaves(connection, turn.after, turn.epoch, list(seqs), late):
         seq, posted_at = row.root_seq, row.posted_at
         if row.digest in seqs:
             missing.discard(row.digest)
@@ -491,7 +492,6 @@ def _leaves(
                 "the arbiter must disable its reward root"
             )
         receipt = _Receipt.model_validate_json(row.receipt)
-        body = _Body.model_validate_json(row.body)
         run = history.at(row.step)
         fact = LeafFact(
             submission_digest=row.digest,
@@ -502,9 +502,10 @@ def _leaves(
             receipt=receipt.signature,
             judged=None,
             refused=row.digest in refused,
-            answered=answered_for(
+            answered=row.body is None
+            or answered_for(
                 rooted_at=posted_at,
-                valid_until=body.submission.valid_until,
+                valid_until=_Body.model_validate_json(row.body).submission.valid_until,
                 accountable=accountable,
             ),
             price=run.price_per_unit,

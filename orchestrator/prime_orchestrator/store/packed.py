@@ -10,10 +10,9 @@ were written before there was this column.
 
 from __future__ import annotations
 
-import base64
 import re
 import zlib
-from binascii import hexlify
+from binascii import a2b_base64, b2a_base64, hexlify
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +25,7 @@ _MARK = "1:"
 _HEX = re.compile(r"0x(?:[0-9a-f]{130}|[0-9a-f]{64}|[0-9a-fA-F]{40})(?![0-9a-fA-F])")
 _KINDS = {20: b"\x01", 32: b"\x02", 65: b"\x03"}
 """Marks of an address, a digest and a signature, by their bytes. JSON text contains no mark."""
-_RAW = re.compile(rb"\x01(.{20})|\x02(.{32})|\x03(.{65})", re.DOTALL)
+_RAW = re.compile(rb"\x01.{20}|\x02.{32}|\x03.{65}", re.DOTALL)
 _MARKED = re.compile("[\x01\x02\x03]")
 _ZERO = b"\x02" + bytes(32)
 _DICTIONARY = (
@@ -49,7 +48,7 @@ def pack(text: str) -> str:
     if not text.startswith("{") or _MARKED.search(text):
         return text
     stream = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=_DICTIONARY)
-    packed = base64.b64encode(stream.compress(_to_bytes(text)) + stream.flush()).decode()
+    packed = b2a_base64(stream.compress(_to_bytes(text)) + stream.flush(), newline=False).decode()
     found = _MARK + packed
     return found if len(found) < len(text) and unpack(found) == text else text
 
@@ -60,7 +59,7 @@ def unpack(stored: str) -> str:
     if not stored.startswith(_MARK):
         return stored
     stream = zlib.decompressobj(-15, zdict=_DICTIONARY)
-    return _to_text(stream.decompress(base64.b64decode(stored[len(_MARK) :])) + stream.flush())
+    return _to_text(stream.decompress(a2b_base64(stored[len(_MARK) :])) + stream.flush())
 
 
 def _to_bytes(text: str) -> bytes:
@@ -77,9 +76,8 @@ def _to_text(found: bytes) -> str:
 
 
 def _name(match: re.Match[bytes]) -> bytes:
-    kind = match.lastindex or 0
-    raw = match[kind]
-    return address(raw).encode() if kind == 1 else b"0x" + hexlify(raw)
+    raw = match[0][1:]
+    return address(raw).encode() if len(raw) == 20 else b"0x" + hexlify(raw)
 
 
 class Packed(TypeDecorator[str]):

@@ -156,12 +156,13 @@ def first_epoch(connection: Connection, after: int, until: int) -> int | None:
 
 class RootedFile(NamedTuple):
     """What a settlement reads of a file: columns of its submission, then the number of its root on
-    chain and that root's block time (None if it is not confirmed)."""
+    chain and that root's block time (None if it is not confirmed). `body`: None unless `leaves`
+    was asked for it."""
 
     digest: Digest
     node: Address
     step: int
-    body: str
+    body: str | None
     receipt: str
     verdict: Digest | None
     units: int
@@ -171,13 +172,16 @@ class RootedFile(NamedTuple):
 
 
 def leaves(
-    connection: Connection, after: int, until: int, names: Collection[Digest]
+    connection: Connection, after: int, until: int, names: Collection[Digest], late: int
 ) -> Iterator[RootedFile]:
     """Yields the leaves of confirmed roots of the epochs after + 1 to `until`, and the files
-    `names`, whose root may not be confirmed."""
+    `names`, whose root may not be confirmed. With the bodies of `names` and of files that were
+    received `late` seconds or more before their root: unpacking one takes longer than the rest."""
     one = _submissions
+    asked = sa.or_(one.digest.in_(names), _roots.posted_at - one.received_at >= late)
     columns: list[sa.ColumnElement[Any]] = [
-        *(one.digest, one.node, one.step, one.body, one.receipt, one.verdict),
+        *(one.digest, one.node, one.step, sa.case((asked, one.body)).label("body")),
+        *(one.receipt, one.verdict),
         *(one.units, one.prompt_units, _roots.chain_seq, _roots.posted_at),
     ]
     query = (

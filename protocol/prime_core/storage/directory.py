@@ -22,6 +22,7 @@ from prime_core.folders import sync
 from prime_core.ids import Digest
 from prime_core.storage.base import (
     CHUNK_BYTES,
+    DIGEST_PREFIX,
     ObjectStat,
     SignedUrl,
     check_key,
@@ -127,16 +128,19 @@ class DirectoryStore:
     # -- reading -------------------------------------------------------------------------------
 
     def get(self, key: str, limit: int) -> bytes:
-        with self._open(key, buffering=0) as file:
+        try:  # a file object takes as long as the rest
+            file = os.open(self._name(key), os.O_RDONLY)
             try:
                 # Python reserves as many bytes as are asked for.
-                data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
-            except OSError as error:
-                raise _failure(f"read {key}", error) from error
+                data = os.read(file, min(limit, os.fstat(file).st_size) + 1)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise self._unread(key, error) from error
         if len(data) > limit:
             raise MalformedError(f"object {key} is larger than {limit} bytes")
-        name = named_digest(key)
-        if name is not None and sha256_digest(data) != name:
+        name = key.removeprefix(DIGEST_PREFIX)
+        if name != key and hashlib.sha256(data).hexdigest() != name:
             raise UnavailableError(f"object {key} is damaged: its bytes have another digest")
         return data
 
@@ -198,15 +202,21 @@ class DirectoryStore:
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
-    def _open(self, key: str, buffering: int = -1) -> BinaryIO:
-        path = f"{self.root}/{check_key(key)}"  # joining paths takes as long as opening one
+    def _name(self, key: str) -> str:
+        return f"{self.root}/{check_key(key)}"  # joining paths takes as long as opening one
+
+    def _open(self, key: str) -> BinaryIO:
         try:
-            return open(path, "rb", buffering)  # noqa: PTH123
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            self._check_root()
-            raise NotFoundError(f"there is no object {key}") from error
+            return open(self._name(key), "rb")  # noqa: PTH123
         except OSError as error:
-            raise _failure(f"read {key}", error) from error
+            raise self._unread(key, error) from error
+
+    def _unread(self, key: str, error: OSError) -> NotFoundError | UnavailableError:
+        """What an object that could not be opened or read raises."""
+        if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            self._check_root()
+            return NotFoundError(f"there is no object {key}")
+        return _failure(f"read {key}", error)
 
     def _check_root(self) -> None:
         """Raises UnavailableError if the folder is gone: its disk may be unmounted, and objects
