@@ -124,8 +124,9 @@ def test_nodes_answer_held_out_problems_and_nothing_trains_on_them(
     known = listed(pool)
     with world.backend.store.begin() as connection:
         names = [one.digest for one in evaluations.accepted(connection, int(number))]
-        page = archive.encode(archive.lines(connection, names))
-        archive.move(connection, put_object(world.backend.objects, page), names, 0)
+        rows = archive.rows_of(connection, names)
+        page = put_object(world.backend.objects, archive.encode(names, rows))
+        archive.move(connection, page, names, rows, 0)
         assert evaluations.accepted(connection, int(number)) == []
     assert listed(pool) == known, "archived files count as before"
     again = pool.orchestrator("evaluations", "grade", number, "--model", str(MODEL), "--json")

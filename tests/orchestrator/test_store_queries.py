@@ -48,6 +48,7 @@ from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.intents import StoreQueue
 from prime_orchestrator.store.jobs import Wish
 from prime_orchestrator.store.opinions import OpinionRow
+from prime_orchestrator.store.rows import one_of
 from prime_orchestrator.store.sessions import SessionRow
 from prime_orchestrator.store.shadows import DeletableLease
 from prime_orchestrator.store.submissions import Wanted
@@ -66,6 +67,16 @@ def session(number: int, issued_at: int = 100, account: Address = NODE) -> Sessi
 
 
 # -- counts of judged files ------------------------------------------------------------------------
+
+
+def test_texts_of_any_characters_are_found_in_a_list(either_store: Store) -> None:
+    keys = ["plain", "a,b", '"', '\\"\\', "{}", "", "NULL", "é\n", " x "]
+    with either_store.begin() as connection:
+        for key in (*keys, "other"):
+            meta.put(connection, key, "")
+        for some in (keys, keys[:1], []):
+            query = sa.select(schema.meta.c.key).where(one_of(connection, schema.meta.c.key, some))
+            assert sorted(connection.execute(query).scalars()) == sorted(some)
 
 
 def test_tallies_are_what_counting_gives_after_any_change(either_store: Store) -> None:

@@ -132,14 +132,16 @@ class Archiver:
         """Like `_archive_files`, for leases."""
         names = [digest for _, digest in ended]
         with self.store.read() as connection:
-            lines = archive.lease_lines(connection, names)
-        page = put_object(self.objects, archive.encode(lines))
+            rows = archive.rows_of_leases(connection, names)
+        if len(rows["leases"]) < len(names):
+            return 0
+        page = put_object(self.objects, archive.encode(names, rows))
         with self.store.begin() as connection:
             lock(connection, CHAIN_LOCK)
             leases.lock_rows(connection, names)
-            if len(lines) < len(names) or archive.lease_lines(connection, names) != lines:
+            if archive.rows_of_leases(connection, names) != rows:
                 return 0
-            archive.move_leases(connection, page, names, bounds.epoch)
+            archive.move_leases(connection, page, names, rows, bounds.epoch)
         self.round.after_lease = ended[-1]
         log.info("%d leases that ended without a file are archived", len(names))
         return len(names)
@@ -189,13 +191,22 @@ class Archiver:
                 some = archive.following(connection, after, bounds, self.page_files)
                 found = archive.over(connection, bounds, [digest for _, digest in some])
                 free = [one for one in found if self._is_free(connection, one)]
-            with ThreadPoolExecutor(_READERS) as pool:
-                there = pool.map(self.objects.exists, [digest_key(one.sha256) for one in free])
-                chosen += [one for one, is_there in zip(free, there, strict=True) if is_there]
+            chosen += self._stored(free)
             if len(some) < self.page_files:
                 break
             after = some[-1]
         return chosen[: self.page_files]
+
+    def _stored(self, files: Sequence[Candidate]) -> list[Candidate]:
+        """Returns those of the files that are in permanent storage."""
+
+        def of(some: Sequence[Candidate]) -> list[Candidate]:
+            return [one for one in some if self.objects.exists(digest_key(one.sha256))]
+
+        each = -(-len(files) // _READERS) or 1  # a task for each file takes longer than a look
+        parts = [files[start : start + each] for start in range(0, len(files), each)]
+        with ThreadPoolExecutor(_READERS) as pool:
+            return [one for part in pool.map(of, parts) for one in part]
 
     def _is_free(self, connection: Connection, one: Candidate) -> bool:
         """Whether the file may leave the tables: no settlement holds it, and it is not among its
@@ -213,16 +224,18 @@ class Archiver:
         """Writes the object of a page, then moves its files there. Returns False and moves none if
         a row changed in between or is in use."""
         with self.store.read() as connection:
-            lines = archive.lines(connection, names)
-        page = put_object(self.objects, archive.encode(lines))
+            rows = archive.rows_of(connection, names)
+        if len(rows["submissions"]) < len(names):
+            return False
+        page = put_object(self.objects, archive.encode(names, rows))
         with self.store.begin() as connection:
-            if not archive.lock_jobs(connection, names):
+            if archive.lock_jobs(connection, names) < len(rows["jobs"]):
                 return False
             lock(connection, CHAIN_LOCK)  # no settlement and no event reads or changes them
-            if not archive.lock_files(connection, names):
+            if archive.lock_files(connection, names) < len(names):
                 return False
             still = {one.digest for one in archive.over(connection, bounds, names)}
-            if still != set(names) or archive.lines(connection, names) != lines:
+            if still != set(names) or archive.rows_of(connection, names) != rows:
                 return False
-            archive.move(connection, page, names, bounds.epoch)
+            archive.move(connection, page, names, rows, bounds.epoch)
         return True

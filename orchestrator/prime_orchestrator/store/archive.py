@@ -42,6 +42,7 @@ from prime_orchestrator.store import (
 from prime_orchestrator.store.groups import GroupRow
 from prime_orchestrator.store.leases import LeaseRow
 from prime_orchestrator.store.opinions import OpinionRow
+from prime_orchestrator.store.rows import one_of, upsert_all
 from prime_orchestrator.store.submissions import SubmissionRow, Wanted
 
 FILES = 1000
@@ -194,7 +195,7 @@ def over(connection: Connection, bounds: Bounds, among: Collection[Digest]) -> l
         .join(schema.leases, _L.digest == _S.lease_digest)
         .outerjoin(schema.roots, schema.roots.c.id == _S.root_id)
         .where(
-            _S.digest.in_(list(among)),
+            one_of(connection, _S.digest, among),
             # SQLite would take the index of statuses
             sa.func.coalesce(_S.status, "").in_(("accepted", "rejected", "void")),
             _S.judged_at.is_not(None),
@@ -285,87 +286,93 @@ def newest_of_node(connection: Connection, node: Address, count: int) -> Newest:
 # ── writing ──
 
 
-def lines(connection: Connection, names: Sequence[Digest]) -> list[str]:
-    """Returns the line of each of these files, in order: all its rows as JSON, by table."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in names}
+Rows = Mapping[str, Sequence[sa.Row[Any]]]
+"""Rows of some files or leases, by table, in the order of their primary keys."""
+
+
+def rows_of(connection: Connection, names: Collection[Digest]) -> Rows:
+    """Returns all rows of these files."""
+    found = {}
     for title, (table, key) in _TABLES.items():
-        query = table.select().where(key.in_(list(names))).order_by(*table.primary_key.columns)
-        for row in connection.execute(query).mappings():
-            found[row[key.name]].setdefault(title, []).append(dict(row))
-    files = {name: rows["submissions"][0] for name, rows in found.items()}
-    given = leases.those(connection, {row["lease_digest"] for row in files.values()})
-    for name, file in files.items():
-        found[name]["leases"] = [vars(given[file["lease_digest"]])]
-    return [json.dumps(found[name], separators=(",", ":")) for name in names]
+        mine = one_of(connection, key, names)
+        query = table.select().where(mine).order_by(*table.primary_key.columns)
+        found[title] = connection.execute(query).all()
+    given = [row.lease_digest for row in found["submissions"]]
+    return {**found, **rows_of_leases(connection, given)}
 
 
-def lease_lines(connection: Connection, names: Sequence[Digest]) -> list[str]:
-    """Returns the line of each of these leases without a file, in order."""
-    found = leases.those(connection, names)
-    return [
-        json.dumps({"leases": [vars(found[name])]}, separators=(",", ":"))
-        for name in names
-        if name in found
-    ]
+def rows_of_leases(connection: Connection, names: Collection[Digest]) -> Rows:
+    """Returns the rows of these leases."""
+    query = schema.leases.select().where(one_of(connection, _L.digest, names)).order_by(_L.digest)
+    return {"leases": connection.execute(query).all()}
 
 
-def encode(files: Sequence[str]) -> bytes:
-    """Returns the bytes of a page with these lines."""
-    return zlib.compress("\n".join(files).encode(), 9)
+def encode(names: Sequence[Digest], rows: Rows) -> bytes:
+    """Returns the bytes of a page: a line for each of these files, or of leases without a file, in
+    order, with all its rows as JSON, by table."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in names}
+    files = {row.lease_digest: row.digest for row in rows.get("submissions", ())}
+    for title, some in rows.items():
+        columns = some[0]._fields if some else ()
+        for row in some:
+            values = dict(zip(columns, row, strict=True))
+            name = values.get("submission_digest") or values["digest"]
+            found[files.get(name, name)].setdefault(title, []).append(values)
+    line = json.JSONEncoder(separators=(",", ":")).encode
+    return zlib.compress("\n".join(line(found[name]) for name in names).encode(), 9)
 
 
-def lock_jobs(connection: Connection, names: Collection[Digest]) -> bool:
-    """Locks the jobs of these files until the transaction ends, without waiting. Returns False if
-    another transaction holds one."""
+def lock_jobs(connection: Connection, names: Collection[Digest]) -> int:
+    """Locks the jobs of these files until the transaction ends, without waiting. Returns how many:
+    those that another transaction holds are left out."""
     jobs = schema.jobs.c.submission_digest
-    mine = jobs.in_(list(names))
-    there = sa.select(sa.func.count()).select_from(schema.jobs).where(mine)
-    held = sa.select(jobs).where(mine).with_for_update(skip_locked=True)
-    return len(connection.execute(held).all()) == connection.execute(there).scalar_one()
+    mine = sa.select(jobs).where(one_of(connection, jobs, names))
+    return len(connection.execute(mine.with_for_update(skip_locked=True)).all())
 
 
-def lock_files(connection: Connection, names: Collection[Digest]) -> bool:
-    """Locks the submissions of these files like `lock_jobs`. Returns False if one is gone, too."""
-    mine = sa.select(_S.digest).where(_S.digest.in_(list(names)))
-    return len(connection.execute(mine.with_for_update(skip_locked=True)).all()) == len(names)
+def lock_files(connection: Connection, names: Collection[Digest]) -> int:
+    """Locks the submissions of these files like `lock_jobs`."""
+    mine = sa.select(_S.digest).where(one_of(connection, _S.digest, names))
+    return len(connection.execute(mine.with_for_update(skip_locked=True)).all())
 
 
-def move(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
+def move(
+    connection: Connection, page: Digest, names: Sequence[Digest], rows: Rows, epoch: int
+) -> None:
     """Deletes the rows of these files, which are the lines of `page` in this order, and writes
     where they are and what is counted forever of them. The caller has locked the rows."""
-    query = sa.select(_S.digest, _S.lease_digest, _S.received_at).where(_S.digest.in_(list(names)))
-    files = {row.digest: row for row in connection.execute(query)}
-    number = _add_page(connection, page, len(names), epoch, [r.received_at for r in files.values()])
-    given = [row.lease_digest for row in files.values()]
+    files = rows["submissions"]
+    number = _add_page(connection, page, len(names), epoch, [row.received_at for row in files])
+    given = {row.digest: row.lease_digest for row in files}
     submissions.keep_counts(connection, names)
     opinions.keep_counts(connection, names)
-    leases.keep_indices(connection, given)
+    leases.keep_indices(connection, given.values())
     evaluations.keep_results(connection, names)
     slashes.keep_receipts(connection, names)
-    connection.execute(
-        sa.insert(schema.archived),
-        [
-            {
-                "digest": to_bytes(name),
-                "lease_digest": to_bytes(files[name].lease_digest),
-                "page": number,
-                "place": place,
-            }
-            for place, name in enumerate(names)
-        ],
-    )
+    places = [
+        {
+            "digest": to_bytes(name),
+            "lease_digest": to_bytes(given[name]),
+            "page": number,
+            "place": place,
+        }
+        for place, name in enumerate(names)
+    ]
+    upsert_all(connection, schema.archived, places)
     for table, key in reversed(_TABLES.values()):
-        connection.execute(sa.delete(table).where(key.in_(list(names))))
-    connection.execute(sa.delete(schema.leases).where(_L.digest.in_(given)))
+        connection.execute(sa.delete(table).where(one_of(connection, key, names)))
+    connection.execute(
+        sa.delete(schema.leases).where(one_of(connection, _L.digest, given.values()))
+    )
 
 
-def move_leases(connection: Connection, page: Digest, names: Sequence[Digest], epoch: int) -> None:
+def move_leases(
+    connection: Connection, page: Digest, names: Sequence[Digest], rows: Rows, epoch: int
+) -> None:
     """Like `move`, for leases without a file, the lines of `page`."""
-    mine = _L.digest.in_(list(names))
-    times = connection.execute(sa.select(_L.created_at).where(mine)).scalars().all()
-    _add_page(connection, page, 0, epoch, times)
+    _add_page(connection, page, 0, epoch, [row.created_at for row in rows["leases"]])
     leases.keep_indices(connection, names)
-    connection.execute(sa.delete(schema.leases).where(mine))
+    connection.execute(sa.delete(schema.leases).where(one_of(connection, _L.digest, names)))
 
 
 def _add_page(

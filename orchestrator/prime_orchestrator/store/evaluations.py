@@ -187,7 +187,9 @@ def archived(connection: Connection, number: int) -> list[Digest]:
 def keep_results(connection: Connection, names: Collection[Digest]) -> None:
     """Writes the results of these files, which are about to be archived, to their evaluations: by
     submission, lists of problem, rows and sum of rewards. One caller at a time."""
-    query = _results().where(_files.digest.in_(list(names)), _leases.evaluation.is_not(None))
+    query = _results().where(
+        one_of(connection, _files.digest, names), _leases.evaluation.is_not(None)
+    )
     found: dict[int, dict[Digest, list[list[int]]]] = {}
     for number, file, *result in connection.execute(query):
         own = found.setdefault(number, {name: [] for name in names})

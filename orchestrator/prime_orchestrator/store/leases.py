@@ -328,7 +328,7 @@ def keep_indices(connection: Connection, names: Collection[Digest]) -> None:
     their steps gets one. One caller at a time."""
     query = (
         sa.select(_leases.step, sa.func.max(_leases.lease_index))
-        .where(_leases.digest.in_(list(names)))
+        .where(one_of(connection, _leases.digest, names))
         .group_by(_leases.step)
     )
     found = {str(step): int(highest) + 1 for step, highest in connection.execute(query)}

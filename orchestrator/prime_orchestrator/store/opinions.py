@@ -176,9 +176,9 @@ def _lapsed(connection: Connection, *which: sa.ColumnElement[bool]) -> int:
 def keep_counts(connection: Connection, names: Collection[Digest]) -> None:
     """Adds the opinions on these files, which are about to be archived, to what is counted for
     ever."""
-    mine = _opinions.submission_digest.in_(list(names))
+    mine = one_of(connection, _opinions.submission_digest, names)
     totals.add(connection, _LAPSED, {"": _lapsed(connection, mine)})
-    found = _on_planted(connection, _planted.submission_digest.in_(list(names)))
+    found = _on_planted(connection, one_of(connection, _planted.submission_digest, names))
     for at, name in enumerate(_ON_PLANTED):
         totals.add(connection, name, {who: numbers[at] for who, numbers in found.items()})
 

@@ -16,15 +16,18 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    Dialect,
     Row,
     RowMapping,
     Table,
+    Text,
     any_,
     bindparam,
     func,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.types import TypeEngine, UserDefinedType
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -59,7 +62,7 @@ def built_once(build: Callable[[bool], S]) -> Callable[[Connection], S]:
 def one_of_bound(postgresql: bool, column: Column[Any], name: str) -> ColumnElement[bool]:
     """Returns `one_of` with a bound parameter, which takes a list."""
     if postgresql:
-        return column == any_(bindparam(name, type_=ARRAY(column.type)))
+        return column == any_(bindparam(name, type_=_list_of(column)))
     return column.in_(bindparam(name, expanding=True))
 
 
@@ -170,7 +173,33 @@ def _keys(table: Table) -> list[str]:
 
 
 def _array(column: Column[Any], values: Iterable[Any]) -> ColumnElement[Any]:
-    return bindparam(None, list(values), type_=ARRAY(column.type))
+    return bindparam(None, list(values), type_=_list_of(column))
+
+
+class _Texts(UserDefinedType[Sequence[str]]):
+    """A list of texts, which PostgreSQL gets as one text: psycopg takes 2 µs for each element of a
+    list."""
+
+    cache_ok = True
+    render_bind_cast = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        return "TEXT[]"
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], str]:
+        return _array_text
+
+
+def _array_text(texts: Sequence[str]) -> str:
+    """PostgreSQL's text form of an array."""
+    joined = "".join(texts)
+    if '"' in joined or "\\" in joined:
+        texts = [text.replace("\\", "\\\\").replace('"', '\\"') for text in texts]
+    return '{"' + '","'.join(texts) + '"}' if texts else "{}"
+
+
+def _list_of(column: Column[Any]) -> TypeEngine[Any]:
+    return _Texts() if type(column.type) is Text else ARRAY(column.type)
 
 
 def _all_of(column: Column[Any]) -> ColumnElement[Any]:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from prime_core.ids import Address, Digest
 from prime_orchestrator.store import schema
-from prime_orchestrator.store.rows import insert_new, record, records
+from prime_orchestrator.store.rows import insert_new, one_of, record, records
 
 _slashes = schema.slashes.c
 OPEN = ("queued", "proposed")
@@ -157,5 +157,5 @@ def keep_receipts(connection: Connection, names: Collection[Digest]) -> None:
         .where(submissions.digest == _slashes.submission_digest)
         .scalar_subquery()
     )
-    mine = _slashes.submission_digest.in_(list(names))
+    mine = one_of(connection, _slashes.submission_digest, names)
     connection.execute(sa.update(schema.slashes).where(mine).values(receipt=receipt))

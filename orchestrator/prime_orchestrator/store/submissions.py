@@ -682,7 +682,7 @@ def _repeating(
 def keep_counts(connection: Connection, names: Collection[Digest]) -> None:
     """Adds these files, which are about to be archived, to what is counted forever. The number of
     files by node and status counts them anyway."""
-    mine = _submissions.digest.in_(list(names))
+    mine = one_of(connection, _submissions.digest, names)
     for shadow, name in _UNJUDGED.items():
         unjudged = _unjudged(connection, mine, _submissions.shadow.is_(shadow))
         totals.add(connection, name, unjudged)
