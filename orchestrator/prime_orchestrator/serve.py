@@ -85,7 +85,7 @@ GARBAGE = 50_000
 """New objects, less freed ones, after which the garbage collector looks at them."""
 SWITCH_SECONDS = 0.0005
 """For how long a thread that computes keeps the interpreter while another one waits for it. A batch
-of heartbeats waits for it after each of its statements, for 5 ms each by Python's default."""
+of heartbeats may wait for it after each of its statements, for up to 5 ms by Python's default."""
 GRACE_SECONDS = 5
 """Time that running requests get to finish on shutdown."""
 
