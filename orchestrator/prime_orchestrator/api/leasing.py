@@ -447,8 +447,9 @@ def upload_all(
     backend: Backend, asked: Sequence[UploadAsk]
 ) -> list[Announced | UploadAnswer | PrimeError]:
     """Announces the files of requests in order, in one transaction that asks nothing of the object
-    store; `place` makes the answers. An entry is NotFoundError, PolicyError (another node's lease,
-    too large, too many files) or ConflictError (no longer open)."""
+    store; `place` makes the answers to those that were announced before. An entry is NotFoundError,
+    PolicyError (another node's lease, too large, too many files) or ConflictError (no longer
+    open)."""
     digests = {ask.digest for ask in asked}
     announced: dict[Digest, LeaseRow] = {}
     found: list[Announced | UploadAnswer | PrimeError] = []
@@ -466,6 +467,12 @@ def upload_all(
             if isinstance(one, Announced) and one.first:
                 rows[ask.digest] = announced[ask.digest] = one.row
         leases.announce_uploads(connection, list(announced.values()))
+    for at, (ask, new) in enumerate(zip(asked, found, strict=True)):
+        if isinstance(new, Announced) and new.first:
+            try:
+                found[at] = place(backend, ask.request, new)
+            except PrimeError as error:
+                found[at] = error
     return found
 
 

@@ -269,6 +269,8 @@ def router(backend: Backend) -> APIRouter:
         digest = ids.digest(request.path_params["digest"])
         wish = parse(UploadRequest, signed.body)
         found = await uploading.ask(leasing.UploadAsk(signed.caller.account, digest, wish))
+        if isinstance(found, UploadAnswer):
+            return answer(found)
         return answer(await run_in_threadpool(leasing.place, backend, wish, found))
 
     @post(routes, "/v1/submissions", SignedSubmission, ReceiptAnswer)
