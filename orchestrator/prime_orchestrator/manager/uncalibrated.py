@@ -249,9 +249,9 @@ class KeptQuota:
         calibration = self._calibration(objects, run, now)
         if calibration is None:
             return Quota()
-        self._quota = read(connection, run, calibration)
+        quota = self._quota = read(connection, run, calibration)
         self._of, self._read_at = Digest(run.calibration), now
-        return self._quota
+        return quota
 
     def kept(self, run: RunDefinition, now: float, asks: NodeRow | None) -> Quota | None:
         """Like `of`, but reads nothing: None where `of` would read."""
@@ -262,10 +262,11 @@ class KeptQuota:
         if calibration is None:
             return Quota() if 0 <= now - self._failed_at < SECONDS else None
         old = self._of != named or not 0 <= now - self._read_at < SECONDS
-        unknown = asks is not None and asks.address not in self._quota.seen
+        quota = self._quota  # once: another thread may replace it
+        unknown = asks is not None and asks.address not in quota.seen
         if old or (unknown and asks is not None and declared(asks, run, calibration)):
             return None
-        return self._quota
+        return quota
 
     def _calibration(
         self, objects: ObjectStore, run: RunDefinition, now: float
