@@ -4,9 +4,9 @@ heartbeat announced or what a lease needs.
     heartbeat: newest version, relays ──► its manifest ──► PolicyFolder.ensure ──► on_arrival
 
 Besides the wanted version's manifest, a node asks for those that a chain of deltas from a policy on
-disk passes. Only after a version did not arrive it asks for the list of the newest: no source may
-have that version whole, but an older one and the deltas since. The manifests of a large model take
-hundreds of kB each.
+disk passes. Once a version was not delivered it asks for the list of the newest until one is: no
+source may have the wanted version whole, but an older one and the deltas since. The manifests of a
+large model take hundreds of kB each.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PolicyKeeper:
         self._bad_sources: set[str] = set()
         self._stopping = False
         self._failed: int | None = None
-        self._undelivered: int | None = None
+        self._undelivered = False
         self.thread = WatchedThread("policies", self._run)
         for version in folder.versions():
             self._note(version)
@@ -167,17 +167,8 @@ class PolicyKeeper:
         started = time.monotonic()
         log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
-            arrived = self._folder.ensure(
-                version,
-                wanted,
-                relays,
-                others=self._others(wanted, api),
-                on_fault=self._note_fault,
-            )
+            arrived = self._bring(wanted, relays, self._others(wanted, api))
             self._record(arrived, time.monotonic() - started)
-        except UnavailableError:
-            self._undelivered = version
-            raise
         except OSError as error:
             raise UnavailableError(f"the disk refuses it: {error}") from error
         self._note(version)
@@ -195,9 +186,24 @@ class PolicyKeeper:
         except OSError as error:
             raise UnavailableError(f"old policies cannot be removed: {error}") from error
 
+    def _bring(
+        self, wanted: SignedManifest, relays: Sequence[str], others: Sequence[SignedManifest]
+    ) -> Arrived:
+        """Brings a version to the disk and remembers whether the relays delivered it."""
+        version = wanted.manifest.version
+        try:
+            arrived = self._folder.ensure(
+                version, wanted, relays, others=others, on_fault=self._note_fault
+            )
+        except UnavailableError:
+            self._undelivered = True
+            raise
+        self._undelivered = False
+        return arrived
+
     def _others(self, wanted: SignedManifest, api: NodeApi) -> Sequence[SignedManifest]:
         """Returns the further manifests by which `wanted` may be reached."""
-        if self._undelivered == wanted.manifest.version:
+        if self._undelivered:
             return api.policies().policies
         here = self._folder.versions()
         passed = between(wanted.manifest, here, base_model=self._folder.has_base_model)

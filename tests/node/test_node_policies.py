@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -158,11 +158,17 @@ class Folder:
         self.here, self.never, self.tried = [*here], never, list[int]()
         self.others: list[list[int]] = []
         self.has_base_model = False
+        self.unavailable = set[int]()
+        """Versions whose manifests are not to be had at the next request."""
+        self.on_failure: Callable[[], None] = lambda: None
 
     def versions(self) -> list[int]:
         return self.here
 
     def manifest(self, version: int) -> Any:
+        if version in self.unavailable:
+            self.unavailable.remove(version)
+            raise UnavailableError("the orchestrator does not answer")
         deltas = [SimpleNamespace(base=base) for base in (version - 2, version - 1) if base >= 0]
         inner = SimpleNamespace(
             version=version, digest=lambda: f"{version}", result_digest="", deltas=deltas
@@ -174,6 +180,7 @@ class Folder:
         others: Any = options["others"]
         self.others.append([one.manifest.version for one in others])
         if version in self.never:
+            self.on_failure()
             raise UnavailableError("no relay has it")
         self.here.append(version)
         return SimpleNamespace(stats=FetchStats(version))
@@ -212,15 +219,42 @@ def test_a_node_a_little_behind_takes_each_version_in_turn_and_one_far_behind_th
     assert (folder.tried, folder.others) == (tried, others)
 
 
+@pytest.mark.parametrize(
+    ("here", "announced", "tried"),
+    [((), [3, 3, 3], [3, 3, 3]), ((), [3, 4, 5], [3, 4, 5]), ((3,), [5, 5, 5], [4, 5, 4])],
+    ids=["the same again", "a newer one at each try", "the next and the newest in turn"],
+)
 def test_the_list_of_manifests_is_asked_for_once_a_version_was_not_delivered(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: tuple[int, ...],
+    announced: list[int],
+    tried: list[int],
+) -> None:
+    monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
+    folder = Folder(tmp_path, here, never=(3, 4, 5))
+    keeper = keeper_over(folder, 5)
+    versions = iter(announced)
+    folder.on_failure = lambda: keeper.note_answer(next(versions, None), ("http://relay",))
+    folder.on_failure()
+    with started(keeper):
+        until(lambda: len(folder.others) > 2, "the third try")
+    assert folder.tried[:3] == tried
+    assert folder.others[:3] == [[], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_the_list_of_manifests_is_not_asked_for_because_the_orchestrator_was_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
-    folder = Folder(tmp_path, (), never=(3,))
-    with started(keeper_over(folder, 3)) as keeper:
-        keeper.note_answer(3, ("http://relay",))
-        until(lambda: len(folder.tried) > 1, "the second try")
-    assert folder.others[:2] == [[], [0, 1, 2, 3]]
+    folder = Folder(tmp_path, (2,))
+    keeper = keeper_over(folder, 8)
+    folder.unavailable = {4}
+    with started(keeper):
+        keeper.note_answer(8, ("http://relay",))
+        until(lambda: keeper.newest() == 8, "the newest arrives")
+    assert not folder.unavailable
+    assert folder.others == [[3, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +285,10 @@ def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
     with started(keeper_over(folder, 4)) as keeper:
         keeper.note_answer(4, ("http://relay",))
         until(lambda: keeper.newest() == 4, "the newest arrives")
-    assert folder.tried == [1, 2, 4]
+        keeper.want(5)
+        until(lambda: keeper.newest() == 5, "one more arrives")
+    assert folder.tried == [1, 2, 4, 5]
+    assert folder.others == [[], [], [0, 1, 2, 3, 4], []]
 
 
 class Overtaken(Bench):
