@@ -167,7 +167,7 @@ class PolicyKeeper:
         started = time.monotonic()
         log.info("policy %d is fetched from %d relay(s)", version, len(relays))
         try:
-            arrived = self._bring(wanted, relays, self._others(wanted, api))
+            arrived = self._bring(version, wanted, relays, self._others(wanted, api))
             self._record(arrived, time.monotonic() - started)
         except OSError as error:
             raise UnavailableError(f"the disk refuses it: {error}") from error
@@ -187,10 +187,13 @@ class PolicyKeeper:
             raise UnavailableError(f"old policies cannot be removed: {error}") from error
 
     def _bring(
-        self, wanted: SignedManifest, relays: Sequence[str], others: Sequence[SignedManifest]
+        self,
+        version: int,
+        wanted: SignedManifest,
+        relays: Sequence[str],
+        others: Sequence[SignedManifest],
     ) -> Arrived:
         """Brings a version to the disk and remembers whether the relays delivered it."""
-        version = wanted.manifest.version
         try:
             arrived = self._folder.ensure(
                 version, wanted, relays, others=others, on_fault=self._note_fault
