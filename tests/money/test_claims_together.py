@@ -222,6 +222,40 @@ def counted(mgr: ManagerSide, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return looks
 
 
+def test_one_opinion_decides_a_file_in_the_end_in_a_busy_pool(
+    mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1)
+    monkeypatch.setattr(validators, "SINGLE_SECONDS", 8.0)
+    one, kept = crowd[0], validators.Unassigned()
+
+    def look() -> ClaimAnswer:
+        asked = [(one.signer.address, ClaimRequest(worker="kit", most=4))]
+        (answer,) = validators.claim_all(mgr.backend, asked, kept)
+        assert isinstance(answer, ClaimAnswer)
+        return answer
+
+    def needed(digest: Digest) -> int | None:
+        with mgr.store.read() as connection:
+            found = jobs.get(connection, digest)
+        assert found is not None
+        return found.needed
+
+    mgr.now.time += validators.LIVE_SECONDS + 1
+    waiting = mgr.submit(HONEST).digest
+    (job,) = look().jobs
+    one.seal(one.opinion(job, Reason.NONE, mgr.table_rows()))
+    look()
+    assert needed(waiting) == 2
+    monkeypatch.setattr(validators, "AGAIN_ONE_IN", 1 << 255)
+    for _ in range(8):  # another file every two seconds
+        mgr.now.time += 2
+        mgr.submit(HONEST)
+        for job in look().jobs:
+            one.say(job, Reason.NONE, mgr.table_rows())
+    assert needed(waiting) == 1
+
+
 def test_a_claim_waits_for_a_file_and_looks_together_with_others(
     mgr: ManagerSide, crowd: list[Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,7 @@ COPIED = b"<CopyObjectResult></CopyObjectResult>"
         (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\n<CopyObjectResult", False, False),
         (OK + b"Content-Length: 21\r\n\r\n<Error>slow</Error>\r\n", False, True),
         (OK + b"Content-Length: 99999999\r\n\r\n", False, False),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\n<Copy\r\n", False, False),
         (OK + b"\r\n" + COPIED, True, False),
         (OK + b"A: b\r\n" * 200 + b"\r\n", False, False),
         (b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", False, True),

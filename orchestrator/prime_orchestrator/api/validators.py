@@ -150,14 +150,18 @@ def reveal_draw(backend: Backend, account: Address, shown: DrawReveal) -> None:
 
 @dataclass
 class Unassigned:
-    """Files for which no validator of `able` was found, with their jobs as they were then."""
+    """Files for which no validator of `able` was found, with their jobs as they were then. `since`:
+    when the first of them was looked at, in Unix seconds."""
 
     able: frozenset[Address] = frozenset()
     jobs: dict[Digest, JobRow] = field(default_factory=dict)
+    since: float = 0.0
 
-    def among(self, able: Collection[Address]) -> Mapping[Digest, JobRow]:
-        """Returns those jobs if the same validators are able now, else none."""
-        return self.jobs if self.able == able else {}
+    def among(self, able: Collection[Address], now: float) -> Mapping[Digest, JobRow]:
+        """Returns those jobs if the same validators are able now, else none. None either after
+        SEEN_SECONDS: what becomes of such files also depends on time and appointments."""
+        fresh = 0 <= now - self.since < SEEN_SECONDS
+        return self.jobs if fresh and self.able == able else {}
 
 
 def claim_all(
@@ -169,8 +173,7 @@ def claim_all(
     few transactions. An entry is a PolicyError if its account is not appointed.
 
     `unassigned` is kept from call to call: a file in it whose job is still the same is looked at
-    again with the next record of the callers' polls (SEEN_SECONDS), so that other looks write
-    nothing because of it.
+    again after SEEN_SECONDS, so that other looks write nothing because of it.
     """
     unassigned = unassigned or Unassigned()
     now = backend.now()
@@ -179,7 +182,7 @@ def claim_all(
         callers = {account for account, _ in asked} & appointed
         able = callers | (jobs.live(connection, now - LIVE_SECONDS) & appointed)
         seen = jobs.seen_since(connection, callers, now - SEEN_SECONDS) == callers
-        passed = unassigned.among(able) if seen else {}
+        passed = unassigned.among(able, now) if seen else {}
         but = backend.draws.without() | passed.keys()
         lacking = jobs.short(connection, _reach(callers), able, but)
         short = [
@@ -250,8 +253,10 @@ def _claim(
         names = list(dict.fromkeys([*short, *ended]))
         left = assign_files(connection, backend, now, names, appointed, able)
         taken = jobs.take(connection, wishes, now=now, until=now + CLAIM_SECONDS)
-    known = unassigned.among(able) if len(unassigned.jobs) <= MAX_UNASSIGNED else {}
+    known = unassigned.among(able, now) if len(unassigned.jobs) <= MAX_UNASSIGNED else {}
     others = {name: job for name, job in known.items() if name not in names}
+    if not others:
+        unassigned.since = now
     unassigned.able, unassigned.jobs = frozenset(able), others | left
     try:
         found = _jobs(backend, sorted({name for some in taken for name in some}), now)

@@ -43,6 +43,7 @@ from prime_core.storage.s3_requests import (
 
 try:
     import boto3
+    import botocore.session
     from boto3.s3.transfer import TransferConfig
     from botocore.config import Config
     from botocore.exceptions import (
@@ -98,7 +99,9 @@ class S3Store:
         self.prefix = check_key(prefix.rstrip("/")) + "/" if prefix else ""
         self.endpoint = endpoint
         self._now = now
-        session = boto3.Session()  # a new one: boto3's default one caches the first credentials
+        # A new one: boto3's default one caches the first credentials.
+        core = botocore.session.get_session()
+        session = boto3.Session(botocore_session=core)
         self._client = _client(session, endpoint, region)
         public = _client(session, public_endpoint, region) if public_endpoint else self._client
         self._signer = _signer(session, public, bucket, region)
@@ -107,7 +110,8 @@ class S3Store:
             own = _signer(session, self._client, bucket, region)
         self._short: ShortRequests | None = None
         if own is not None and not get_environ_proxies(own.base):  # only boto3 speaks with proxies
-            self._short = ShortRequests(own, bucket, get_cert_path(True))
+            trusted = core.get_config_variable("ca_bundle") or True  # as boto3's client
+            self._short = ShortRequests(own, bucket, get_cert_path(trusted))
 
     def __repr__(self) -> str:
         return f"S3Store({self.bucket}/{self.prefix} at {self.endpoint or 'AWS'})"

@@ -167,7 +167,7 @@ class ShortRequests:
                 preload_content=False,
             )  # fmt: skip
             body = answer.read(MOST_BYTES + 1)
-        except urllib3.exceptions.HTTPError:
+        except (urllib3.exceptions.HTTPError, OSError, ValueError):  # ValueError: a wrong chunk
             return None
         if len(body) > MOST_BYTES:
             answer.close()
