@@ -326,7 +326,7 @@ def test_what_cannot_be_shown_is_one_sentence(
     assert "is not an id" in refused(UserError, "show", "xyz")
     assert "no row 4" in refused(UserError, "show", name, "--row", "4")
     assert "is not a time" in refused(UserError, "list", "--since", "yesterday")
-    assert "none of submitted" in refused(UserError, "list", "--verdict", "good")
+    assert "is not one of submitted" in refused(UserError, "list", "--verdict", "good")
     assert "address" in refused(UserError, "list", "--node", "0x12")
     assert "tokenizer" in refused(UserError, "show", name, "--grade")
     assert "tokenizer" in refused(UserError, "export", "--out", str(tmp_path / "x"), "--grade")
