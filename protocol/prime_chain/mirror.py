@@ -136,10 +136,12 @@ class HttpSource:
 
     def copies(self, names: Sequence[str]) -> dict[str, bytes]:
         """Returns the bytes of `names` (KIND/DIGEST), asked for together. What the source lacks or
-        is too large is left out; a server of before this request gives nothing."""
+        is too large is left out; a server of before this request gives nothing. The answers have
+        MOST_TAKEN bytes at most, or one answer more: no source fills the memory."""
         found: dict[str, bytes] = {}
         left = list(dict.fromkeys(names))
-        while left and self.gives_copies:
+        taken = 0
+        while left and self.gives_copies and taken < copies.MOST_TAKEN:
             asked = ",".join(left[: copies.MOST_NAMES])
             try:
                 raw = self._client.request("GET", f"/v1/copies?names={asked}", b"", signed=False)
@@ -150,6 +152,7 @@ class HttpSource:
             if not given.keys() & left:
                 left = left[copies.MOST_NAMES :]  # what is too large for an answer
             found |= {n: data for n in left if (data := given.get(n)) is not None}
+            taken += len(raw)
             left = [name for name in left if name not in given]
         return found
 

@@ -17,11 +17,13 @@ from starlette.types import ASGIApp
 
 from prime_broadcast.http1 import RateLimit
 from prime_core.errors import UserError
+from prime_core.ids import ZERO_DIGEST
 from prime_core.messages import AdmissionRequest, ChallengeAnswer
 from prime_core.node import Hardware
+from prime_core.transport import copies
 from prime_orchestrator.api.app import create_app
 from prime_orchestrator.api.connections import Proxies, behind
-from prime_orchestrator.api.routes import http, watch
+from prime_orchestrator.api.routes import http, objects, watch
 from prime_orchestrator.config import load
 from prime_orchestrator.serve import make_server
 
@@ -110,6 +112,37 @@ def test_slow_bodies_of_one_address_leave_room_for_a_newcomers(
                 assert newcomer.asked
         async with ask(SLOW).held() as again:
             assert again.asked, "its places are free again"
+
+    asyncio.run(attack())
+
+
+def test_copies_for_one_address_leave_room_for_a_newcomer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, end = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object) -> bytes:
+        begun.release()
+        end.wait(20)
+        return b"[]\n"
+
+    monkeypatch.setattr(copies, "pack", slow)
+    app = create_app(world.backend)
+
+    async def ask(host: str) -> int:
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url=AUDIENCE) as client:
+            return (await client.get(f"/v1/copies?names=objects/{ZERO_DIGEST}")).status_code
+
+    async def attack() -> None:
+        hosts = [SLOW] * objects.COPIES_EACH + [NEWCOMER]
+        held = [asyncio.create_task(ask(host)) for host in hosts]
+        for _ in held:
+            assert await asyncio.to_thread(begun.acquire, timeout=20)
+        assert await ask(SLOW) == 503
+        end.set()
+        assert await asyncio.gather(*held) == [200] * len(hosts)
+        assert await ask(SLOW) == 200, "its places are free again"
 
     asyncio.run(attack())
 

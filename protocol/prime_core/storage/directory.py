@@ -131,13 +131,15 @@ class DirectoryStore:
         try:  # a file object takes as long as the rest
             file = os.open(self._name(key), os.O_RDONLY)
             try:
-                # Python reserves as many bytes as are asked for.
-                data = os.read(file, min(limit, os.fstat(file).st_size) + 1)
+                # Python reserves as many bytes as are asked for. Of what is too large, one byte is
+                # read: that fails if it is a folder.
+                size = os.fstat(file).st_size
+                data = os.read(file, size + 1 if size <= limit else 1)
             finally:
                 os.close(file)
         except OSError as error:
             raise self._unread(key, error) from error
-        if len(data) > limit:
+        if max(size, len(data)) > limit:
             raise MalformedError(f"object {key} is larger than {limit} bytes")
         name = key.removeprefix(DIGEST_PREFIX)
         if name != key and hashlib.sha256(data).hexdigest() != name:

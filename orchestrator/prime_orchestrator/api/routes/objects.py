@@ -22,7 +22,8 @@ from prime_core.storage.directory import DirectoryStore, Sink
 from prime_core.transport import copies
 from prime_orchestrator.api import leasing, status
 from prime_orchestrator.api.backend import Backend
-from prime_orchestrator.api.routes.http import BODY_SECONDS, in_path, takes_bytes
+from prime_orchestrator.api.connections import Places
+from prime_orchestrator.api.routes.http import BODY_SECONDS, host_of, in_path, takes_bytes
 from prime_orchestrator.store import archive
 
 GET_SECONDS = 600
@@ -30,12 +31,16 @@ GET_SECONDS = 600
 UPLOADS_AT_ONCE = 2
 """Of one object: a client whose first connection died need not wait for it, and no signed URL
 fills the disk with many copies of its one file."""
+COPIES_AT_ONCE, COPIES_EACH = 8, 2
+"""Requests of `/v1/copies` in progress, in all and of one foreign address. Each may hold a thread
+for a second or longer."""
 
 
 def router(backend: Backend) -> APIRouter:
     """The routes, bound to one object store."""
     routes = APIRouter()
     under_way: Counter[str] = Counter()  # uploads by key; used in the event loop's thread alone
+    copying = Places(COPIES_AT_ONCE, COPIES_EACH, "too many are asking for copies")
 
     def directory() -> DirectoryStore:
         if not isinstance(backend.objects, DirectoryStore):
@@ -109,10 +114,12 @@ def router(backend: Backend) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {"application/octet-stream": {}}}},
     )
-    def several(names: str) -> Response:
+    async def several(names: str, request: Request) -> Response:
         """Several objects, submissions and leases at once: `names` are KIND/DIGEST, with commas
         between. The answer is a line of JSON with the name and length of each, then their bytes."""
-        body = copies.pack(copies.parse_names(names), copy)
+        parsed = copies.parse_names(names)
+        with copying.one(host_of(request)):
+            body = await run_in_threadpool(copies.pack, parsed, copy)
         return Response(body, media_type="application/octet-stream")
 
     return routes
