@@ -14,10 +14,11 @@ from prime_core.encoding import sha256
 from prime_core.ids import Digest
 from prime_core.messages import ReceiptAnswer
 from prime_core.rollout import MAX_FILE_BYTES
-from prime_core.storage.base import CHUNK_BYTES, digest_key
+from prime_core.storage.base import CHUNK_BYTES, ObjectStat, digest_key
 from prime_core.task import SignedLease
 from prime_orchestrator.api import intake
 from prime_orchestrator.api.app import create_app
+from prime_orchestrator.manager import uploads
 from prime_orchestrator.manager.uploads import staged_key
 from prime_orchestrator.store import jobs, leases, nodes, submissions
 
@@ -123,6 +124,24 @@ def test_a_claim_that_does_not_fit_its_lease_or_file_is_refused(
     with world.backend.store.read() as connection:
         assert submissions.counts(connection) == {}
         assert jobs.counts(connection) == {}
+
+
+def test_a_file_whose_validity_ends_while_it_is_looked_up_is_refused(
+    world: World, node: Session, lease: SignedLease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = uploads.stat
+
+    def slow(*words: Any) -> ObjectStat:
+        world.clock.advance(20)
+        return found(*words)
+
+    monkeypatch.setattr(uploads, "stat", slow)
+    world.upload(node, lease, b"file")
+    claim = world.claim(node.account, lease, b"file", valid_until=int(world.clock()) + 10)
+    answer = world.post("/v1/submissions", claim)
+    assert (answer.status_code, "validity" in answer.text) == (403, True)
+    with world.backend.store.read() as connection:
+        assert submissions.counts(connection) == {}
 
 
 def test_another_nodes_signature_is_refused(

@@ -122,9 +122,7 @@ def check(backend: Backend, signed: SignedSubmission, known: Known) -> Checked |
     if node is None or node.status in ("quarantined", "ejected", "left"):
         status = "unknown" if node is None else node.status
         raise PolicyError(f"the node is {status}; nothing is taken from it")
-    _check_open(row, backend.now())
-    if signed.submission.valid_until < backend.now():
-        raise PolicyError("the submission's own validity has ended")
+    _check_open(row, signed, backend.now())
     return Checked(signed, digest, _check_file(backend, signed, row.deadline))
 
 
@@ -157,10 +155,12 @@ def _check_shape(backend: Backend, signed: SignedSubmission) -> None:
         raise MalformedError(f"a rollout file has 1 to {MAX_FILE_BYTES} bytes")
 
 
-def _check_open(row: LeaseRow, now: float) -> None:
+def _check_open(row: LeaseRow, signed: SignedSubmission, now: float) -> None:
     if row.status != "open" or now > row.deadline:
         ended = "past its deadline" if row.status in ("open", "expired") else row.status
         raise ConflictError(f"the lease is {ended}: the file came too late")
+    if signed.submission.valid_until < now:  # settlement relies on it (manager/settlement.py)
+        raise PolicyError("the submission's own validity has ended")
 
 
 def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> ObjectStat:
@@ -177,7 +177,8 @@ def _check_file(backend: Backend, signed: SignedSubmission, deadline: int) -> Ob
 
 def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | PrimeError]:
     """Writes submissions, leases and jobs in one transaction, and returns the receipts. An entry is
-    a NotFoundError or ConflictError if the lease has ended or has another file by now."""
+    a NotFoundError or ConflictError if the lease has ended or has another file by now, or a
+    PolicyError if the submission's validity has ended."""
     now = backend.now()
     answers: list[ReceiptAnswer | PrimeError] = []
     ended: list[LeaseRow] = []
@@ -196,7 +197,7 @@ def accept(backend: Backend, given: Sequence[Checked]) -> list[ReceiptAnswer | P
                 row = rows.get(named)
                 if row is None:
                     raise NotFoundError("there is no lease of that digest")
-                _check_open(row, now)
+                _check_open(row, one.signed, now)
             except PrimeError as error:
                 answers.append(error)
                 continue
