@@ -229,7 +229,7 @@ def _one_by_one(text: str) -> Any:
         except (ValueError, RecursionError):
             position = start + 1
     whole = len(found) == 1 and body[position:] == "" and body.endswith("}")
-    return found[0] if whole else None
+    return found[0] if whole and "Infinity" not in json.dumps(found[0]) else None
 
 
 PIECES = (
@@ -264,6 +264,10 @@ def test_the_last_object_is_the_one_that_reading_from_each_bracket_finds(
     before: str, end: str
 ) -> None:
     assert last_json_object(before + end) == _one_by_one(before + end)
+
+
+def test_an_object_with_a_number_out_of_range_is_none() -> None:
+    assert last_json_object('{"a":' + "9" * 400 + ".5}") is None
 
 
 def test_where_the_stack_ends_the_same_object_is_found() -> None:

@@ -265,7 +265,7 @@ def test_no_object_is_asked_for_while_a_claim_an_opinion_or_a_verdict_holds_lock
     for _ in range(2):
         mgr.submit(HONEST)
     asked: list[str] = []
-    for name in ("get", "size", "exists", "receive", "signed_get"):
+    for name in ("get", "size", "exists", "put", "signed_get"):
         honest = getattr(DirectoryStore, name)
 
         def guarded(self: DirectoryStore, *words: Any, _honest: Any = honest, **more: Any) -> Any:
@@ -278,4 +278,4 @@ def test_no_object_is_asked_for_while_a_claim_an_opinion_or_a_verdict_holds_lock
         assert job is not None
         mgr.bench.say(job, Reason.NONE, mgr.table_rows())
     assert len(judge_of(mgr.backend).tick()) == 2
-    assert {"get", "size", "exists", "receive"} <= {*asked}
+    assert {"get", "size", "exists", "put"} <= {*asked}

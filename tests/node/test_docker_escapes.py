@@ -106,7 +106,7 @@ ATTACKS = (
         "ask('PUT', '/file/sparse', 50 << 30, [bytes(1 << 20)])\n"
         "ask('PUT', '/file/sparse', MAX + 1, (bytes(1 << 20) for _ in range((MAX >> 20) + 1)))\n"
         "ask('PUT', '/file/short', MAX, [bytes(1 << 20)] * 3)\n",
-        ("a body of 53687091200 bytes exceeds", f"1 to {MAX_FILE_BYTES} bytes, not",
+        ("a body of 53687091200 bytes is larger", f"1 to {MAX_FILE_BYTES} bytes, not",
          "bytes too early"),
     ),
     Attack(
