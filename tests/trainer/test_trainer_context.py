@@ -31,6 +31,7 @@ def changed_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_give_the_gradients_and_metrics_of_one_process(
     model: Path, tmp_path: Path, world: World
 ) -> None:

@@ -557,6 +557,7 @@ class FetchesWords(Reverse):
         return said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_process_group")
 def test_a_run_with_a_gateway_trains_offline_from_a_cassette(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -716,6 +717,7 @@ class FailsToAsk(Reverse):
         return super().prompt_text(problem, target_length)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_process_group")
 def test_problems_that_an_environment_cannot_ask_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -55,6 +55,7 @@ def test_with_offload_a_device_holds_only_the_layers_in_use(model: Path, tmp_pat
     assert (off.gathered, off.reduced) == (on.gathered, on.reduced)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torchao")
 def test_moments_in_8_bits_take_a_quarter(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", hidden=256, layers=1)

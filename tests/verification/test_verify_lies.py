@@ -48,6 +48,7 @@ def _sampled(temperature: float, other_seed: int = 0) -> Any:
     return generate
 
 
+@pytest.mark.slow
 def test_four_bit_weights_are_rejected_where_bfloat16_is_declared(world: Any) -> None:
     liar = load_engine(TRAINED, dtype="bfloat16", prepare=quantizer(4))
     _rejected(world, lambda n: world.honest(n, liar), WEIGHTS)
