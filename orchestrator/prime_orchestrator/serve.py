@@ -84,8 +84,8 @@ BUSY = 500
 GARBAGE = 50_000
 """New objects, less freed ones, after which the garbage collector looks at them."""
 SWITCH_SECONDS = 0.0005
-"""For how long a thread that computes keeps the interpreter while another one waits for it. A batch
-of heartbeats may wait for it after each of its statements, for up to 5 ms by Python's default."""
+"""Thread switch interval of the interpreter (sys.setswitchinterval). With Python's default of 5 ms,
+a batch of heartbeats may wait that long for the interpreter after each SQL statement."""
 GRACE_SECONDS = 5
 """Time that running requests get to finish on shutdown."""
 
@@ -234,7 +234,7 @@ class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would raise the signal again at exit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts uvicorn; then garbage is collected rarely, and threads take short turns."""
+        """Starts uvicorn, then sets the garbage collector and the thread switch interval."""
         await super().startup(sockets)
         collect_garbage_rarely()
         sys.setswitchinterval(SWITCH_SECONDS)

@@ -15,7 +15,7 @@ APPLY_RATE = 1e9
 
 
 FARTHEST = 16
-"""Who is more versions behind takes the whole."""
+"""A client further behind fetches the whole policy."""
 WORTH_SECONDS = 1.0
 """Only a gain of more time than this justifies more bytes: the links are others', too."""
 

@@ -243,6 +243,20 @@ def test_the_list_of_manifests_is_asked_for_once_a_version_was_not_delivered(
     assert folder.others[:3] == [[], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
 
 
+def test_a_manifest_is_checked_against_the_version_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PolicyFolder.ensure refuses a manifest of another version than the one that it is given."""
+    monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
+    folder = Folder(tmp_path, (), never=(3,))
+    other = folder.manifest(2)
+    monkeypatch.setattr(folder, "manifest", lambda version: other)
+    with started(keeper_over(folder, 3)) as keeper:
+        keeper.note_answer(3, ("http://relay",))
+        until(lambda: folder.tried, "the policy is asked for")
+    assert folder.tried[0] == 3
+
+
 def test_the_list_of_manifests_is_not_asked_for_because_the_orchestrator_was_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ class Backend:
     difficulties: KeptDifficulties = field(default_factory=KeptDifficulties)
     evaluations: KeptInfos = field(default_factory=KeptInfos)
     arrivals: dict[Address, int] = field(default_factory=dict)
-    """The policy of each node that api/reach.py recorded last."""
+    """The last policy version of each node that api/reach.py recorded."""
 
     @cached_property
     def names(self) -> frozenset[str]:

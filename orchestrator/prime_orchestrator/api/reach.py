@@ -19,7 +19,7 @@ SHOWN = 8
 KEPT = 256
 """Versions whose arrivals are kept."""
 MOST_NODES = 100_000
-"""Nodes that a process remembers to have recorded; if there are more, it starts over."""
+"""Most nodes whose recorded version is kept in memory; above it, all are dropped."""
 MOST_TIMES = 200
 """Most arrivals of a policy that are listed."""
 

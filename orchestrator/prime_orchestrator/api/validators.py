@@ -158,8 +158,8 @@ class Unassigned:
     since: float = 0.0
 
     def among(self, able: Collection[Address], now: float) -> Mapping[Digest, JobRow]:
-        """Returns those jobs if the same validators are able now, else none. None either after
-        SEEN_SECONDS: what becomes of such files also depends on time and appointments."""
+        """Returns these jobs, or none if other validators are able now. Also none after
+        SEEN_SECONDS, because time and new appointments may have changed what happens to them."""
         fresh = 0 <= now - self.since < SEEN_SECONDS
         return self.jobs if fresh and self.able == able else {}
 

@@ -83,7 +83,7 @@ class DirectoryStore:
 
     @contextmanager
     def _new(self, key: str) -> Iterator[BinaryIO]:
-        """Gives a temporary file, which becomes the object if the block ends without an error."""
+        """Yields a temporary file. It becomes the object if the block ends without an error."""
         folder, _, name = f"{self.root}/{check_key(key)}".rpartition("/")
         temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}"
         try:
@@ -214,7 +214,7 @@ class DirectoryStore:
             raise self._unread(key, error) from error
 
     def _unread(self, key: str, error: OSError) -> NotFoundError | UnavailableError:
-        """What an object that could not be opened or read raises."""
+        """Returns the error to raise for an object that could not be opened or read."""
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             self._check_root()
             return NotFoundError(f"there is no object {key}")

@@ -1,4 +1,4 @@
-"""Sums of statistics by kind of file; those of before are of one kind of their own."""
+"""Add the kind of file to the sums of statistics. Existing sums get a kind of their own."""
 
 import sqlalchemy as sa
 from alembic import op
