@@ -31,11 +31,12 @@ from prime_broadcast import layout, relay
 from prime_broadcast.client import Base, fetch
 from prime_broadcast.content import live_version
 from prime_broadcast.manifest import Trust, verify_folder
-from prime_broadcast.relay import Relay, RelayEvent
+from prime_broadcast.relay import IDLE, Relay, RelayEvent, Scrubber
 from prime_broadcast.server import Limits, Origin, Serving
 from prime_broadcast.transfer import Link
 from prime_core.checkpoint import SignedManifest
 from prime_core.errors import UnavailableError, UserError
+from prime_core.ids import ZERO_DIGEST
 
 
 class Watched:
@@ -400,3 +401,23 @@ def test_an_index_that_did_not_change_is_not_sent_again(run: Run, tmp_path: Path
         link.close()
     assert later is not None
     assert len(layout.parse_index(later[0])) == 2
+
+
+def test_a_version_whose_folder_is_gone_is_not_read_again_at_once(tmp_path: Path) -> None:
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return super().wait(0)
+
+    def note_rot(version: int, why: str) -> None:
+        rotten.append(version)
+        if len(rotten) == 3:
+            stop.set()
+
+    waits: list[float | None] = []
+    rotten: list[int] = []
+    item = layout.Item(7, "file", 1, ZERO_DIGEST, (ZERO_DIGEST,), 1)
+    scrubber = Scrubber(lambda: [(7, tmp_path / "gone", [item])], note_rot)
+    scrubber._stop = stop = Stop()
+    scrubber._run()
+    assert (rotten, waits) == ([7, 7, 7], [IDLE, IDLE, IDLE])

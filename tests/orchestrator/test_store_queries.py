@@ -41,6 +41,7 @@ from prime_orchestrator.store import (
     shadows,
     sqlite_url,
     submissions,
+    totals,
 )
 from prime_orchestrator.store.batches import BatchRow
 from prime_orchestrator.store.challenges import ChallengeRow
@@ -439,6 +440,17 @@ def test_a_search_for_jobs_that_finds_enough_looks_at_random_ones_now_and_then(
         second = jobs.short(connection, 9)
         assert second[:9] == first
         assert len(second) > 9
+
+
+def test_counters_of_archived_rows_are_read_of_those_that_are_asked_for(
+    either_store: Store,
+) -> None:
+    with either_store.begin() as connection:
+        totals.add(connection, "planted", {"a": 1, "b": 2, "c": 3})
+        totals.raise_to(connection, "planted", {"a": 5, "b": 1, "d": 4})
+        assert totals.of(connection, "planted") == {"a": 5, "b": 2, "c": 3, "d": 4}
+        assert totals.of(connection, "planted", ["a", "c", "x"]) == {"a": 5, "c": 3}
+        assert totals.of(connection, "planted", []) == {}
 
 
 def test_what_the_pool_owes_and_who_abstains_is_counted_alike(either_store: Store) -> None:

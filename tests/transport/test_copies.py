@@ -29,6 +29,7 @@ def test_an_answer_gives_what_there_is_and_leaves_out_what_has_no_room() -> None
     names = [("leases", absent), *(("objects", digest) for digest in held)]
 
     def read(kind: str, digest: Digest, limit: int) -> bytes:
+        reads.append(digest)
         if digest not in held:
             raise NotFoundError("absent")
         if len(held[digest]) > limit:
@@ -37,7 +38,9 @@ def test_an_answer_gives_what_there_is_and_leaves_out_what_has_no_room() -> None
 
     text = ",".join(f"{kind}/{digest}" for kind, digest in names)
     assert parse_names(text) == names
+    reads: list[Digest] = []
     found = unpack(pack(names, read))
+    assert len(reads) == len(names) - 1, "nothing is read after what no longer fits"
     assert found == {f"leases/{absent}": None} | {f"objects/{sha256(d)}": d for d in (SMALL, HALF)}
 
     assert unpack(pack(names[1:], read, seconds=0)) == {f"objects/{sha256(SMALL)}": SMALL}
