@@ -261,6 +261,7 @@ def test_work_goes_on_with_the_policy_on_disk_while_newer_weights_are_on_their_w
         else:
             assert offer.lease is None
             assert f"policy 0 is too old; load {version}" in offer.reason
+    assert kit.uploader.stop(10) == 0
 
 
 def test_no_work_is_begun_for_a_batch_that_its_policy_is_too_old_for(
