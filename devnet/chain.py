@@ -81,6 +81,23 @@ def end_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
+def keep_one_genesis(state: Path) -> None:
+    """Removes every block 0 but the oldest from a state that anvil has dumped.
+
+    Anvil 1.7.1 makes a new block 0 at each start and dumps it with the loaded one. From the second
+    load on, either may become the chain's genesis.
+    """
+    dump = json.loads(state.read_bytes())
+    first = [block for block in dump["blocks"] if int(block["header"]["number"], 16) == 0]
+    if len(first) < 2:
+        return
+    oldest = min(first, key=lambda block: int(block["header"]["timestamp"], 16))
+    rest = [block for block in dump["blocks"] if block not in first]
+    partial = state.with_suffix(".partial")
+    partial.write_text(json.dumps(dump | {"blocks": [oldest, *rest]}))
+    partial.replace(state)
+
+
 class Anvil:
     """A running anvil, as a context manager.
 
@@ -133,6 +150,8 @@ class Anvil:
             raise UserError(
                 f"port {self._port} is taken", hint="stop what listens there or name another port"
             )
+        if self._state is not None and self._state.exists():
+            keep_one_genesis(self._state)
         self._process = subprocess.Popen(
             [str(binary), *self._arguments()],
             stdin=subprocess.DEVNULL,

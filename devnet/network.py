@@ -32,7 +32,7 @@ from prime_chain.client import ChainClient
 from prime_chain.contracts import Contracts
 from prime_chain.keystore import create_keystore, keystore_address, load_keystore
 from prime_core.deployment import Deployment
-from prime_core.errors import PrimeError, UnavailableError, UserError
+from prime_core.errors import FatalError, PrimeError, UnavailableError, UserError
 from prime_core.ids import Address, Digest
 from prime_core.messages import Status
 from prime_core.run import RunDefinition
@@ -363,8 +363,15 @@ class Network:
 
     @property
     def url(self) -> str:
-        """The orchestrator's address, from the file that it writes."""
-        serve = json.loads((self.root / "orchestrator" / "serve.json").read_text())
+        """The orchestrator's address, from the file that it writes.
+
+        Raises FatalError with the end of its log if the orchestrator has ended.
+        """
+        try:
+            serve = json.loads((self.root / "orchestrator" / "serve.json").read_text())
+        except FileNotFoundError as error:
+            self.supervisor.check()
+            raise FatalError(f"the orchestrator has ended; see {self.supervisor.logs}") from error
         return str(serve["url"])
 
     def client(self) -> OrchestratorClient:

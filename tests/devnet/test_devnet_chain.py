@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from devnet.chain import CHAIN_ID, Anvil, dev_signer, find_anvil
+from devnet.chain import CHAIN_ID, Anvil, dev_signer, find_anvil, keep_one_genesis
 from devnet.ports import free_port
 from prime_core.errors import FatalError, UnavailableError, UserError
 
@@ -51,6 +52,27 @@ def test_it_serves_our_chain_id_and_leaves_nothing_behind() -> None:
         assert _alive(pid)
     assert not _alive(pid)
     assert not _listening(port)
+
+
+def test_a_chain_that_is_loaded_again_keeps_its_first_block(tmp_path: Path) -> None:
+    """Anvil dumps the block 0 that each start makes; the next load may take any of them."""
+    state = tmp_path / "chain.json"
+    with Anvil(state=state) as chain:
+        chain.rpc("evm_mine")
+        genesis = chain.rpc("eth_getBlockByNumber", "0x0", False)
+    dump = json.loads(state.read_bytes())
+    newer = json.loads(
+        json.dumps(next(b for b in dump["blocks"] if b["header"]["number"] == "0x0"))
+    )
+    newer["header"]["timestamp"] = hex(int(genesis["timestamp"], 16) + 60)
+    state.write_text(json.dumps(dump | {"blocks": [newer, *dump["blocks"], newer]}))
+    keep_one_genesis(state)
+    assert sorted(b["header"]["number"] for b in json.loads(state.read_bytes())["blocks"]) == [
+        "0x0", "0x1",
+    ]  # fmt: skip
+    with Anvil(state=state) as chain:
+        assert chain.rpc("eth_getBlockByNumber", "0x0", False)["hash"] == genesis["hash"]
+        assert int(chain.rpc("eth_blockNumber"), 16) == 1
 
 
 def test_the_native_binary_is_started_not_a_wrapper() -> None:
