@@ -265,10 +265,10 @@ def dispute(
     settings: Settings,
     submission: Annotated[str, typer.Argument(help="Digest of the accused submission.")],
     not_served: Annotated[
-        bool, typer.Option("--not-served", help="Object that its evidence cannot be fetched.")
+        bool, typer.Option("--not-served", help="Dispute because its evidence cannot be fetched.")
     ] = False,
     arbiter: Annotated[
-        bool, typer.Option("--arbiter", help="Let the arbiter judge, and not the court.")
+        bool, typer.Option("--arbiter", help="Let the arbiter judge instead of the court.")
     ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,

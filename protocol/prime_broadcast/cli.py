@@ -58,7 +58,10 @@ def serve_command(
     key: Annotated[Path, typer.Option(help="File with the signing key; made if missing.")],
     host: Host = "127.0.0.1",
     port: Port = 8475,
-    version: Annotated[int | None, typer.Option(help="By default the next, if changed.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(help="Version to publish as (default: the next, if FOLDER changed)."),
+    ] = None,
     chain_id: ChainId = 0,
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
@@ -91,21 +94,22 @@ def serve_command(
         _print({**facts, "url": origin.url}, as_json)
         if not as_json:
             typer.echo(
-                f"fetch it with: python -m prime_broadcast fetch {origin.url} DEST "
-                f"--signer {signer.address}"
+                f"fetch it with: prime-broadcast fetch {origin.url} DEST --signer {signer.address}"
             )
         until_stopped().wait()
 
 
 @app.command("relay")
 def relay_command(
-    upstream: Annotated[list[str], typer.Argument(help="Servers to feed from, best first.")],
+    upstream: Annotated[list[str], typer.Argument(help="Servers to fetch from, best first.")],
     data: Annotated[Path, typer.Option(help="Where policies are kept.")],
     signer: SignerOption,
     host: Host = "127.0.0.1",
     port: Port = 8476,
     keep: Annotated[int, typer.Option(help="Versions to keep.", min=1)] = 5,
-    poll: Annotated[float, typer.Option(help="Seconds between looks upstream.", min=0.1)] = 1.0,
+    poll: Annotated[
+        float, typer.Option(help="Seconds between two requests for new versions.", min=0.1)
+    ] = 1.0,
     chain_id: ChainId = 0,
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
@@ -147,15 +151,19 @@ def relay_command(
 def fetch_command(
     url: Annotated[list[str], typer.Argument(help="Servers, then DEST as the last argument.")],
     signer: SignerOption,
-    version: Annotated[int | None, typer.Option(help="By default the newest.")] = None,
+    version: Annotated[
+        int | None, typer.Option(help="Version to fetch (default: the newest).")
+    ] = None,
     chain_id: ChainId = 0,
     contract: Contract = ZERO_ADDRESS,
     pool: PoolNumber = 0,
-    parallel: Annotated[int, typer.Option(help="Chunks under way at once.", min=1)] = 4,
+    parallel: Annotated[int, typer.Option(help="Chunks fetched at once.", min=1)] = 4,
     per_source: Annotated[
         int | None, typer.Option(help="Connections to one server (default: two).", min=1)
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds without progress.", min=1)] = 60.0,
+    patience: Annotated[
+        float, typer.Option(help="Give up after this many seconds without progress.", min=1)
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a version into DEST/<version>. By deltas where that is cheaper."""
@@ -223,9 +231,13 @@ def verify_command(
 @app.command("diff")
 def diff_command(
     old: Annotated[Path, typer.Argument(help="Checkpoint folder.", exists=True)],
-    new: Annotated[Path, typer.Argument(help="A later one.", exists=True)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the delta.")] = None,
-    check: Annotated[bool, typer.Option(help="Apply it and compare, too.")] = True,
+    new: Annotated[Path, typer.Argument(help="Checkpoint folder of a later version.", exists=True)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to keep the delta in.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Also apply the delta and compare the result.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Make the delta from OLD to NEW and say how small it is."""

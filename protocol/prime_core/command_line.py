@@ -52,11 +52,15 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of 
 PasswordFile = Annotated[
     Path | None, typer.Option("--password-file", help="File with the keystore's password.")
 ]
-PasswordFd = Annotated[int | None, typer.Option("--password-fd", help="Open descriptor with it.")]
+PasswordFd = Annotated[
+    int | None,
+    typer.Option("--password-fd", help="Open file descriptor to read the password from."),
+]
 AllowPrivate = Annotated[
     bool | None,
     typer.Option(
-        "--allow-private", help="Connect to private addresses that others name (own network)."
+        "--allow-private",
+        help="Connect to private addresses that other parties name (a pool in your network).",
     ),
 ]
 FirstAnswer = Annotated[
@@ -70,17 +74,26 @@ BaseModel = Annotated[
         "hf:owner/name[@revision]. By default from the pool.",
     ),
 ]
-LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+LogLevel = Annotated[
+    str | None,
+    typer.Option("--log-level", help="Lowest level to log: debug, info, warning or error."),
+]
 Rpcs = Annotated[
     list[str] | None, typer.Option("--rpc", help="RPC endpoint of the chain; repeat for more.")
 ]
 Quorum = Annotated[
     int | None,
-    typer.Option("--rpc-quorum", help="Endpoints that must answer alike (a majority).", min=1),
+    typer.Option(
+        "--rpc-quorum",
+        help="Endpoints that must give the same answer (default: a majority).",
+        min=1,
+    ),
 ]
 PollSeconds = Annotated[
     float | None,
-    typer.Option("--chain-poll-seconds", help="Longest pause between looks at the chain (0.5)."),
+    typer.Option(
+        "--chain-poll-seconds", help="Longest pause between two reads of the chain (0.5)."
+    ),
 ]
 
 

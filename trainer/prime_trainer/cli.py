@@ -44,24 +44,28 @@ app.add_typer(wallet_cli.app, name="wallet")
 
 Orchestrator = Annotated[str | None, typer.Option(help="Base URL of the pool's orchestrator.")]
 Model = Annotated[Path | None, typer.Option(help="Hugging Face folder of the base model.")]
-Data = Annotated[Path | None, typer.Option(help="Checkpoints, metrics, the origin's policies.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder for checkpoints, metrics and published policies.")
+]
 RunFile = Annotated[Path | None, typer.Option(help="Run definition (default: the orchestrator's).")]
 DeploymentFile = Annotated[
     Path | None, typer.Option(help="Deployment JSON; with --rpc, facts are checked on chain.")
 ]
 Pool = Annotated[int | None, typer.Option(help="Refuse to work for another pool.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's trainer.")]
-OriginHost = Annotated[str | None, typer.Option(help="Address the origin binds.")]
-OriginPort = Annotated[int | None, typer.Option(help="Its port; 0: any free one.")]
-OriginUrl = Annotated[str | None, typer.Option(help="How relays reach it.")]
-S3Bucket = Annotated[str | None, typer.Option(help="Put policies into this bucket, too.")]
-S3Endpoint = Annotated[str | None, typer.Option(help="Its server's URL; without it: AWS.")]
-S3Region = Annotated[str | None, typer.Option(help="Its region.")]
-S3Url = Annotated[str | None, typer.Option(help="Its URL for readers, or a CDN's.")]
-LearningRate = Annotated[float | None, typer.Option(help="AdamW's peak rate.")]
+OriginHost = Annotated[str | None, typer.Option(help="Address on which policies are served.")]
+OriginPort = Annotated[
+    int | None, typer.Option(help="Port on which policies are served; 0: any free one.")
+]
+OriginUrl = Annotated[str | None, typer.Option(help="URL at which relays fetch policies.")]
+S3Bucket = Annotated[str | None, typer.Option(help="S3 bucket to put policies into, too.")]
+S3Endpoint = Annotated[str | None, typer.Option(help="URL of the S3 server (default: AWS).")]
+S3Region = Annotated[str | None, typer.Option(help="Region of the S3 bucket.")]
+S3Url = Annotated[str | None, typer.Option(help="URL at which others read the bucket, or a CDN's.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")]
 ContextParallel = Annotated[int | None, typer.Option(help="Ranks that share each row.")]
-LoraRank = Annotated[int | None, typer.Option(help="Train adapters; 0: weights.")]
-TensorBoard = Annotated[Path | None, typer.Option(help="Folder for event files.")]
+LoraRank = Annotated[int | None, typer.Option(help="Rank of LoRA adapters; 0: train all weights.")]
+TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard's event files.")]
 Tracker = Annotated[str | None, typer.Option(help="Log to wandb or trackio.")]
 Engine = Annotated[str, typer.Option(help="plain or vllm.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
@@ -109,7 +113,7 @@ def run(
     origin_url: OriginUrl = None,
     allow_private: AllowPrivate = None,
     origin_connections_each: Annotated[
-        int | None, typer.Option(help="Of one address at once; 0: unlimited.")
+        int | None, typer.Option(help="Most connections of one address at once; 0: unlimited.")
     ] = None,
     s3_bucket: S3Bucket = None,
     s3_endpoint: S3Endpoint = None,
@@ -125,42 +129,72 @@ def run(
     learning_rate: LearningRate = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="adamw, or adamw8bit: its moments in 8 bits.")
+        str | None, typer.Option(help="adamw, or adamw8bit, which keeps its moments in 8 bits.")
     ] = None,
     beta1: Annotated[float | None, typer.Option(help="AdamW's first beta.")] = None,
     beta2: Annotated[float | None, typer.Option(help="AdamW's second beta.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's weight decay.")] = None,
-    gradient_clip: Annotated[float | None, typer.Option(help="Gradient norm limit.")] = None,
-    optimizer_steps: Annotated[int | None, typer.Option(help="Optimizer steps a batch.")] = None,
-    recompute: Annotated[bool | None, typer.Option(help="Checkpoint activations.")] = None,
+    gradient_clip: Annotated[float | None, typer.Option(help="Largest norm of a gradient.")] = None,
+    optimizer_steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps for each batch.")
+    ] = None,
+    recompute: Annotated[
+        bool | None, typer.Option(help="Recompute activations in the backward pass.")
+    ] = None,
     cpu_offload: Annotated[
-        bool | None, typer.Option(help="Weights and optimizer in host memory.")
+        bool | None, typer.Option(help="Keep weights and optimizer in host memory.")
     ] = None,
     context_parallel: ContextParallel = None,
     lora_rank: LoraRank = None,
-    lora_alpha: Annotated[int | None, typer.Option(help="Their scale times the rank.")] = None,
-    bad_batch: Annotated[str | None, typer.Option(help="stop or skip.")] = None,
+    lora_alpha: Annotated[
+        int | None, typer.Option(help="Scale of the LoRA adapters, times their rank.")
+    ] = None,
+    bad_batch: Annotated[
+        str | None,
+        typer.Option(help="What to do with a sealed batch that breaks a rule: stop or skip."),
+    ] = None,
     skip_batch: Annotated[
         int | None, typer.Option(help="Go on without this batch, whose files are lost.")
     ] = None,
-    alarm_ratio: Annotated[float | None, typer.Option(help="Largest quiet ratio.")] = None,
-    alarm_kl: Annotated[float | None, typer.Option(help="Largest quiet mean KL.")] = None,
-    alarm_entropy: Annotated[float | None, typer.Option(help="Least quiet entropy.")] = None,
-    alarm_action: Annotated[str | None, typer.Option(help="warn or stop.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus' text.")] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="On this address (loopback).")] = None,
+    alarm_ratio: Annotated[
+        float | None, typer.Option(help="Alarm if the largest ratio of a batch exceeds this.")
+    ] = None,
+    alarm_kl: Annotated[
+        float | None, typer.Option(help="Alarm if the mean KL of a batch exceeds this.")
+    ] = None,
+    alarm_entropy: Annotated[
+        float | None, typer.Option(help="Alarm if the entropy of a batch is below this.")
+    ] = None,
+    alarm_action: Annotated[
+        str | None, typer.Option(help="What an alarm does: warn or stop.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port on which Prometheus metrics are served.")
+    ] = None,
+    metrics_host: Annotated[
+        str | None, typer.Option(help="Address on which they are served (loopback).")
+    ] = None,
     tensorboard: TensorBoard = None,
     tracker: Tracker = None,
-    peak_tflops: Annotated[float | None, typer.Option(help="A device's peak, for MFU.")] = None,
-    progress: Annotated[bool | None, typer.Option(help="A bar on a terminal.")] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="Peak TFLOPS of a device, for MFU.")
+    ] = None,
+    progress: Annotated[
+        bool | None, typer.Option(help="Show a progress bar on a terminal.")
+    ] = None,
     bf16: Annotated[bool | None, typer.Option(help="Compute in bf16 (GPUs).")] = None,
-    head_fp32: Annotated[bool | None, typer.Option(help="With bf16: fp32 logits.")] = None,
+    head_fp32: Annotated[
+        bool | None, typer.Option(help="With --bf16: compute logits in fp32.")
+    ] = None,
     round_weights: Annotated[
-        bool | None, typer.Option(help="Without bf16: compute with the weights that nodes have.")
+        bool | None,
+        typer.Option(help="Without --bf16: compute with weights rounded as nodes have them."),
     ] = None,
     row_tokens: Annotated[int | None, typer.Option(help="Tokens of a packed row.")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch.")] = None,
-    delta_from: Annotated[int | None, typer.Option(help="Versions deltas start from.")] = None,
+    delta_from: Annotated[
+        int | None, typer.Option(help="Publish deltas from this many earlier versions.")
+    ] = None,
     first_answer_seconds: FirstAnswer = None,
     log_level: LogLevel = None,
     dry_run: Annotated[
@@ -189,13 +223,15 @@ def run(
 def plan(
     model: Annotated[Path, typer.Option(help="Folder with the model's config.json.")],
     run: Annotated[Path, typer.Option(help="The run definition.")],
-    ranks: Annotated[list[int], typer.Option(min=1, help="Devices; repeat to compare.")],
+    ranks: Annotated[list[int], typer.Option(min=1, help="Number of devices; repeat to compare.")],
     config: ConfigFile = None,
     sample_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest sample (default: the run's limits).")
     ] = None,
-    memory_gib: Annotated[float, typer.Option(min=0, help="Of one device; 0: unknown.")] = 0,
-    peak_tflops: Annotated[float | None, typer.Option(help="A device's peak.")] = None,
+    memory_gib: Annotated[
+        float, typer.Option(min=0, help="Memory of a device in GiB; 0: unknown.")
+    ] = 0,
+    peak_tflops: Annotated[float | None, typer.Option(help="Peak TFLOPS of a device.")] = None,
     context_parallel: ContextParallel = None,
     as_json: Json = False,
 ) -> None:
@@ -235,17 +271,21 @@ def local(
     tensorboard: TensorBoard = None,
     tracker: Tracker = None,
     engine: Engine = "plain",
-    dtype: Annotated[str, typer.Option(help="The engine's: float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="The engine's: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the engine: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Of the engine: cpu or cuda.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on a CPU (default: torch's own choice).")
     ] = None,
     evaluate_every: Annotated[
         int, typer.Option(min=0, help="Steps between evaluations; 0: none.")
     ] = 10,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each.")] = 64,
-    samples: Annotated[int, typer.Option(min=0, help="Answers of a step to write down.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes tasks and noise.")] = 0,
+    problems: Annotated[
+        int, typer.Option(min=1, help="Held-out problems of each evaluation.")
+    ] = 64,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Answers of each step to write to samples.jsonl.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of tasks and noise.")] = 0,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Steps between checkpoints; 0: only when it is stopped.")
     ] = 10,
@@ -283,7 +323,9 @@ def local(
 @app.command()
 def samples(
     folder: Annotated[Path, typer.Argument(help="Folder of `trainer local` or `trainer run`.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Of this step (default: last).")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step to show (default: the last).")
+    ] = None,
     order: Annotated[str, typer.Option(help="written, best or worst first.")] = "written",
     count: Annotated[int, typer.Option(min=1, help="Most samples to show.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
@@ -307,10 +349,10 @@ def chat(
     budget: Budget = None,
     system: System = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of sampling.")] = 1.0,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**62 - 1, help="Fixes the sampling (default: random)."),
+        typer.Option(min=0, max=2**62 - 1, help="Seed of the sampling (default: random)."),
     ] = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
@@ -433,9 +475,9 @@ def evaluate(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to evaluate.")],
     run: Annotated[Path, typer.Option(help="The run definition, whose reward it is.")],
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 256,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers to each problem (k).")] = 1,
     base: Annotated[Path | None, typer.Option(help="Compare with this model folder.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems, targets and noise.")] = 0,
     answers: AnswersFolder = None,
     cassette: CassetteFile = None,
     engine: Engine = "plain",
@@ -483,19 +525,19 @@ def benchmark(
     ],
     data: Annotated[Path, typer.Option("--data", help="The benchmark's rows: .jsonl or .parquet.")],
     digest: Annotated[
-        str | None, typer.Option(help="Refuse a file whose SHA-256 is another: 0x….")
+        str | None, typer.Option(help="SHA-256 that the file must have: 0x….")
     ] = None,
     problems: Annotated[int | None, typer.Option(min=1, help="Only the first N problems.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers to each problem (k).")] = 1,
     run: RunOfPolicy = None,
     budget: Budget = None,
     system: System = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 32_768,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Of sampling; 0: the most probable token.")
+        float, typer.Option(min=0, help="Temperature of sampling; 0: the most probable token.")
     ] = 0.6,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**64 - 1, help="Fixes noise and the order of choices.")
+        int, typer.Option(min=0, max=2**64 - 1, help="Seed of noise and of the order of choices.")
     ] = 0,
     answers: AnswersFolder = None,
     out: Annotated[Path | None, typer.Option(help="File for the report as JSON.")] = None,
@@ -547,8 +589,8 @@ def follow(
         int | None, typer.Option(min=0, help="End after a policy of this version or later.")
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 64,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers a problem: k.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes problems, targets and noise.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers to each problem (k).")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problems, targets and noise.")] = 0,
     cassette: CassetteFile = None,
     engine: Engine = "plain",
     dtype: Dtype = "float32",
@@ -600,12 +642,12 @@ def filter_(
         typer.Option(help="A pool's answers: the file of `orchestrator rollouts export --grade`."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, max=1024, help="Answers a task; of --rollouts, at least.")
+        int, typer.Option(min=1, max=1024, help="Answers to each task; with --rollouts, at least.")
     ] = 8,
     low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate kept.")] = 0.125,
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate kept.")] = 0.75,
     tasks: Annotated[int | None, typer.Option(min=1, help="Only the first N tasks.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes targets and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of targets and noise.")] = 0,
     answers: AnswersFolder = None,
     cassette: CassetteFile = None,
     engine: Engine = "plain",
@@ -667,7 +709,7 @@ def export(
 @app.command()
 def publish(
     model: Annotated[Path, typer.Option(help="Hugging Face folder to publish.")],
-    version: Annotated[int, typer.Option(min=0, help="Its policy version.")],
+    version: Annotated[int, typer.Option(min=0, help="Version to publish it as.")],
     config: ConfigFile = None,
     orchestrator: Orchestrator = None,
     data: Data = None,
@@ -683,7 +725,9 @@ def publish(
     s3_public_url: S3Url = None,
     serve: Annotated[
         bool,
-        typer.Option(help="Until a relay or node has all of it; --no-serve if a mirror serves it."),
+        typer.Option(
+            help="Serve it until a relay or node has all of it; --no-serve if a mirror serves it."
+        ),
     ] = True,
     as_json: Json = False,
 ) -> None:

@@ -65,10 +65,12 @@ Wallet = Annotated[Path | None, typer.Option(help="Keystore of the validator.")]
 Sources = Annotated[
     list[str] | None, typer.Option(help="Relay or origin to fetch policies from; repeat for more.")
 ]
-Threads = Annotated[int | None, typer.Option(help="Threads of torch.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
 Server = Annotated[str, typer.Option(help="URL of the orchestrator.")]
 Account = Annotated[str, typer.Argument(help="Address of the validator.")]
-Data = Annotated[Path | None, typer.Option(help="Our own folder: secrets, opinions, policies.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder for the validator's secrets, opinions and policies.")
+]
 Contract = Annotated[Path | None, typer.Option("--deployment", help=help_text())]
 Device = Annotated[
     str | None, typer.Option(help="Where to replay: cpu, cuda, cuda:0,cuda:1 or all.")

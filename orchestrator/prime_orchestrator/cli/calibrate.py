@@ -70,19 +70,19 @@ def calibrate(
     keep: Annotated[
         Path | None,
         typer.Option(
-            help="Earlier calibration, of another machine, say: its setups stay, and what is "
-            "measured again gets the wider of both limits."
+            help="Earlier calibration, such as one of another machine: its setups stay, and what "
+            "is measured again gets the wider of both limits."
         ),
     ] = None,
-    scale: Annotated[float, typer.Option(help="More or fewer files.", min=0.001)] = 1.0,
+    scale: Annotated[float, typer.Option(help="Factor for the number of files.", min=0.001)] = 1.0,
     sign: Annotated[
         Path | None,
-        typer.Option(help="Calibration measured before, elsewhere, say: only sign it."),
+        typer.Option(help="Sign this calibration, which was measured before; measure nothing."),
     ] = None,
     from_observations: Annotated[
         str | None,
         typer.Option(
-            help="Card without limits (NVIDIA H200, say): propose limits from what validators "
+            help="Card without limits, such as NVIDIA H200: propose limits from what validators "
             "measured of the pool's accepted files. --keep names the run's calibration."
         ),
     ] = None,

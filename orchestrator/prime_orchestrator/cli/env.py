@@ -237,7 +237,9 @@ def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: Json = Fals
 @app.command(name="list")
 def list_command(
     queue: QueueFolder = _QUEUE,
-    waiting: Annotated[bool, typer.Option("--waiting", help="Only undecided ones.")] = False,
+    waiting: Annotated[
+        bool, typer.Option("--waiting", help="Only those that are not decided yet.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """What was submitted, oldest first."""

@@ -32,7 +32,9 @@ _OBJECTS = _DATABASE | {
         str | None, typer.Option(help="Keep objects in this bucket; credentials: docs/storage.md.")
     ],
     "s3_endpoint": Annotated[str | None, typer.Option(help="URL of the S3 server (default: AWS).")],
-    "s3_region": Annotated[str | None, typer.Option(help="Its region (default: us-east-1).")],
+    "s3_region": Annotated[
+        str | None, typer.Option(help="Region of the S3 bucket (default: us-east-1).")
+    ],
 }
 _POOL = _OBJECTS | {
     "deployment": Annotated[Path | None, typer.Option(help="Deployment JSON.")],
