@@ -2,7 +2,7 @@
 
 A page's blocks run in order in one bash session with `set -e`, in a folder that links to the
 repository's own folders. README.md builds a pool by hand; pages listed in IN_THE_POOL run in its
-session, before its last block stops the programs. The runbooks share one session, too. Only the
+session, after its block that trains. The runbooks share one session, too. Only the
 port numbers are replaced by free ones.
 """
 
@@ -13,17 +13,22 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from devnet.findings import NEEDED_REWARD, NEEDED_RISE
 from devnet.ports import free_port
+from prime_core.run import RunDefinition
+from prime_core.task import SignedLease
+from prime_orchestrator.store import open_store, schema, sqlite_url
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("docs", "devnet", "node_modules", "contracts", "scripts")
-IN_THE_POOL = ("docs/storage.md", "docs/retention.md", "docs/learning.md")
+IN_THE_POOL = ("docs/protocol.md", "docs/storage.md", "docs/retention.md", "docs/learning.md")
 ALONE = ("docs/tutorial.md", "docs/environments.md", "docs/broadcast.md", "docs/nodes.md")
 RUNBOOKS = tuple(
     f"docs/runbooks/{name}.md"
@@ -193,9 +198,28 @@ def _end_group(group: int) -> None:
 @pytest.mark.forge
 @pytest.mark.timeout(1800)
 def test_a_pool_by_hand_as_the_readme_says(tmp_path: Path) -> None:
-    *first, last = console("README.md")
+    """Its node works on leases of the steps before 5 while docs/protocol.md revises the run from
+    step 5 on; the backup of docs/storage.md shows what became of every lease."""
+    parts = console("README.md")
+    after = next(i for i, text in enumerate(parts) if text.startswith("trainer run")) + 1
     inside = [text for page in IN_THE_POOL for text in console(page)]
-    run_session([*first, *inside, last], tmp_path)
+    run_session([*parts[:after], *inside, *parts[after:]], tmp_path)
+    pool = tmp_path / "var" / "pool"
+    first, later = (
+        RunDefinition.parse((pool / name).read_bytes()).digest()
+        for name in ("run.json", "revised.json")
+    )
+    backup = sqlite_url(pool / "backup" / "store.sqlite")
+    with closing(open_store(backup)) as store, store.read() as connection:
+        leases = connection.execute(sa.select(schema.leases)).all()
+        submissions = connection.execute(sa.select(schema.submissions)).all()
+    files = {row.lease_digest: row.status for row in submissions}
+    for row in leases:
+        run = SignedLease.model_validate_json(row.body).lease.run_digest
+        assert run == (first if row.step < 5 else later)
+        assert row.status == "open" or files.get(row.digest) in ("submitted", "accepted"), row
+    assert {row.step for row in leases if row.status == "submitted"} >= {4, 5}
+    assert (pool / "node.log").read_text().count("replaces the current one") == 1
 
 
 @pytest.mark.soak

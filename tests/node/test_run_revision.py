@@ -1,4 +1,5 @@
-"""A node at work while its pool's run is revised: it changes tasks, loses no file, may decline."""
+"""A node at work while its pool's run is revised may decline the revision. The node of
+tests/e2e/test_docs.py accepts one and loses no file."""
 
 from __future__ import annotations
 
@@ -74,29 +75,6 @@ def test_a_revision_that_never_becomes_ready_holds_up_no_later_one(
     assert revisions.get(wrong.digest()) is None
     revisions.stop(10)
     assert not revisions.thread.is_alive()
-
-
-@pytest.mark.slow
-def test_a_run_is_revised_under_load_and_no_file_is_lost(world: NodeWorld) -> None:
-    working(world)
-    step, later = revise(world)
-    first = world.backend.context.run.digest()
-    until(
-        lambda: any(
-            status == "submitted" and signed.lease.run_digest == later.digest()
-            for signed, status in leases(world)
-        ),
-        "a file is handed in under the revision",
-    )
-    assert world.agents[-1].poll() is None
-    given = leases(world)
-    assert {signed.lease.run_digest for signed, _ in given} == {first, later.digest()}
-    for signed, status in given:
-        assert signed.lease.run_digest == (first if signed.lease.step < step else later.digest())
-        assert status in ("submitted", "open")
-    assert sum(status == "open" for _, status in given) <= 1
-    assert len(world.submissions()) == sum(status == "submitted" for _, status in given)
-    assert world.log().count("replaces the current one") == 1
 
 
 @pytest.mark.slow
