@@ -103,6 +103,30 @@ def test_a_database_that_is_away_fails_all_items_of_a_batch_and_none_of_the_next
     asyncio.run(ask())
 
 
+def test_callers_that_ask_in_turn_share_batches_and_the_only_one_does_not_wait() -> None:
+    batches: list[list[int]] = []
+
+    def serve(items: Sequence[int]) -> list[int]:
+        batches.append(list(items))
+        return list(items)
+
+    async def ask() -> None:
+        gathered = Gathered(serve, wait=1e9, caller=lambda item: item % 10)
+        alone = Gathered(serve, wait=1e9, caller=lambda item: item % 10)
+        for item in (1, 11):
+            assert await alone.ask(item) == item
+        both = [asyncio.create_task(gathered.ask(item)) for item in (1, 2)]
+        await asyncio.gather(*both)
+        first = asyncio.create_task(gathered.ask(11))
+        for _ in range(9):  # more than it takes to serve the item if it does not wait
+            await asyncio.sleep(0)
+        assert await gathered.ask(12) == 12
+        assert await first == 11
+
+    asyncio.run(ask())
+    assert batches == [[1], [11], [1, 2], [11, 12]]
+
+
 def head(world: World, session: Session, nonce: str) -> Head:
     signed = sign_headers(
         session.key, "POST", AUDIENCE + PATH, b"", now=world.clock(), nonce=nonce.rjust(16, "-")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,15 +21,20 @@ Answer = TypeVar("Answer")
 
 MOST = 256
 """Most items in one batch."""
+AGAIN_SECONDS = 1.0
+"""For how long a caller that asked is expected to ask again."""
 
 
 @dataclass
 class _Queue(Generic[Item, Answer]):
     """Items waiting in one event loop. `worker` is referenced here so that it is not
-    garbage-collected."""
+    garbage-collected. `came` is set when an item arrives. `asked`: callers that are expected to ask
+    again, with when they asked last."""
 
     waiting: list[tuple[Item, asyncio.Future[Answer]]] = field(default_factory=list)
     worker: asyncio.Task[None] | None = None
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: dict[Hashable, float] = field(default_factory=dict)
 
 
 class Gathered(Generic[Item, Answer]):
@@ -40,10 +46,22 @@ class Gathered(Generic[Item, Answer]):
     `serve` itself raises, the items are served again one by one, so that one bad item fails alone;
     `serve` must have changed nothing then, or nothing that a repetition would change again. After
     UnavailableError every item of the batch fails: the others would only wait for the same.
+
+    `caller` returns who asks for an item. If it is given, a batch waits until all callers of the
+    last AGAIN_SECONDS are in it, at most `wait` seconds. Callers that ask at about the same pace
+    then share batches. The only caller never waits.
     """
 
-    def __init__(self, serve: Callable[[Sequence[Item]], Sequence[Answer | Exception]]) -> None:
+    def __init__(
+        self,
+        serve: Callable[[Sequence[Item]], Sequence[Answer | Exception]],
+        *,
+        wait: float = 0.0,
+        caller: Callable[[Item], Hashable] | None = None,
+    ) -> None:
         self._serve = serve
+        self._wait = wait
+        self._caller = caller
         self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue[Item, Answer]] = (
             WeakKeyDictionary()
         )
@@ -56,12 +74,15 @@ class Gathered(Generic[Item, Answer]):
             queue = self._queues[loop] = _Queue()
         future: asyncio.Future[Answer] = loop.create_future()
         queue.waiting.append((item, future))
+        queue.came.set()
         if queue.worker is None or queue.worker.done():
             queue.worker = loop.create_task(self._work(queue))
         return await future
 
     async def _work(self, queue: _Queue[Item, Answer]) -> None:
         while queue.waiting:
+            if self._caller is not None:
+                await self._await_callers(queue, self._caller)
             batch, queue.waiting = queue.waiting[:MOST], queue.waiting[MOST:]
             answers = await run_in_threadpool(self._served, [item for item, _ in batch])
             for (_, future), answer in zip(batch, answers, strict=True):
@@ -71,6 +92,22 @@ class Gathered(Generic[Item, Answer]):
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
+
+    async def _await_callers(
+        self, queue: _Queue[Item, Answer], caller: Callable[[Item], Hashable]
+    ) -> None:
+        """Waits for the callers that are expected to ask again, and notes who asks now."""
+        time = asyncio.get_running_loop().time
+        until = time() + self._wait
+        while True:
+            now, waiting = time(), {caller(item) for item, _ in queue.waiting}
+            recent = {one: at for one, at in queue.asked.items() if now - at < AGAIN_SECONDS}
+            queue.asked = recent | dict.fromkeys(waiting, now)
+            if recent.keys() <= waiting or now >= until:
+                return
+            queue.came.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(queue.came.wait(), until - now)
 
     def _served(self, items: Sequence[Item]) -> Sequence[Answer | Exception]:
         try:

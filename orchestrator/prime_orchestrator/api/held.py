@@ -2,7 +2,8 @@
 
 A request costs an orchestrator several times what looking for work does. So a claim for which there
 is nothing waits before it is answered, and the claims that wait in one process look together, every
-LOOK_SECONDS.
+LOOK_SECONDS. For as long, a look waits for the claims of validators that asked in the last second:
+they then share its transactions, and those of what they ask next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from operator import itemgetter
 
 from prime_core.ids import Address
 from prime_core.validator_messages import ClaimAnswer, ClaimRequest
@@ -21,6 +23,9 @@ from prime_orchestrator.api.gathered import Gathered
 HOLD_SECONDS = 2.0
 """Seconds that a claim waits. A validator that stops may have to wait for its open claim."""
 LOOK_SECONDS = 0.2
+SHARE_SECONDS = 0.02
+"""How long another request of a validator waits for those of other active ones, to share
+transactions."""
 HELD_EACH = 8
 """Claims of one account that wait at once; others are answered immediately."""
 
@@ -32,7 +37,9 @@ class HeldClaims:
     def __init__(self, backend: Backend, seconds: float = HOLD_SECONDS) -> None:
         self._seconds = seconds
         self._gathered = Gathered[tuple[Address, ClaimRequest], ClaimAnswer](
-            partial(validators.claim_all, backend, unassigned=validators.Unassigned())
+            partial(validators.claim_all, backend, unassigned=validators.Unassigned()),
+            wait=LOOK_SECONDS,
+            caller=itemgetter(0),
         )
         self._held: Counter[Address] = Counter()
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Iterable
 from functools import partial
+from operator import attrgetter, itemgetter
 
 from fastapi import APIRouter, Request, Response
 
@@ -38,7 +39,7 @@ from prime_core.verdict import SignedOpinion
 from prime_orchestrator.api import classes, validators
 from prime_orchestrator.api.backend import Backend
 from prime_orchestrator.api.gathered import Gathered
-from prime_orchestrator.api.held import HeldClaims
+from prime_orchestrator.api.held import SHARE_SECONDS, HeldClaims
 from prime_orchestrator.api.routes.http import (
     Signed,
     answer,
@@ -93,12 +94,14 @@ def router(backend: Backend, hold_seconds: float) -> APIRouter:
     signed_validator = signed_reader(backend, "validator")
     signed_large = signed_reader(backend, "validator", MAX_JSON_BYTES)
     looking = Gathered[tuple[Address, RowsRequest], RowsAnswer](
-        partial(validators.rows_seen_all, backend)
+        partial(validators.rows_seen_all, backend), wait=SHARE_SECONDS, caller=itemgetter(0)
     )
     sealing = Gathered[tuple[Address, SealRequest], SealAnswer](
-        partial(validators.seal_all, backend)
+        partial(validators.seal_all, backend), wait=SHARE_SECONDS, caller=itemgetter(0)
     )
-    giving = Gathered[validators.Given, bool](partial(validators.give_all, backend))
+    giving = Gathered[validators.Given, bool](
+        partial(validators.give_all, backend), wait=SHARE_SECONDS, caller=attrgetter("account")
+    )
     claims = HeldClaims(backend, hold_seconds)
 
     @post(routes, "/v1/validators/commitments", CommitRequest, CommitAnswer)
