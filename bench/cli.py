@@ -29,7 +29,7 @@ PROGRAMS = {
     "orchestrator": "prime_orchestrator.cli.main",
     "validator": "prime_validator.cli",
     "trainer": "prime_trainer.cli",
-    "prime-broadcast": "prime_broadcast",
+    "prime-broadcast": "prime_broadcast.cli",
     "prime-verify": "prime_verify.cli",
 }
 NODE = address("0x" + "11" * 20)

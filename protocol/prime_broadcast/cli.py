@@ -1,4 +1,4 @@
-"""`python -m prime_broadcast`: the broadcast on its own, for any folder of files.
+"""`prime-broadcast`: the broadcast on its own, for any folder of files.
 
     serve FOLDER        publish a folder (again, after each change) and serve it
     relay URL           pass on what another server serves
@@ -313,3 +313,7 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
     else:
         shown = (f"{name} {value}" for name, value in facts.items() if value not in (None, "", {}))
         print(" · ".join(shown), flush=True)
+
+
+if __name__ == "__main__":
+    main()

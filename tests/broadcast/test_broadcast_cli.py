@@ -1,4 +1,4 @@
-"""`python -m prime_broadcast`: the broadcast on its own, for any folder."""
+"""`prime-broadcast`: the broadcast on its own, for any folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from broadcast_world import Run, until
 from prime_broadcast.cli import main
 
 Call = Callable[..., Any]
-COMMAND = [sys.executable, "-m", "prime_broadcast"]
+COMMAND = [sys.executable, "-m", "prime_broadcast.cli"]
 
 
 @pytest.fixture

@@ -57,8 +57,8 @@ def test_a_byte_that_flips_at_a_relay_blames_only_that_relay(
 
 @contextmanager
 def origin_process(run: Run, port: int, rate: float | None) -> Iterator[subprocess.Popen[str]]:
-    """`python -m prime_broadcast serve`, held to `rate` by its limiter; killed at the end."""
-    start = [sys.executable, "-m", "prime_broadcast"]
+    """`prime-broadcast serve`, held to `rate` by its limiter; killed at the end."""
+    start = [sys.executable, "-m", "prime_broadcast.cli"]
     if rate is not None:
         slow = (
             "import sys,functools;from prime_broadcast import cli,server;"
@@ -169,7 +169,7 @@ def test_a_client_killed_anywhere_refetches_a_piece_and_the_margin_a_connection_
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--json"]
 
     def command(url: str) -> list[str]:
-        return [sys.executable, "-m", "prime_broadcast", "fetch", url, str(dest), *tail]
+        return [sys.executable, "-m", "prime_broadcast.cli", "fetch", url, str(dest), *tail]
 
     with Origin(run.root, Serving(limits=Limits(bytes_per_second=rate))) as origin:
         child = subprocess.Popen(command(origin.url), stdout=subprocess.DEVNULL)

@@ -297,7 +297,7 @@ def test_a_relay_killed_at_half_is_replaced_by_another_source(tmp_path: Path) ->
     run = Run(tmp_path / "run", size=1_000_000)
     signed = run.publish()
     slow = Limits(bytes_per_second=2_000_000)
-    command = [sys.executable, "-m", "prime_broadcast", "relay"]
+    command = [sys.executable, "-m", "prime_broadcast.cli", "relay"]
     tail = ["--signer", TRAINER.address, "--pool", "7", "--chain-id", "31337", "--port", "0"]
     with Origin(run.root, Serving(limits=slow)) as origin:
         child = subprocess.Popen(
