@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,17 @@ PUBLIC = "public"
 """A bucket that everyone may read."""
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
 START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class S3Bucket:
+    """An existing bucket of the server at `url`, and what a program needs in its environment to use
+    it."""
+
+    url: str
+    name: str
+    region: str
+    environment: dict[str, str]
 
 
 class S3Server:

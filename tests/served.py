@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,14 +33,20 @@ def until(
 
 
 @contextmanager
-def served(handler: Callable[..., BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
-    """Serves one request handler; yields its URL."""
+def served(
+    handler: Callable[..., BaseHTTPRequestHandler],
+    port: int = 0,
+    context: ssl.SSLContext | None = None,
+) -> Iterator[str]:
+    """Serves one request handler, by HTTPS with a `context`; yields its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
+    if context:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

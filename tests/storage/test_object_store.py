@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from full_disk import a_full_disk
 
-from devnet.s3 import BUCKET, S3Server
+from devnet.s3 import S3Bucket
 from prime_core.encoding import sha256
 from prime_core.errors import (
     FatalError,
@@ -62,8 +62,9 @@ def store(request: pytest.FixtureRequest) -> ObjectStore:
         return found
     from prime_core.storage.s3 import S3Store
 
-    server: S3Server = request.getfixturevalue("s3")
-    return S3Store(BUCKET, prefix=f"test/{secrets.token_hex(8)}", endpoint=server.url)
+    bucket: S3Bucket = request.getfixturevalue("s3")
+    prefix = f"test/{secrets.token_hex(8)}"
+    return S3Store(bucket.name, prefix=prefix, endpoint=bucket.url, region=bucket.region)
 
 
 def test_a_medium_that_fails_while_it_is_read_is_unavailable(

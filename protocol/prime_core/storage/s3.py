@@ -2,7 +2,7 @@
 
 Nodes PUT to presigned URLs, and validators and the trainer GET from them, so the pool's server does
 not carry those bytes. A presigned PUT signs the length and the SHA-256 of the body: the bucket
-rejects any other bytes. `check` tests this, because some servers ignore the checksum.
+rejects any other bytes. `check` tests this, because some servers ignore the checksum (Ceph 16).
 
 Credentials come from boto3's own chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the file that
 AWS_SHARED_CREDENTIALS_FILE names, or the machine's role. They are never settings of ours.
@@ -120,15 +120,22 @@ class S3Store:
         """Tests the bucket operations that the pool needs.
 
         Raises UserError if the bucket is missing, the credentials are missing or refused, or the
-        server accepts bytes that do not have the announced SHA-256; UnavailableError if the server
-        does not answer.
+        server accepts bytes that do not have the announced SHA-256 or copies an object that does
+        not have the tag asked for; UnavailableError if the server does not answer.
         """
         probe = self._at(f"probe-{secrets.token_hex(8)}")  # others may run this concurrently
+        other = {**probe, "Key": probe["Key"] + "-copy"}
+        wrong, tag = _base64(sha256_digest(b"other")), f'"{"0" * 32}"'
         try:
             self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)
             self._client.put_object(**probe, Body=b"probe")
             self._client.get_object(**probe)["Body"].close()
-            self._client.delete_object(**probe)
+            with _refusal(400) as checksums:
+                self._client.put_object(**probe, Body=b"probe", ChecksumSHA256=wrong)
+            with _refusal(412) as tags:
+                self._client.copy_object(**other, CopySource=probe, CopySourceIfMatch=tag)
+            for place in (probe, other):
+                self._client.delete_object(**place)
         except (NoCredentialsError, PartialCredentialsError) as error:
             raise UserError(
                 "there are no credentials for the S3 object store",
@@ -152,23 +159,18 @@ class S3Store:
             raise self._trouble("check", error) from error
         except BotoCoreError as error:
             raise self._trouble("check", error) from error
-        try:
-            self._client.put_object(
-                **probe, Body=b"probe", ChecksumSHA256=_base64(sha256_digest(b"other"))
-            )
-        except ClientError as error:
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 400:
-                return
-            raise self._trouble("check", error) from error
-        except BotoCoreError as error:
-            raise self._trouble("check", error) from error
-        self._client.delete_object(**probe)
-        raise UserError(
-            f"the S3 server at {self.endpoint or 'AWS'} does not compare an upload with its "
-            "SHA-256, so a node could store other bytes than it announced",
-            hint="use AWS, R2, MinIO, SeaweedFS 4 or newer, or another server that checks "
-            f"{CHECKSUM_HEADER}",
-        )
+        for kept, lack, header in (
+            (checksums, "compare an upload with its SHA-256, so a node could store other bytes "
+             "than it announced", CHECKSUM_HEADER),
+            (tags, "compare a copied object with the tag that was asked for, so other bytes than "
+             "the checked ones could be kept", "x-amz-copy-source-if-match"),
+        ):  # fmt: skip
+            if not kept:
+                raise UserError(
+                    f"the S3 server at {self.endpoint or 'AWS'} does not {lack}",
+                    hint="use AWS, R2, MinIO, SeaweedFS 4 or newer, or another server that checks "
+                    f"{header}",
+                )
 
     def clock_skew(self) -> float:
         """Returns by how many seconds the server's clock is ahead of this machine's, by the date
@@ -201,7 +203,7 @@ class S3Store:
             rule["Status"] == "Enabled"
             and "AbortIncompleteMultipartUpload" in rule
             and self.prefix.startswith(_prefix_of(rule))
-            for rule in found["Rules"]
+            for rule in found.get("Rules", ())  # absent where a server knows no such rules (Swift)
         )
 
     # -- writing -------------------------------------------------------------------------------
@@ -386,6 +388,18 @@ class S3Store:
             why = type(error).__name__
         said = f"cannot {what} in bucket {self.bucket}: {why}"
         return UnavailableError(said, public=f"cannot {what} now")
+
+
+@contextmanager
+def _refusal(status: int) -> Iterator[list[ClientError]]:
+    """Takes the error of a request that the server refuses with this HTTP status, and lists it."""
+    seen: list[ClientError] = []
+    try:
+        yield seen
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] != status:
+            raise
+        seen.append(error)
 
 
 def _prefix_of(rule: Mapping[str, Any]) -> str:
