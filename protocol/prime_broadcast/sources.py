@@ -309,6 +309,7 @@ def normal_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as the socket does
     except ValueError as error:
         raise MalformedError(f"not a URL: {url[:120]!r}") from error
     fit = parts.scheme in ("http", "https") and parts.hostname and port != 0

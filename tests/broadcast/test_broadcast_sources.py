@@ -428,7 +428,15 @@ def test_a_relay_prefers_mirrors_then_origins_then_relays() -> None:
 
 def test_base_urls_are_normalized_or_refused() -> None:
     assert normal_url("http://H:80/a/") == "http://h/a"
-    for bad in ("http://h/?q=1", "http://h/#f", "file:///etc/passwd", "http://h h/", "//h", ""):
+    refused = (
+        "http://h/?q=1",
+        "http://h/#f",
+        "file:///etc/passwd",
+        "http://h h/",
+        "//h",
+        "http://a..b",
+    )
+    for bad in (*refused, ""):
         with pytest.raises(MalformedError):
             normal_url(bad)
 

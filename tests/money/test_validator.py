@@ -419,6 +419,21 @@ def test_a_full_disk_of_the_manager_only_delays_the_verdict(
     assert panel.mgr.row(row.digest).status == "accepted"
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_file_given_twice_or_not_asked_for_is_not_judged(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    panel.mgr.submit(HONEST)
+    validator = panel.validator.validator
+    assert validator is not None
+    given = validator._api.claim(1)
+    doubled = given.model_copy(update={"jobs": given.jobs * 2})
+    monkeypatch.setattr(validator._api, "claim", lambda most: doubled)
+    monkeypatch.setattr(validator, "_judge_claimed", lambda job, engines: None)
+    with pytest.raises(MalformedError, match="2 files"):
+        validator.judge_some(most)
+
+
 def test_a_full_disk_of_the_validator_leaves_the_file_to_others_and_ends_nothing(
     panel: JudgedPool,
 ) -> None:

@@ -112,11 +112,24 @@ def test_an_object_that_is_not_the_named_one_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://[bad", "http://", "https:///x", "pool:8000", "ftp://pool", "", "http://pool:port"],
+    [
+        "http://[bad",
+        "http://",
+        "https:///x",
+        "pool:8000",
+        "ftp://pool",
+        "",
+        "http://pool:port",
+        "http://xn--",
+        "http://a..b",
+        f"http://{'a' * 64}.org",
+    ],
 )
 def test_an_address_that_is_no_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(UserError, match="is not a URL"):
         OrchestratorClient(url)
+    with pytest.raises(MalformedError):
+        _client(httpx.MockTransport(lambda _: httpx.Response(200)), [])._absolute(url or "?")
 
 
 @pytest.mark.parametrize("status", [200, 500])

@@ -145,12 +145,17 @@ class Validator:
         policy, whose rows share prefills; returns them.
 
         Raises UnavailableError if the orchestrator does not answer; sealed opinions are kept, and
-        one that cannot be handed in holds up no other file. Raises FatalError, after it abstained,
-        if this process can judge nothing more, as after a card failed.
+        one that cannot be handed in holds up no other file. Raises MalformedError if it gives more
+        files than asked for, or one twice. Raises FatalError, after it abstained, if this process
+        can judge nothing more, as after a card failed.
         """
         answer = self._api.claim(most)
         self._hand_in_together([Digest(digest) for digest in answer.reveal])
         names = [Digest(job.submission_digest) for job in answer.jobs]
+        if len(names) > most or len(set(names)) < len(names):
+            raise MalformedError(
+                f"the orchestrator gave {len(names)} files, or one twice; asked for: {most} at most"
+            )
         with self._kept(names):
             self._judge_together(answer.jobs)
         if self._failure is not None:

@@ -439,8 +439,8 @@ def _identity(url: str) -> str:
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        httpx.URL(url)
         host = parts.hostname or ""
+        httpx.URL(url).host.encode("idna")  # as the socket does; httpx fails on such as xn--
         http = parts.scheme in ("http", "https") and parts.port != 0
         return http and bool(host) and host.isascii()
     except (ValueError, httpx.InvalidURL):
