@@ -116,13 +116,6 @@ class HeldModel:
         compute, device = self._part(self._head, dtype), _device_of(self._head)
         return lambda states: compute(states.to(device))
 
-    def bytes_by_device(self) -> dict[torch.device, int]:
-        """Bytes of weights on each device."""
-        found: dict[torch.device, int] = {}
-        for parameter in self.model.parameters():
-            found[parameter.device] = found.get(parameter.device, 0) + parameter.nbytes
-        return found
-
     @naming_faults
     @torch.no_grad()
     def replace(self, folder: Path) -> bool:

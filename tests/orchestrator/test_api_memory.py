@@ -101,7 +101,7 @@ class Holder(Node):
 
     def making(self, share: float, tera: float = FASTEST * TERA) -> float:
         """Seconds in which a card of this speed makes a share of its blocks, and reads the rest."""
-        steps = share * self.fill.byte_multiply_adds + self.fill.columns
+        steps = share * self.fill.rounds * self.fill.width + self.fill.columns
         read = (1 - share) / BANDWIDTH
         return self.fill.card_bytes * (steps / (tera * 1e12) + read)
 
@@ -322,7 +322,7 @@ def test_sizes_fit_every_known_card(monkeypatch: pytest.MonkeyPatch) -> None:
             claimed = card.memory_mb << 20
             assert 0.84 * claimed < fill.card_bytes <= 0.85 * claimed
             assert claimed - fill.card_bytes > 3 << 30, "room for driver, blocks under way"
-            quarter = fill.card_bytes * fill.byte_multiply_adds / 4
+            quarter = fill.card_bytes * fill.rounds * fill.width / 4
             assert 1.5 <= quarter / (FASTEST * card.tera * 1e12) < 1.75
             assert 0.35 < state.most_seconds < 0.75
             # by a check in float32: 24 blocks take 0.14 s of one core at 40 billion a second

@@ -91,11 +91,6 @@ class Fill:
         return self.blocks * self.width
 
     @property
-    def byte_multiply_adds(self) -> int:
-        """Multiply-adds that a byte costs."""
-        return self.rounds * self.width
-
-    @property
     def slabs(self) -> int:
         """Leaves of one card."""
         return self.blocks // SLAB
