@@ -200,7 +200,7 @@ class FaultNetwork(Network):
         self.s3 = _object_server(self.root, stack)
         self.processes.environment |= self.s3.environment
         self.s3_wire = self.wires.add([_port(self.s3.url)])
-        self.database = _Postgres(self.root, stack)
+        self.database = _Postgres(stack)
         self.ports = {name: free_port() for name in ORCHESTRATORS}
         self.front = self.wires.add(list(self.ports.values()))
         self.apart = self.wires.add(list(self.ports.values()))
@@ -342,7 +342,7 @@ def _object_server(root: Path, stack: ExitStack) -> S3Server:
 class _Postgres:
     """A PostgreSQL server of our own."""
 
-    def __init__(self, root: Path, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self._script = str(ROOT / "scripts" / "ci_postgres.sh")
         # a short path: a Unix socket lies in it, and PostgreSQL's own user must reach it
         self.disk = Path(f"/tmp/prime-faults-{os.getpid()}")  # noqa: S108

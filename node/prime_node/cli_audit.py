@@ -34,7 +34,7 @@ EXIT_STATUS = {"match": 0, "accepted": 0, "mismatch": 65, "cannot tell": 69}
 @audit_app.command("list")
 @configured
 def audit_list(settings: Settings, as_json: Json = False) -> None:
-    """Every slash of the pool, from the chain's events."""
+    """List every slash of the pool, from the chain's events."""
 
     from prime_chain.contracts import prime
     from prime_chain.history import read_slashes
@@ -65,7 +65,7 @@ def audit_list(settings: Settings, as_json: Json = False) -> None:
 @audit_app.command("show")
 @configured
 def audit_show(settings: Settings, subject: Subject, as_json: Json = False) -> None:
-    """What is published on a slash or a submission."""
+    """Show what is published on a slash or a submission."""
     from prime_node.audit import published
 
     found = published(settings, subject)
@@ -100,10 +100,10 @@ def audit_replay(
     dtype: ReplayDtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Judge again by the validator's code. The result is match, accepted, mismatch or cannot
-    tell.
+    """Repeat a judgement with the validator's code.
 
-    With several subjects, --json prints one object a line; the exit code is that of the worst.
+    The result is match, accepted, mismatch or cannot tell. With several subjects, --json
+    prints one object a line; the exit code is that of the worst.
     """
     from prime_node.audit import replay
 
@@ -128,7 +128,7 @@ def audit_replay(
 @audit_app.command("mirrors")
 @configured
 def audit_mirrors(settings: Settings, as_json: Json = False) -> None:
-    """Where the pool's validators serve copies, as they said on chain."""
+    """List where the pool's validators serve copies, as announced on chain."""
     from prime_chain.mirror import announced
     from prime_node.cli_owner import open_link
 
@@ -164,9 +164,9 @@ def audit_mirror(
     """Copy what rewards and slashes depend on. This includes settlements, evidence and lists
     of leaves.
 
-    Anyone may. If the orchestrator stops, rewards can be claimed and slashes checked from the copy:
-    give the mirror's URL in place of the orchestrator's. Exits with 69 if something that the chain
-    names is not served.
+    Anyone may do this. If the orchestrator stops, rewards can be claimed and slashes checked from
+    the copy: give the mirror's URL in place of the orchestrator's. Exits with 69 if something that
+    the chain names is not served.
     """
     from prime_chain.mirror import EVERY_SECONDS, MirrorServer, keep
     from prime_core.waiting import until_stopped

@@ -155,7 +155,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """End a node's sessions for good, on chain. A stolen session key is worth nothing then.
-    By the node or its owner."""
+    Only the node or its owner may do this."""
     target = node_account(settings, node)
 
     def calls(context: OwnerContext) -> list[Call]:
@@ -188,7 +188,7 @@ def allow(
 @node_app.command("show")
 @configured
 def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
-    """Where a node stands on chain. Needs no password."""
+    """Show a node's owner, payout address and pools on chain. Needs no password."""
     from prime_node.nodes import pools_of
 
     target = node_account(settings, node)
@@ -223,7 +223,7 @@ def show(settings: Settings, node: Node = None, as_json: Json = False) -> None:
 @node_app.command("list")
 @configured
 def list_nodes(settings: Settings, as_json: Json = False) -> None:
-    """The owner's nodes (--provider, or the wallet's account)."""
+    """List the owner's nodes (--provider, or the wallet's account)."""
     from prime_node.nodes import nodes_of
 
     owner = owner_account(settings)

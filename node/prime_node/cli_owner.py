@@ -48,7 +48,7 @@ wallet_app.command("new")(wallet_cli.new)
 @wallet_app.command("show")
 @configured
 def wallet_show(settings: Settings, as_json: Json = False) -> None:
-    """The address that a keystore names."""
+    """Show the address that a keystore names."""
     from prime_node.wallet import wallet_address
 
     address = wallet_address(settings)
@@ -194,7 +194,7 @@ def require_stake_is_its_own(context: OwnerContext, settings: Settings) -> None:
 @stake_app.command("show")
 @configured
 def stake_show(settings: Settings, as_json: Json = False) -> None:
-    """An owner's stake, as the chain has it. Needs no password."""
+    """Show an owner's stake on chain. Needs no password."""
     from dataclasses import asdict
 
     from prime_chain import flows
@@ -295,7 +295,7 @@ def stake_withdraw(settings: Settings, dry_run: DryRun = False, as_json: Json = 
 @rewards_app.command("show")
 @configured
 def rewards_show(settings: Settings, node: NodeFlag = None, as_json: Json = False) -> None:
-    """What the node earned, what is payable, and what was paid. Needs no password."""
+    """Show what the node earned, what is payable, and what was paid. Needs no password."""
     from prime_chain.contracts import prime
     from prime_node.rewards import read_rewards
 
@@ -333,7 +333,7 @@ def rewards_claim(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Have the node's rewards paid to its owner's payout address. Anyone may send it.
+    """Claim the node's rewards for its owner's payout address. Anyone may do this.
 
     With an owner's wallet it claims for all nodes of the owner.
     """

@@ -45,7 +45,7 @@ def new(
 def show(
     wallet: Annotated[Path, typer.Option(help="Keystore file.")], as_json: Json = False
 ) -> None:
-    """The address that a keystore names; needs no password."""
+    """Show the address that a keystore names; needs no password."""
     from prime_chain.keystore import named_address
 
     address = named_address(wallet)

@@ -746,7 +746,7 @@ def status(
     data: DataFolder = Path("var/trainer"),
     as_json: Json = False,
 ) -> None:
-    """The last step trained, from the metrics file."""
+    """Show the last step trained, from the metrics file."""
     from prime_trainer.metrics import read_lines
 
     path = data / "metrics.jsonl"

@@ -280,7 +280,7 @@ def claim(
     pool: PoolNumber,
     orchestrator: Server,
 ) -> Done:
-    """Have what the account earned by judging files paid to it."""
+    """Claim what the account earned by judging files."""
     from prime_chain.claims import Payable
     from prime_core.transport.client import OrchestratorClient
 
@@ -378,7 +378,7 @@ def juror_register(session: ChainSession, verification_class: Class = None) -> D
 @juror_app.command("leave")
 @sends_transactions
 def juror_leave(session: ChainSession, verification_class: Class = None) -> Done:
-    """Be drawn no more. Votes in cases that are open are still due; then `withdraw` the bond."""
+    """Leave the register of jurors. Votes in open cases are still due; then `withdraw` the bond."""
     name = _class(verification_class)
     session.perform([session.contracts.court.leave(name)])
     facts = {"juror": session.account, "class": name, "registered": False}
@@ -399,7 +399,7 @@ def juror_withdraw(session: ChainSession, verification_class: Class = None) -> D
 @juror_app.command("collect")
 @sends_transactions
 def juror_collect(session: ChainSession) -> Done:
-    """Have the pay for votes paid out; `juror run` does it by itself."""
+    """Collect the pay for votes; `juror run` does it by itself."""
     pay = session.contracts.court.pay_of(session.account)
     session.perform([session.contracts.court.collect()])
     facts = {"juror": session.account, "paid": str(pay)}
@@ -415,7 +415,7 @@ def juror_status(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Bond, seat, pay and open cases of a juror."""
+    """Show bond, seat, pay and open cases of a juror."""
     from prime_validator.juror import status_of
 
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:

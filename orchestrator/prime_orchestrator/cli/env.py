@@ -208,7 +208,7 @@ def harbor(
 
 @app.command()
 def submit(source: Source, queue: QueueFolder = _QUEUE, json_output: Json = False) -> None:
-    """Check it, pack it, and put it into the review queue."""
+    """Check and pack an environment, and put it into the review queue."""
     with tempfile.TemporaryDirectory(prefix="prime-env-") as scratch:
         path, data = _packed(source, Path(scratch))
         report = check(path)
@@ -242,7 +242,7 @@ def list_command(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """What was submitted, oldest first."""
+    """List what was submitted, oldest first."""
     records = [r for r in Queue(queue).records() if not waiting or r.status == "waiting"]
     if json_output:
         typer.echo(json.dumps({"environments": [r.model_dump(mode="json") for r in records]}))
@@ -258,7 +258,7 @@ def list_command(
 
 @app.command()
 def show(which: Which, queue: QueueFolder = _QUEUE, json_output: Json = False) -> None:
-    """One contribution, and how a run names it."""
+    """Show a contribution, and how a run names it."""
     _show(Queue(queue).get(which), queue, json_output)
 
 
@@ -270,7 +270,7 @@ def approve(
     note: Annotated[str, typer.Option(help="A sentence for the record.")] = "",
     json_output: Json = False,
 ) -> None:
-    """Check it once more here, and let runs be made of it."""
+    """Approve an environment for runs, after checking it once more."""
     record = Queue(queue).get(which)
     report = check(checked(Queue(queue).bundle(record.file), record.file))
     if not report.ok:

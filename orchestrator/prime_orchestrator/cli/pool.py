@@ -139,7 +139,7 @@ def too_few(validators: Sequence[Address], quorum: int) -> str:
 @app.command()
 @sends_transactions
 def fund(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
-    """Add to what the pool can pay out as rewards. Anyone may."""
+    """Add to what the pool can pay out as rewards. Anyone may do this."""
     from prime_chain import flows
 
     wei = parse_amount(amount)
@@ -154,7 +154,7 @@ def fund(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
 @app.command()
 @sends_transactions
 def bond(session: ChainSession, pool: PoolNumber, amount: Amount) -> Done:
-    """Add to the bond that pays work if the manager does not. Anyone may.
+    """Add to the bond that pays work if the manager does not. Anyone may do this.
 
     It comes back by `refund` alone, when the pool has ended and its last work is paid.
     """

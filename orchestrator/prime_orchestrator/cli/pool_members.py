@@ -76,7 +76,7 @@ def join(
     session: ChainSession,
     file: Annotated[Path, typer.Argument(help="Invite as `pool invite --out` wrote it.")],
 ) -> Done:
-    """Send a signed invite: the node takes its seat. Anyone may."""
+    """Send a signed invite: the node takes its seat. Anyone may do this."""
     from prime_chain import flows
 
     signed = read_invite(file)

@@ -44,7 +44,7 @@ def list_roots(
     rpc_quorum: Quorum = None,
     allow_private: AllowPrivate = None,
 ) -> None:
-    """Every reward root that stands, oldest first."""
+    """List every reward root that stands, oldest first."""
     with _rebuilder(rpc, deployment, pool, orchestrator, rpc_quorum, allow_private) as rebuilder:
         rows = [
             {
@@ -266,7 +266,7 @@ def claim(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
     account: Annotated[str, typer.Argument(help="Node or validator.")],
 ) -> Done:
-    """Have a node or validator paid without the orchestrator. From a copy of the settlement."""
+    """Claim for a node or validator without the orchestrator, from a copy of the settlement."""
     from prime_chain.claims import checked_claim
     from prime_chain.contracts import Claim
 

@@ -43,7 +43,7 @@ def list_slashes(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Every proposal, oldest first."""
+    """List every proposal, oldest first."""
     from prime_chain import history
 
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
@@ -66,7 +66,7 @@ def list_slashes(
 @app.command()
 @sends_transactions
 def execute(session: ChainSession, proposal: Proposal) -> Done:
-    """Execute an undisputed proposal after its window. Anyone may."""
+    """Execute an undisputed proposal after its window. Anyone may do this."""
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.execute(leaf)])
     return Done({"proposal": leaf, "state": "executed"}, f"the slash for {leaf} is executed")
@@ -75,7 +75,7 @@ def execute(session: ChainSession, proposal: Proposal) -> Done:
 @app.command()
 @sends_transactions
 def lapse(session: ChainSession, proposal: Proposal) -> Done:
-    """End a dispute that was not judged in time. The deposit goes back. Anyone may."""
+    """End a dispute that was not judged in time. The deposit goes back. Anyone may do this."""
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.lapse(leaf)])
     return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} has lapsed")
@@ -84,7 +84,7 @@ def lapse(session: ChainSession, proposal: Proposal) -> Done:
 @app.command()
 @sends_transactions
 def cancel(session: ChainSession, proposal: Proposal) -> Done:
-    """Cancel a proposal before its execution. By the arbiter."""
+    """Cancel a proposal before its execution. Only the arbiter may do this."""
     leaf = ids.digest(proposal)
     session.perform([session.contracts.slasher.cancel(leaf)])
     return Done({"proposal": leaf, "state": "cancelled"}, f"the slash for {leaf} is cancelled")
@@ -110,8 +110,9 @@ def disable(
 @app.command()
 @sends_transactions
 def confirm(session: ChainSession, proposal: Proposal) -> Done:
-    """Confirm a disputed slash. It is executed, and the deposit is lost. By the arbiter.
+    """Confirm a disputed slash. Only the arbiter may do this.
 
+    The slash is executed, and the deposit is lost.
     Judge first: prime-node audit replay TRANSACTION.
     """
     leaf = ids.digest(proposal)
@@ -122,9 +123,9 @@ def confirm(session: ChainSession, proposal: Proposal) -> Done:
 @app.command()
 @sends_transactions
 def overturn(session: ChainSession, proposal: Proposal) -> Done:
-    """Overturn a slash. The deposit goes back, the authors pay from their bonds. By the
-    arbiter.
+    """Overturn a slash. Only the arbiter may do this.
 
+    The deposit goes back, and the authors pay from their bonds.
     Judge first: prime-node audit replay TRANSACTION.
     """
     leaf = ids.digest(proposal)
@@ -140,7 +141,7 @@ def appeals(
     json_output: Json = False,
     rpc_quorum: Quorum = None,
 ) -> None:
-    """Every appeal for an unpaid file, oldest first."""
+    """List every appeal for an unpaid file, oldest first."""
     from prime_chain import history
 
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
@@ -166,9 +167,9 @@ def restore(
     submission: Annotated[str, typer.Argument(help="Digest of the appealed submission.")],
     amount: Annotated[str, typer.Option(help="What the file earns, in PRIME, for example 0.25.")],
 ) -> Done:
-    """Have an appealed file paid. The next reward root adds the amount, at most what the
-    largest file of its step earns. By the arbiter.
+    """Grant an appeal, so that the file is paid. Only the arbiter may do this.
 
+    The next reward root adds the amount, at most what the largest file of its step earns.
     Judge first: prime-node audit replay SUBMISSION.
     """
     leaf, wei = ids.digest(submission), parse_amount(amount)
@@ -184,7 +185,7 @@ def announce_arbiter(
     account: Annotated[str, typer.Argument(help="Address of the next arbiter.")],
 ) -> Done:
     """Announce another arbiter. `apply-arbiter` puts it in force one unbonding period later.
-    By the arbiter or the governor."""
+    Only the arbiter or the governor may do this."""
     target = ids.address(account)
     session.perform([session.contracts.slasher.announce_arbiter(target)])
     return Done({"arbiter": target, "announced": True}, f"{target} is announced as arbiter")

@@ -32,7 +32,7 @@ app = group("The dispute deposit, the validators' bond, and who may move them.")
 
 @app.command()
 def show(rpc: Rpc, deployment: File, json_output: Json = False, rpc_quorum: Quorum = None) -> None:
-    """The terms that hold, those announced, and the governor."""
+    """Show the terms that hold, those announced, and the governor."""
     with open_contracts(rpc, deployment, rpc_quorum) as contracts:
         found = facts_of(contracts)
     if json_output:
@@ -57,7 +57,7 @@ def announce(
     deposit: Annotated[str, typer.Option(help="Dispute deposit in whole tokens, or 0.")],
     bond: Annotated[str, typer.Option(help="Validators' bond in whole tokens, or 0.")],
 ) -> Done:
-    """Announce terms, which apply after the delay. By the governor."""
+    """Announce terms, which apply after the delay. Only the governor may do this."""
     session.perform([session.contracts.slasher.announce_terms(_amount(deposit), _amount(bond))])
     return _done(session, "announced")
 
@@ -65,7 +65,7 @@ def announce(
 @app.command()
 @sends_transactions
 def apply(session: ChainSession) -> Done:
-    """Let announced terms apply whose delay is over. Anyone may."""
+    """Let announced terms apply whose delay is over. Anyone may do this."""
     session.perform([session.contracts.slasher.apply_terms()])
     return _done(session, "applied")
 
