@@ -1,14 +1,17 @@
 """Limits of few replayed rows, and what they find: `python -m bench few [--minutes M] [--write]`.
 
-    measure   files of 8 rows, all of them replayed: honest ones by each setup and model, and those
-              of SmolLM2-135M-Instruct with 8-bit weights. Each unit is kept in var/bench/few, so a
-              run goes on where one stopped (`--minutes` of CPU time)
+    measure   files of 8 rows, all of them replayed: honest ones by each setup and model, vLLM's too
+              where it is installed (scripts/setup_vllm.sh), and those of SmolLM2-135M-Instruct with
+              8-bit weights or an 8-bit cache. Each unit is kept in var/bench/few, so a run goes on
+              where one stopped (`--minutes` of CPU time)
     fit       from the honest files of leases below EVALUATED, each model and way of making them a
               group (calibrate.few_of). No limit is tighter than the shipped one of a file
-    evaluate  other leases, so other prompts and seeds: every draw of two and of four rows of a file
+    evaluate  other leases, so other prompts and seeds: every draw of two and of four rows of a
+              file; 8-bit files also as declared as vLLM's
 
 SmolLM2 is read from PRIME_SMOLLM_HOME. `held_out`: by limits that were fitted without SmolLM2.
-`--write` writes calibration-2.json: the shipped calibration with these limits.
+`--write` writes calibration-2.json: the shipped calibration with these limits, of setups with at
+least WRITTEN_ROWS honest rows.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -50,6 +53,10 @@ SMOL = "smollm2-135m-instruct"
 EVALUATED = 1000
 """Leases from this number on are evaluated, those below are fitted."""
 LIE = "int8"
+CACHE = "kv8"
+WRITTEN_ROWS = 700
+"""Fewest honest rows from which `--write` takes a setup's limits; a setup with fewer
+has none."""
 DRAWS = (2, 4)
 """Rows of a lease of 8 that the default share draws, and twice as many, of a new node's files."""
 NEW_FILES = 8
@@ -109,7 +116,13 @@ def units() -> list[Unit]:
         found += [Unit("deep", f32, 160, 8, first, settings=one) for one in OTHER_CPUS]
         found += [Unit(SMOL, f32, 64, 3, first)]
         found += [Unit(SMOL, bf16, 64, 2, first, settings=one) for one in OTHER_CPUS[1:]]
-    return [*found, Unit(SMOL, f32, 64, 3, EVALUATED, LIE)]
+    found.append(Unit(SMOL, f32, 64, 3, EVALUATED, LIE))
+    vllm = replace(bf16, engine="vllm")
+    for turn in range(4):  # both in turns, so that a run that stops early has some of each
+        found += [Unit(SMOL, vllm, 64, 8, 100 * turn + first) for first in turns]
+        found += [Unit("devnet", vllm, 160, 16, 100 * turn + first) for first in turns]
+    more = [EVALUATED + 1000 + 8 * turn for turn in range(3)]
+    return found + [Unit(SMOL, bf16, 64, 8, first, lie) for first in more for lie in (LIE, CACHE)]
 
 
 @cache
@@ -263,8 +276,10 @@ def run(quick: bool, minutes: float | None = None, write: bool = False) -> list[
     others = [one for one in files if one.unit.first >= EVALUATED]
     honest = [one for one in others if not one.unit.lie]
     smol = [one for one in files if one.unit.model == SMOL and not one.unit.lie]
+    by_vllm = [file for file in honest if file.unit.maker.engine == "vllm"]
     for name, by, judged in (
-        ("honest_rejected", calibration, honest), ("honest_rejected_held_out", held_out, smol)
+        ("honest_rejected", calibration, honest), ("honest_rejected_vllm", calibration, by_vllm),
+        ("honest_rejected_held_out", held_out, smol),
     ):  # fmt: skip
         wrong, count = 0, 0
         for file in judged:
@@ -272,37 +287,46 @@ def run(quick: bool, minutes: float | None = None, write: bool = False) -> list[
             outcomes = [rejected(file, drawn, setup) for n in DRAWS for drawn in draws(file, n)]
             wrong, count = wrong + sum(outcomes), count + len(outcomes)
         rows.append(Row(name, wrong, f"of {count} draws of {len(judged)} files", 0))
-    for dtype in ("bfloat16", "float32"):
-        lies = [one for one in others if one.unit.lie and one.unit.maker.dtype == dtype]
+    for dtype, lie in product(("bfloat16", "float32"), (LIE, CACHE)):
+        lies = [one for one in others if one.unit.lie == lie and one.unit.maker.dtype == dtype]
         if lies:
             rows += _found(dtype, lies, calibration, held_out)
     if write:
         source = f"{shipped().source}; few rows: {_said(learned)}"
-        NEWEST.write_bytes(calibration.model_copy(update={"source": source}).canonical())
+        setups = tuple(
+            new if counts[new.engine, new.dtype] >= WRITTEN_ROWS else old
+            for new, old in zip(calibration.setups, shipped().setups, strict=True)
+        )
+        changed = {"source": source, "setups": setups}
+        NEWEST.write_bytes(calibration.model_copy(update=changed).canonical())
     return rows
 
 
 def _found(
     dtype: str, lies: Sequence[File], calibration: Calibration, held_out: Calibration
 ) -> Iterator[Row]:
-    """What limits find of 8-bit work of SmolLM2 in `dtype`."""
-    of = f"of draws of {len(lies)} files of 8-bit SmolLM2 in {dtype}"
+    """What limits find of the files `lies` of SmolLM2 in `dtype`, all made with one lie."""
+    cached = lies[0].unit.lie == CACHE
+    what = "SmolLM2 with an 8-bit cache" if cached else "8-bit SmolLM2"
+    of = f"of draws of {len(lies)} files of {what} in {dtype}"
+    kind = f"{dtype}_{CACHE}" if cached else dtype
     for name, by, engine in (
         ("", calibration, "plain/1"), ("_held_out", held_out, "plain/1"),
         ("_alone", shipped(), "plain/1"), ("_as_vllm", calibration, "vllm/1"),
+        ("_as_vllm_held_out", held_out, "vllm/1"),
     ):  # fmt: skip
         setup = _setup(by, engine, dtype)
         two, four = (mean(found_in(file, n, setup) for file in lies) for n in DRAWS)
         words = {"_alone": ", by limits of rows alone"}.get(name, "")
-        yield Row(f"found2_{dtype}{name}", two, f"{of}, two rows{words}")
-        yield Row(f"found4_{dtype}{name}", four, f"{of}, four rows{words}")
-        bar = 0.99 if (dtype, name) == ("bfloat16", "") else None
+        yield Row(f"found2_{kind}{name}", two, f"{of}, two rows{words}")
+        yield Row(f"found4_{kind}{name}", four, f"{of}, four rows{words}")
+        bar = 0.99 if (kind, name) == ("bfloat16", "") else None
         found = within(FILES, two, four)
         unit = f"chance that one of a new node's first {FILES} such files is rejected{words}"
-        yield Row(f"within{FILES}_{dtype}{name}", found, unit, bar, "higher")
+        yield Row(f"within{FILES}_{kind}{name}", found, unit, bar, "higher")
         if by is calibration:
             for tokens, share in by_tokens(lies, setup).items():
-                yield Row(f"few{tokens}_{dtype}{name}", share, f"{of}, {tokens} tokens or more")
+                yield Row(f"few{tokens}_{kind}{name}", share, f"{of}, {tokens} tokens or more")
 
 
 def _setup(calibration: Calibration, engine: str, dtype: str) -> SetupLimits:

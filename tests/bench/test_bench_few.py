@@ -35,3 +35,14 @@ def test_a_new_nodes_first_files_are_drawn_twice_as_often() -> None:
     assert few.within(1, 0.5, 0.75) == 0.75
     assert few.within(10, 0.5, 0.0) == 0.75
     assert few.within(10, 0.5, 0.75) == pytest.approx(1 - 0.25**8 * 0.5**2)
+
+
+def test_no_lease_of_a_setup_is_measured_twice() -> None:
+    seen = set()
+    for unit in few.units():
+        for number in range(unit.first, unit.first + unit.files):
+            key = (unit.model, unit.maker, unit.tokens, unit.lie, unit.settings, number)
+            assert key not in seen, unit.name
+            seen.add(key)
+    by_vllm = [unit for unit in few.units() if unit.maker.engine == "vllm"]
+    assert {unit.first >= few.EVALUATED for unit in by_vllm} == {False, True}
