@@ -140,10 +140,6 @@ class NodeApi:
     def heartbeat(self, body: Heartbeat) -> HeartbeatAnswer:
         return self.client.post("/v1/heartbeat", body, HeartbeatAnswer)
 
-    def nodes_of(self, provider: Address) -> tuple[NodeInfo, ...]:
-        """Returns the pool's nodes of one owner."""
-        return tuple(self.client.nodes(provider))
-
     def node(self, address: Address) -> NodeInfo:
         """Returns one node. Raises NotFoundError if it was never admitted."""
         return self.client.get(f"/v1/nodes/{address}", NodeInfo)

@@ -38,9 +38,9 @@ from prime_node.nodes import sign_consent
 from prime_node.owner import (
     CONSENT_SECONDS,
     Owner,
+    Standing,
     missing_calls,
     read_standing,
-    stake_needed,
 )
 from prime_node.runtime.base import Device
 from prime_node.state import DataFolder
@@ -99,17 +99,14 @@ class OwnersPart:
             stop.wait(OWNER_POLL_SECONDS)
         return False
 
-    def _needed(self) -> int:
-        return stake_needed(
-            self._run.stake_per_seat,
-            self._signer.address,
-            self._provider,
-            self._api.nodes_of(self._provider),
-        )
+    def _needed(self, standing: Standing) -> int:
+        """Returns the active stake (wei) that Pools.join requires: that of this node's seat and of
+        the provider's other seats, by the chain and not by the orchestrator's word."""
+        return standing.committed + self._run.stake_per_seat
 
     def _missing(self, link: Link) -> list[Call]:
         standing = read_standing(link, self._signer.address, self._provider)
-        needed = self._needed()
+        needed = self._needed(standing)
         if standing.member or standing.ready(needed):
             return []
         now = int(self._now())
@@ -122,7 +119,7 @@ class OwnersPart:
             owner.finish_open(log.info)  # what a killed agent sent, before more is sent
             standing = read_standing(link, self._signer.address, self._provider)
             calls = self._missing(link)
-            if (short := self._needed() - standing.active) > 0:
+            if (short := self._needed(standing) - standing.active) > 0:
                 owner.fill_from_faucet(short)
             for call in calls:
                 log.info("on chain: %s", call.description)
@@ -137,7 +134,8 @@ class OwnersPart:
         signed = sign_consent(self._signer, self._provider, domain, deadline)
         file = self._data.root / "consent.json"
         file.write_text(signed.model_dump_json(indent=2) + "\n")
-        stake = prime(self._needed()).removesuffix(" PRIME")
+        standing = read_standing(link, self._signer.address, self._provider)
+        stake = prime(self._needed(standing)).removesuffix(" PRIME")
         for line in (
             "this node waits for its owner, which has to add it:",
             f"  {self._provider}",

@@ -20,7 +20,6 @@ from prime_chain.sender import Sender, left_of
 from prime_chain.transaction_queue import Intent
 from prime_core.errors import UserError
 from prime_core.ids import Address, Digest
-from prime_core.messages import NodeInfo
 from prime_core.node import NodeConsent
 from prime_core.signing import LocalSigner, Signer
 from prime_node.link import Link
@@ -35,12 +34,14 @@ _FAUCET_WEI = 10_000 * ETHER
 
 @dataclass(frozen=True)
 class Standing:
-    """State of owner and node on chain. Amounts in wei."""
+    """State of owner and node on chain. Amounts in wei; `committed`: what the owner's seats in all
+    pools need."""
 
     provider: Address
     registered: bool
     owner_of_node: Address | None
     active: int
+    committed: int
     member: bool
     allows: bool
 
@@ -53,28 +54,16 @@ class Standing:
 def read_standing(link: Link, node: Address, provider: Address) -> Standing:
     """Reads the state at the latest block. Raises UnavailableError if no RPC answers."""
     c = link.contracts
+    committed = c.vault.committed(provider)  # before `member`: so a seat taken now counts once
     return Standing(
         provider=provider,
         registered=c.registry.is_provider(provider),
         owner_of_node=c.registry.provider_of(node),
         active=c.vault.active(provider),
+        committed=committed,
         member=c.pools.is_member(link.pool, node),
         allows=c.pools.allows(provider, link.pool),
     )
-
-
-def stake_needed(
-    stake_per_seat: int, node: Address, provider: Address, nodes: tuple[NodeInfo, ...]
-) -> int:
-    """Returns the active stake (wei) that Pools.join requires: that of this node's seat and of the
-    provider's other seats in the pool."""
-    others = sum(
-        info.provider == provider
-        and info.node != node
-        and info.status in ("active", "silent", "quarantined")
-        for info in nodes
-    )
-    return stake_per_seat * (1 + others)
 
 
 def missing_calls(

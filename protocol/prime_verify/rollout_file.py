@@ -40,7 +40,7 @@ from prime_core.rollout import (
     model_tokens,
 )
 from prime_core.run import MICRO
-from prime_core.verdict import Reason, VerdictTable
+from prime_core.verdict import MAX_REWARD_MICRO, Reason, VerdictTable
 from prime_verify.pages import (
     MAX_FOOTER,
     MAX_VALUES,
@@ -420,6 +420,8 @@ def load_rollouts(data: bytes, table: VerdictTable) -> list[Rollout]:
             found.output_tokens,
         ):
             raise MalformedError(f"group {row.group}, sample {row.sample} differs from its table")
+        if abs(found.reward_micro) > MAX_REWARD_MICRO:
+            raise MalformedError(f"group {row.group}, sample {row.sample}: its reward is too large")
         rollouts.append(
             Rollout(
                 problem_id=row.problem_id,

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from command import prime_node
@@ -21,6 +22,11 @@ from prime_chain import flows
 from prime_chain.contracts import ETHER
 from prime_chain.keystore import save_keystore
 from prime_core.node import Invite
+from prime_core.signing import LocalSigner
+from prime_node import join
+from prime_node.link import Link
+from prime_node.owner import Standing
+from prime_node.state import DataFolder
 from prime_orchestrator.store import schema
 
 STAKE = 100 * ETHER
@@ -260,3 +266,29 @@ def test_dead_rpc_does_not_stop_a_member(chain: Chain) -> None:
     chain.world.join(*dead)
     until(lambda: len(chain.world.submissions()) > handed_in, "it works without the chain")
     assert "the pool is not checked against the chain" in chain.world.log()
+
+
+def test_the_stake_that_a_seat_needs_is_the_chains_and_not_the_orchestrators_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract adds the seat to all that the provider's stake stands for, in any pool."""
+    standing = Standing(
+        MANAGER.address,
+        True,
+        MANAGER.address,
+        active=STAKE,
+        committed=STAKE,
+        member=False,
+        allows=True,
+    )
+    asked: list[int] = []
+    monkeypatch.setattr(join, "read_standing", lambda *_: standing)
+    monkeypatch.setattr(join, "missing_calls", lambda _, __, needed, *___: asked.append(needed))
+    node = LocalSigner(bytes([9]) * 32)
+    orchestrator: Any = SimpleNamespace(nodes_of=lambda provider: ())
+    run: Any = SimpleNamespace(stake_per_seat=STAKE)
+    accounts = join.Accounts(node, MANAGER.address)
+    data, link = DataFolder(tmp_path), cast(Link, None)
+    part = join.OwnersPart(orchestrator, link, run, accounts, data, now=lambda: 0.0)
+    part._missing(link)
+    assert asked == [2 * STAKE]

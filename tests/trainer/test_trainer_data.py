@@ -128,6 +128,14 @@ def test_a_row_that_was_not_graded_makes_no_difference_in_its_group() -> None:
         batch([0])
 
 
+@pytest.mark.parametrize("reward", [-1e10, 1e300])
+def test_a_reward_beyond_all_bounds_is_refused(reward: float) -> None:
+    objects = kit.Objects()
+    part = [replace(r, reward=reward) if r.sample == 0 else r for r in rollouts(1)]
+    with pytest.raises(MalformedError, match="too large"):
+        assemble(sealed(objects, part), STEP, kit.rules(RUN), objects.fetch)
+
+
 def test_the_batch_does_not_depend_on_the_order_of_downloads() -> None:
     # An ancestor's ranks listed a live directory, unsorted.
     objects = kit.Objects()
