@@ -51,7 +51,7 @@ RunFile = Annotated[Path | None, typer.Option(help="Run definition (default: the
 DeploymentFile = Annotated[
     Path | None, typer.Option(help="Deployment JSON; with --rpc, facts are checked on chain.")
 ]
-Pool = Annotated[int | None, typer.Option(help="Refuse to work for another pool.")]
+Pool = Annotated[int | None, typer.Option(help="Number of the pool; another is refused.")]
 Wallet = Annotated[Path | None, typer.Option(help="Keystore of the pool's trainer.")]
 OriginHost = Annotated[str | None, typer.Option(help="Address on which policies are served.")]
 OriginPort = Annotated[

@@ -39,10 +39,13 @@ _ELSEWHERE = {
         "prime_orchestrator.cli.doctor",
         "Check an orchestrator. Every failure names its fix.",
     ),
-    "status": ("prime_orchestrator.cli.status", "The pool, its nodes, steps and target lengths."),
-    "costs": ("prime_orchestrator.cli.costs", "What the manager's transactions cost a day."),
+    "status": (
+        "prime_orchestrator.cli.status",
+        "Show the pool, its nodes and its steps.",
+    ),
+    "costs": ("prime_orchestrator.cli.costs", "Show what the manager's transactions cost a day."),
     "calibrate": ("prime_orchestrator.cli.calibrate", "Measure honest drift; write the limits."),
-    "classes": ("prime_orchestrator.cli.classes", "Exact classes, and which of them are proven."),
+    "classes": ("prime_orchestrator.cli.classes", "Show exact classes, and which are proven."),
     "relay": (
         "prime_orchestrator.relay",
         "Serve policies to nodes, from an origin or another relay.",
@@ -51,22 +54,25 @@ _ELSEWHERE = {
         "prime_orchestrator.cli.gateway",
         "Answer tool calls that need a network. Export them as a cassette.",
     ),
-    "wallet": ("prime_chain.wallet_cli", "Make and name the keys that sign."),
-    "run": ("prime_orchestrator.cli.run", "Make and read run definitions."),
+    "wallet": ("prime_chain.wallet_cli", "Make keys, and show their addresses."),
+    "run": ("prime_orchestrator.cli.run", "Make, read and revise run definitions."),
     "rollouts": (
         "prime_orchestrator.cli.rollouts",
-        "Rollout files: list, read, export them as a data set.",
+        "List, read and export rollout files.",
     ),
     "evaluations": (
         "prime_orchestrator.cli.evaluations",
         "Evaluate a policy by the pool's nodes, on held-out problems.",
     ),
     "env": ("prime_orchestrator.cli.env", "Contribute, check and review environments."),
-    "pool": ("prime_orchestrator.cli.pool", "Create, fund, show and end a pool; its members."),
-    "slash": ("prime_orchestrator.cli.slash", "Slash proposals; the arbiter's judgements."),
+    "pool": (
+        "prime_orchestrator.cli.pool",
+        "Create, fund, show and end a pool; choose its members.",
+    ),
+    "slash": ("prime_orchestrator.cli.slash", "List, execute and judge slash proposals."),
     "terms": (
         "prime_orchestrator.cli.terms",
-        "Dispute deposit, validators' bond, and the governor.",
+        "Show and change deposits, bonds and their governor.",
     ),
     "rewards": ("prime_orchestrator.cli.rewards", "Show, explain and rebuild reward roots."),
     "deployment": (

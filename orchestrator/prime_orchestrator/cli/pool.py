@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LOCAL_CHAIN = 31337
 """On this chain one validator may be enough (Pools.LOCAL_CHAIN)."""
 
-app = group("Create, fund, show and end a pool; say who sits in it and who judges.")
+app = group("Create, fund, show and end a pool; choose its nodes and validators.")
 
 
 @app.command()

@@ -25,7 +25,7 @@ from prime_core.run import RunDefinition
 from prime_core.run_file import read_run
 from prime_core.transport.client import OrchestratorClient
 
-app = group("Make and read run definitions.")
+app = group("Make, read and revise run definitions.")
 
 
 @app.command()
