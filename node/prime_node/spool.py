@@ -38,6 +38,8 @@ from prime_core.task import SignedLease
 EntryState = Literal["spooled", "receipted", "refused"]
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 KEPT_RECEIPTS = 10_000
+CLOCK_SECONDS = 900
+"""By so much this machine's clock may be ahead of the manager's, which dates receipts."""
 
 PIECE_BYTES = 1 << 20
 _RECEIVING = ".receiving"
@@ -290,10 +292,12 @@ class Spool:
 
     def worth_since(self, since: int) -> int:
         """Returns the worth in wei of the files whose receipt is dated `since` (Unix seconds) or
-        later, without those that ended rejected or void."""
-        query = f"SELECT worth {_EARNING} AND {_RECEIVED_AT} >= ?"
+        later, without those that ended rejected or void. Files that were journalled later than that
+        count even if their receipt is dated earlier."""
+        query = f"SELECT worth {_EARNING} AND ({_RECEIVED_AT} >= ? OR created_at > ?)"
         with self._journal() as db:
-            return sum(int(worth) for (worth,) in db.execute(query, (since,)))
+            found = db.execute(query, (since, since + CLOCK_SECONDS))
+            return sum(int(worth) for (worth,) in found)
 
     def worth_before(self, until: int, node: Address) -> int:
         """Returns the worth in wei of the files of `node` whose receipt is dated before `until`

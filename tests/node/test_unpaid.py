@@ -28,7 +28,7 @@ from prime_node.bridge_messages import Abandon, LeaseWish
 from prime_node.link import Link
 from prime_node.overview import overview
 from prime_node.rewards import NodeRewards
-from prime_node.spool import Spool
+from prime_node.spool import CLOCK_SECONDS, Spool
 from prime_node.unpaid import Backing, BackingReader, UnpaidWork, objection, tokens_in
 from prime_node.uploader import deliver
 from prime_verify.pages import read_footer
@@ -148,6 +148,16 @@ def test_no_lease_is_asked_for_above_the_limit_and_work_resumes_when_paid(
     assert unpaid.owed() == 0
     assert asked(kit).lease is not None
     assert "leases are taken again" in caplog.text
+
+
+def test_a_receipt_dated_back_leaves_its_file_owed(kit: Kit) -> None:
+    received_at = delivered(kit)
+    (entry,) = kit.spool.receipted()
+    assert entry.receipt is not None
+    receipt = entry.receipt.receipt.model_copy(update={"received_at": 1})
+    kit.spool.settle(entry.lease_digest, entry.receipt.model_copy(update={"receipt": receipt}))
+    assert kit.spool.worth_since(received_at - CLOCK_SECONDS - 60) == WORTH
+    assert kit.spool.worth_since(received_at) == 0, "perhaps this clock is ahead"
 
 
 def test_bond_and_free_funds_limit_a_node_without_a_limit_of_its_own(kit: Kit) -> None:
