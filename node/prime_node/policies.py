@@ -97,9 +97,12 @@ class PolicyKeeper:
                 self._changed.notify_all()
 
     def note_answer(self, latest: int | None, relays: tuple[str, ...]) -> None:
-        """Handles the versions and relays of a heartbeat's answer."""
+        """Handles the versions and relays of a heartbeat's answer. What is newer than `latest` is
+        wanted no more: an earlier answer was wrong, and no version below would be fetched."""
         with self._changed:
             self._relays = relays
+            if latest is not None:
+                self._wanted = {wanted for wanted in self._wanted if wanted <= latest}
         if latest is not None:
             self.want(latest)
 

@@ -305,6 +305,18 @@ def test_a_version_in_between_that_does_not_arrive_holds_up_nothing(
     assert folder.others == [[], [], [0, 1, 2, 3, 4], []]
 
 
+def test_a_version_that_an_answer_named_wrongly_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_policies, "FIRST_PAUSE", 0.0)
+    folder = Folder(tmp_path, (0,), never=(10**9,))
+    with started(keeper_over(folder, 1)) as keeper:
+        keeper.note_answer(10**9, ("http://relay",))
+        until(lambda: folder.tried, "the wrong version is tried")
+        keeper.note_answer(1, ("http://relay",))
+        until(lambda: keeper.newest() == 1, "the right one arrives")
+
+
 class Overtaken(Bench):
     """While its first file is made, a newer policy is published and arrives."""
 
