@@ -419,6 +419,17 @@ def test_a_full_disk_of_the_manager_only_delays_the_verdict(
     assert panel.mgr.row(row.digest).status == "accepted"
 
 
+def test_a_file_of_another_pool_of_the_same_manager_is_not_judged(
+    panel: JudgedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = panel.mgr.submit(HONEST, make=panel.honest)
+    validator = panel.validator.validator
+    assert validator is not None
+    monkeypatch.setattr(validator, "_pool", replace(validator._pool, number=77))
+    assert validator.judge_some(1) == [row.digest]
+    assert status_of(panel, row)[1] == "abstained"
+
+
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_file_given_twice_or_not_asked_for_is_not_judged(
     panel: JudgedPool, monkeypatch: pytest.MonkeyPatch, most: int

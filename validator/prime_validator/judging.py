@@ -36,7 +36,7 @@ from prime_core.ids import ZERO_DIGEST, Digest
 from prime_core.logs import fields
 from prime_core.rollout import Receipt
 from prime_core.signing import Signer
-from prime_core.task import Lease
+from prime_core.task import Lease, real_pool
 from prime_core.validator_messages import Job
 from prime_core.verdict import (
     Evidence,
@@ -287,7 +287,7 @@ class Validator:
         return True
 
     def _check(self, job: Job) -> None:
-        """Checks the job's signatures, because evidence will include them."""
+        """Checks the job's pool and signatures, because evidence will include them."""
         domain, claim, promise = self._pool.domain, job.submission.submission, job.lease.lease
         receipt = job.receipt.receipt
         try:
@@ -300,6 +300,8 @@ class Validator:
                 == promise.node
                 and promise.recover(domain(promise), job.lease.signature) == self._pool.manager
                 and receipt.recover(domain(Receipt), job.receipt.signature) == self._pool.manager
+                and claim.pool == promise.pool
+                and real_pool(promise.pool) == self._pool.number
             )
         except UntrustedError as error:
             raise _AbstainError(Reason.VALIDATOR_CRASHED, f"the job: {error}") from error
