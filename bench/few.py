@@ -287,6 +287,14 @@ def run(quick: bool, minutes: float | None = None, write: bool = False) -> list[
             outcomes = [rejected(file, drawn, setup) for n in DRAWS for drawn in draws(file, n)]
             wrong, count = wrong + sum(outcomes), count + len(outcomes)
         rows.append(Row(name, wrong, f"of {count} draws of {len(judged)} files", 0))
+    if by_vllm:
+        outcomes = [
+            rejected(file, drawn, _setup(calibration, "plain/1", file.setup[1]))
+            for file in by_vllm for n in DRAWS for drawn in draws(file, n)
+        ]  # fmt: skip
+        of = f"of {len(outcomes)} draws of {len(by_vllm)} files of vLLM"
+        unit = f"{of}, by the plain engine's limits"
+        rows.append(Row("honest_vllm_by_plain", sum(outcomes), unit))
     for dtype, lie in product(("bfloat16", "float32"), (LIE, CACHE)):
         lies = [one for one in others if one.unit.lie == lie and one.unit.maker.dtype == dtype]
         if lies:
