@@ -128,7 +128,7 @@ def audit_replay(
 @audit_app.command("mirrors")
 @configured
 def audit_mirrors(settings: Settings, as_json: Json = False) -> None:
-    """List where the pool's validators serve copies, as announced on chain."""
+    """List the validators' mirrors, as announced on chain."""
     from prime_chain.mirror import announced
     from prime_node.cli_owner import open_link
 

@@ -73,7 +73,7 @@ def list_evaluations(
     last: Annotated[int, typer.Option(min=1, max=1000, help="Most evaluations to list.")] = 20,
     json_output: Json = False,
 ) -> None:
-    """List the newest evaluations with their results so far, newest first."""
+    """List evaluations and their results so far, newest first."""
     from prime_orchestrator.store import evaluations
 
     with options.pool() as (_, store), store.read() as connection:

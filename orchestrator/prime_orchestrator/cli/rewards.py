@@ -266,7 +266,7 @@ def claim(
     settlement: Annotated[Path, typer.Argument(help="File of the settlement, from any source.")],
     account: Annotated[str, typer.Argument(help="Node or validator.")],
 ) -> Done:
-    """Claim for a node or validator without the orchestrator, from a copy of the settlement."""
+    """Claim from a copy of the settlement, without the orchestrator."""
     from prime_chain.claims import checked_claim
     from prime_chain.contracts import Claim
 
