@@ -100,8 +100,8 @@ class OwnersPart:
         return False
 
     def _needed(self, standing: Standing) -> int:
-        """Returns the active stake (wei) that Pools.join requires: that of this node's seat and of
-        the provider's other seats, by the chain and not by the orchestrator's word."""
+        """Returns the active stake (wei) that Pools.join requires for this node's seat and the
+        provider's other seats. Uses the chain's figures, not the orchestrator's."""
         return standing.committed + self._run.stake_per_seat
 
     def _missing(self, link: Link) -> list[Call]:

@@ -97,8 +97,9 @@ class PolicyKeeper:
                 self._changed.notify_all()
 
     def note_answer(self, latest: int | None, relays: tuple[str, ...]) -> None:
-        """Handles the versions and relays of a heartbeat's answer. What is newer than `latest` is
-        wanted no more: an earlier answer was wrong, and no version below would be fetched."""
+        """Handles the versions and relays of a heartbeat's answer. Requests for versions
+        newer than `latest` are dropped: an earlier answer was wrong, and they would block lower
+        versions."""
         with self._changed:
             self._relays = relays
             if latest is not None:

@@ -39,7 +39,7 @@ EntryState = Literal["spooled", "receipted", "refused"]
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 KEPT_RECEIPTS = 10_000
 CLOCK_SECONDS = 900
-"""By so much this machine's clock may be ahead of the manager's, which dates receipts."""
+"""Seconds by which this machine's clock may be ahead of the manager's, which dates receipts."""
 
 PIECE_BYTES = 1 << 20
 _RECEIVING = ".receiving"

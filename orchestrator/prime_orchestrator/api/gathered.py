@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 MOST = 256
 """Most items in one batch."""
 AGAIN_SECONDS = 1.0
-"""For how long a caller that asked is expected to ask again."""
+"""A caller is expected to ask again within this time."""
 
 
 @dataclass

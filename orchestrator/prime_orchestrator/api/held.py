@@ -2,8 +2,8 @@
 
 A request costs an orchestrator several times what looking for work does. So a claim for which there
 is nothing waits before it is answered, and the claims that wait in one process look together, every
-LOOK_SECONDS. For as long, a look waits for the claims of validators that asked in the last second:
-they then share its transactions, and those of what they ask next.
+LOOK_SECONDS. Each look also waits up to LOOK_SECONDS for claims of validators that asked in the
+last second, so that they share its transactions and those of their next requests.
 """
 
 from __future__ import annotations
